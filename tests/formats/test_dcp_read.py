@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter, _version
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, _version
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
@@ -399,10 +399,12 @@ def test_several_models_with_an_optimizer_each_are_one_with_their_keys_before_th
     assert_optimizer(checkpoint, other, sgd, "discriminator.d.")
 
 
-def test_models_of_the_same_names_are_told_apart_by_where_their_optimizers_are(tmp_path):
+@pytest.mark.parametrize("named", [True, False])
+def test_models_of_the_same_names_are_told_apart_by_where_their_optimizers_are(named, tmp_path):
     (one, adamw), (other, sgd) = trained(), trained(torch.optim.SGD, momentum=0.9)
     weights = [one.state_dict(), other.state_dict()]
     states = [get_optimizer_state_dict(one, adamw), get_optimizer_state_dict(other, sgd)]
+    states = states if named else [adamw.state_dict(), sgd.state_dict()]
     beside = {
         key: {"model": model, "optimizer": state}
         for key, model, state in zip(("disc", "gen"), weights, states, strict=True)
@@ -414,6 +416,11 @@ def test_models_of_the_same_names_are_told_apart_by_where_their_optimizers_are(t
             assert_model(checkpoint, model, key)
             assert_optimizer(checkpoint, model, optimizer, key)
     unclear = {"a": weights[0], "b": weights[1], "optimizer": states[0]}
+    if not named:  # what is called as both are is not of either, where it has not their shapes
+        beside = {"a": {"seen": torch.ones(3, 3)}, "b": {"seen": torch.ones(2)}}
+        both = {"model": weights[0], **beside, "opt_a": states[0], "opt_b": states[0]}
+        assert_model(read(saved(tmp_path / "both", both)), one)
+        return
     with refusing(UnsupportedError, r"could be the optimizer of several models.* found a and b"):
         read(saved(tmp_path / "unclear", unclear))
 
@@ -588,6 +595,58 @@ def test_tied_names_are_two_parameters(tmp_path):
     one, other = checkpoint.parameters["0.weight"], checkpoint.parameters["1.weight"]
     assert (one.tied_to, other.tied_to, one.group, other.group, other.frozen) == (None, None, 0, None, False)
     assert torch.equal(checkpoint.read("0.weight"), checkpoint.read("1.weight"))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_numbers_are_named_though_one_tensor_has_several_names(frozen, tmp_path):
+    """As T5's embedding has, whose first names follow each other; what looks so, and is another's, stays open."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        *(torch.nn.Embedding(5, 4) for _ in range(2)), torch.nn.Linear(4, 5), torch.nn.Linear(5, 2)
+    )
+    model[1].weight = torch.nn.Parameter(model[0].weight.detach().clone()) if frozen else model[0].weight
+    optimizer = torch.optim.AdamW([*model[0:1].parameters(), *model[2 + frozen :].parameters()], lr=0.0)
+    for one in model.parameters():
+        one.grad = torch.randn_like(one)
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    checkpoint = read(saved(tmp_path / "ckpt", state))
+    if frozen:
+        assert checkpoint.param_groups[0].parameters[0] == "0"
+        return
+    assert not checkpoint.unnamed
+    assert checkpoint.warnings == ["1.weight has the elements of 0.weight, and is taken for another name of it"]
+    assert_optimizer(checkpoint, model, optimizer)
+
+
+@pytest.mark.parametrize("form", ["usual", "raw", "other names", "list of optimizers"])
+def test_dicts_that_are_one_pickle_each_are_read(form, tmp_path):
+    model, optimizer = trained()
+    state = {**FORMS[form](model, optimizer), "step": 3}
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, checkpoint_id=tmp_path / "ckpt", planner=planner, no_dist=True)
+    names = [name for name, _ in model.named_parameters()] if form == "raw" else None
+    checkpoint = read(tmp_path / "ckpt", names)
+    assert_model(checkpoint, model)
+    assert_optimizer(checkpoint, model, optimizer)
+    assert (checkpoint.unnamed, checkpoint.warnings, checkpoint.step) == ({}, [], 3)
+    assert not take_inventory(checkpoint).left_out
+    if form != "raw":
+        zckpt.convert(tmp_path / "ckpt", tmp_path / "own", to="zckpt")
+        assert zckpt.diff(tmp_path / "ckpt", tmp_path / "own").equal
+
+
+def save_in_one_pickle(rank: int, world_size: int, path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (world_size,)))
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=path, planner=planner)
+
+
+def test_a_pickle_of_one_ranks_shares_is_refused(tmp_path):
+    run(save_in_one_pickle, 2, tmp_path / "ckpt")
+    with refusing(UnsupportedError, r"model is one value.*the others are lost.*without flatten_state_dict=False"):
+        read(tmp_path / "ckpt")
 
 
 def test_items_of_a_known_kind_are_where_their_archives_say(monkeypatch, tmp_path):

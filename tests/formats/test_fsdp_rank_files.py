@@ -614,6 +614,35 @@ def test_what_is_written_is_what_is_read(written, tmp_path):
     assert zckpt.diff(source, tmp_path / "back").equal
 
 
+@pytest.mark.parametrize("options", [{}, {"world_size": 4, "fsdp_size": 2}])
+@pytest.mark.parametrize("kind", ["model", "optim"])
+def test_what_tensors_of_a_file_share_is_one_object_once_it_is_loaded(kind, options, written, tmp_path):
+    """A file has one mesh, and one spec for each shape and type; torch saves again what it has loaded, as it was."""
+    folder = written(LLAMA, **{"world_size": 2, **options})
+    for path in sorted(folder.glob(f"{kind}_world_size_*.pt")):
+        again = tmp_path / path.name
+        torch.save(torch.load(path, weights_only=False), again)
+        shared = [[*sharing(torch.load(one, weights_only=False))] for one in (path, again)]
+        assert shared[0] == shared[1]
+        alike = {one[:2] for one in shared[0]}
+        assert len({one[2] for one in shared[0]}) == 1
+        assert len({one[3] for one in shared[0]}) == len(alike)
+        assert len({one[4] for one in shared[0]}) == len(shared[0]) - (kind == "model")  # which has a tied one
+
+
+def sharing(root: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield of each DTensor its shape and type, and which mesh, spec and storage it has, as numbers in their order."""
+    waiting, seen = [root], dict[int, int]()
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, DTensor):
+            spec, storage = one._spec, one._local_tensor.untyped_storage()
+            parts = (id(spec.mesh), id(spec), storage._cdata)
+            yield tuple(one.shape), one.dtype, *(seen.setdefault(part, len(seen)) for part in parts)
+        elif isinstance(one, dict):
+            waiting += one.values()
+
+
 def test_every_rank_keeps_its_random_state(written, tmp_path):
     folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
     for rank in range(2):

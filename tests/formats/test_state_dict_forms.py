@@ -127,6 +127,9 @@ def test_a_warning_where_torch_has_lost_all_slots_but_one(tmp_path):
     torch.save(state, tmp_path / "weights.pt")
     torch.save({"state": state, "param_groups": [{"lr": 1.0, "params": list(state)}]}, tmp_path / "equal.pt")
     assert "all slots but the last are lost" in zckpt.open(tmp_path / "equal.pt").warnings[0]
+    numbered = dict(enumerate(state.values()))  # as `rekey_optim_state_dict` makes them
+    torch.save({"state": numbered, "param_groups": [{"lr": 1.0, "params": list(numbered)}]}, tmp_path / "by_id.pt")
+    assert any("all slots but the last are lost" in text for text in zckpt.open(tmp_path / "by_id.pt").warnings)
 
 
 def named_file(tmp_path: Path, state: dict[str, Any], params: list[Any]) -> Path:

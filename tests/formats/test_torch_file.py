@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import zckpt
 from tests import live
-from tests.formats.some_tensors import assert_same
+from tests.formats.some_tensors import Wrapped, assert_same
 from tests.live import save_both
 from tests.refusals import refusing
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError, UsageError
@@ -136,6 +136,19 @@ def test_different_views_of_one_storage_are_not_tied(tmp_path):
     assert all(p.tied_to is None for p in checkpoint.parameters.values())
 
 
+@pytest.mark.parametrize("under", [[], ["model"], ["state", "model"]])
+def test_weights_that_a_class_wraps_are_read_as_in_dcp(under, tmp_path):
+    tensors = {"a": torch.randn(2, 3).bfloat16(), "b": torch.randn(3)}
+    root: dict[str, Any] = {name: Wrapped(one) for name, one in tensors.items()}
+    for key in reversed(under):
+        root = {key: root, "seed": 1}
+    torch.save(root, tmp_path / "m.pt")
+    found = read(tmp_path / "m.pt")
+    for name, tensor in tensors.items():
+        assert_same(open_checkpoint(tmp_path / "m.pt").read(name), tensor)
+    assert not [item for item in take_inventory(found).items if item.fate == "left out"]
+
+
 def test_averaged_copy_beside_the_model_is_named_in_a_warning(tmp_path):
     model = network().state_dict()
     ema = {name: tensor * 0 for name, tensor in model.items()}
@@ -169,6 +182,46 @@ def test_every_parameter_has_its_own_state(kind, options, named, tmp_path):
     assert group.parameters == [name for name, _ in model.named_parameters()]
     assert group.hyperparameters["lr"] == 0.01
     assert {p.group for p in checkpoint.parameters.values() if len(p.slots) > 1} == {0}
+
+
+class Listed:
+    """As fastcore's lists are pickled."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+
+@pytest.mark.parametrize("form", ["tuple of groups", "tuple of optimizers", "fastai"])
+def test_state_is_attached_in_other_programs_forms_too(form, tmp_path):
+    model, optimizer = live.trained(torch.nn.Linear(5, 3), torch.optim.AdamW, steps=2)
+    state = optimizer.state_dict()
+    groups = state["param_groups"]
+    forms: dict[str, Any] = {
+        "tuple of groups": {**state, "param_groups": tuple(groups)},
+        "tuple of optimizers": (state,),
+        "fastai": {"state": list(state["state"].values()), "hypers": Listed([{"lr": groups[0]["lr"], "mom": 0.9}])},
+    }
+    torch.save({"model": model.state_dict(), "opt": forms[form]}, tmp_path / "m.pt")
+    found = read(tmp_path / "m.pt")
+    assert not found.unnamed
+    assert found.param_groups[0].hyperparameters["lr"] == groups[0]["lr"]
+    for name, parameter in model.named_parameters():
+        for slot in ("exp_avg", "exp_avg_sq"):
+            assert_same(open_checkpoint(tmp_path / "m.pt").read(name, slot), optimizer.state[parameter][slot])
+    assert not [item for item in take_inventory(found).items if item.fate == "left out"]
+    zckpt.convert(tmp_path / "m.pt", tmp_path / "own", to="zckpt")
+
+
+def test_flat_state_of_several_parameters_is_called_that(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Linear(4, 4)).half()
+    flat = torch.nn.Parameter(torch.cat([one.detach().float().flatten() for one in model.parameters()]))
+    optimizer = torch.optim.Adam([flat])
+    flat.grad = torch.randn_like(flat)
+    optimizer.step()
+    state = {"model": model.state_dict(), "last_optimizer_state": {**optimizer.state_dict(), "loss_scale": 128.0}}
+    torch.save(state, tmp_path / "m.pt")
+    [warning] = read(tmp_path / "m.pt").warnings
+    assert "state of 0 has more elements than any of the model's tensors: it is of several parameters" in warning
 
 
 def test_optimizer_without_state_has_its_group(tmp_path):

@@ -237,6 +237,29 @@ def test_names_follow_from_shapes_and_the_models_order(tied, world_size, tmp_pat
         assert group.hyperparameters["lr"] == expected["lr"]
 
 
+def test_shares_that_fairscale_assigns_are_read_too(tmp_path):
+    """Its OSS assigns parameters in their order, torch the largest first."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2), torch.nn.Linear(2, 3))
+    model, optimizer = live.trained(layers, torch.optim.AdamW, steps=2)
+    state = optimizer.state_dict()
+    held: list[list[int]] = [[], []]
+    elements = [0, 0]
+    for number, parameter in enumerate(model.parameters()):
+        rank = elements.index(min(elements))
+        held[rank].append(number)
+        elements[rank] += parameter.numel()
+    for rank, numbers in enumerate(held):
+        own = {at: state["state"][number] for at, number in enumerate(numbers)}
+        groups = [{**state["param_groups"][0], "params": list(range(len(numbers)))}]
+        saved = {"model": model.state_dict(), "optimizer": {"state": own, "param_groups": groups}}
+        torch.save(saved, tmp_path / f"r_rank{rank}.pt")
+    found = read(tmp_path)
+    for name, parameter in model.named_parameters():
+        for slot in ("exp_avg", "exp_avg_sq"):
+            assert_same(found.read(name, slot), optimizer.state[parameter][slot])
+
+
 def test_group_of_all_parameters_needs_no_state(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     directory = as_others_save_it(model, torch.optim.SGD(model.parameters(), lr=0.25), tmp_path)

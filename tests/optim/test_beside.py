@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,28 @@ class Many(Optimizer):
                 parameter.sub_(state["mean"].to(state["type"]) * group["d"].sum() / scale)
 
 
+class Kind(Enum):
+    ROWS = 1
+    COLUMNS = 2
+
+
+class Queued(Optimizer):
+    """Gradients in a deque, as AdaShift has them, and a hyperparameter that is an Enum, as Scion has them."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "kind": Kind.ROWS})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["kind"] = Kind.COLUMNS if group["kind"] is Kind.ROWS else Kind.ROWS
+            for parameter in group["params"]:
+                queue = self.state[parameter].setdefault("queue", deque([torch.zeros_like(parameter)] * 2))
+                queue.append(parameter.grad.clone())
+                queue.popleft()
+                parameter.sub_(sum(queue) * (0.01 if group["kind"] is Kind.ROWS else 0.02))
+
+
 class Sharp(Optimizer):
     """Holds an optimizer whose state is its own, too; its state dict has both, as those of SAM have."""
 
@@ -187,6 +210,7 @@ MAKE: dict[str, Callable[[nn.Module], Any]] = {
     "twice": lambda model: Ahead(Ahead(SGD(model.parameters(), lr=0.1, momentum=0.9))),
     "turning": lambda model: Turning(model.parameters(), lr=0.1, momentum=0.9),
     "many": lambda model: Many(model.parameters()),
+    "queued": lambda model: Queued(model.parameters()),
     "sharp": lambda model: Sharp(model.parameters()),
     "lbfgs": lambda model: Once(model.parameters(), lr=0.1),
 }
@@ -201,7 +225,7 @@ class Once(torch.optim.LBFGS):
 
 SLOTS: dict[str, set[str]] = {
     "ahead": {"exp_avg", "exp_avg_sq"}, "inside": set(), "twice": {"momentum_buffer"}, "turning": {"momentum_buffer"},
-    "many": {"mean"}, "sharp": {"momentum_buffer"}, "lbfgs": {"d", "prev_flat_grad"},
+    "many": {"mean"}, "queued": set(), "sharp": {"momentum_buffer"}, "lbfgs": {"d", "prev_flat_grad"},
 }  # fmt: skip
 
 
@@ -225,11 +249,15 @@ def test_training_goes_on_as_if_nothing_had_happened(kind, async_, tmp_path):
     assert zckpt.verify(tmp_path / "c", deep=True).sound
 
 
+HOLDING = ["ahead", "twice", "sharp"]
+"""Whose state dict has that of another optimizer."""
+
 SAVED = MAKE | {"plain": lambda model: SGD(model.parameters(), lr=0.1)}
 
 
 @pytest.mark.parametrize(
-    ("kind", "to"), each(["turning", "many", "plain", "lbfgs"], [None, "zckpt", "dcp", "consolidated"])
+    ("kind", "to"),
+    each(["turning", "many", "queued", "plain", "lbfgs", *HOLDING], [None, "zckpt", "dcp", "consolidated"]),
 )
 def test_a_state_dict_that_torch_saved_goes_on_too_with_all_that_it_has(kind, to, tmp_path):
     source, target = tmp_path / "model.pt", tmp_path / "target"
@@ -238,7 +266,10 @@ def test_a_state_dict_that_torch_saved_goes_on_too_with_all_that_it_has(kind, to
         assert not zckpt.inspect(source, include_inventory=True).left_out
         zckpt.convert(source, target, to=to)
     goes_on(SAVED[kind], target if to else source, model)
-    if to is None:
+    if kind in HOLDING:
+        zckpt.strip(source, tmp_path / "stripped.pt", optimizer=True)
+        assert zckpt.open(tmp_path / "stripped.pt").slot_names() == ["weight"]
+    elif to is None:
         zckpt.convert(source, tmp_path / "again.pt", to="consolidated")
         again, other = torch.load(tmp_path / "again.pt", weights_only=False), net(seed=1)
         other.load_state_dict(again["model"])
@@ -297,6 +328,41 @@ def test_each_of_several_files_of_optimizers_has_its_own(to, tmp_path):
     its = {f"optimizer{at}": MAKE["turning"](others[f"model{at}"]) for at in ("", "_1")}
     assert zckpt.load(target if to else source, model=others, optimizer=its).notes == []
     assert [one.turn for one in its.values()] == [3, 5]
+    if to == "accelerate":
+        assert [torch.load(target / f"optimizer{at}.bin")["turn"] for at in ("", "_1")] == [3, 5]
+
+
+class Drawing(Turning):
+    """Has a tensor among its further keys."""
+
+    drawn = torch.zeros(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "drawn": self.drawn + self.turn}
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "file"),
+    [
+        ("consolidated", {}, "optimizer.pt"),
+        ("accelerate", {}, "optimizer.bin"),
+        ("accelerate", {"fsdp": "full"}, None),
+        ("transformers-trainer", {"train_batch_size": 1}, "optimizer.pt"),
+        ("zero-redundancy", {}, None),
+        ("dcp", {}, None),
+    ],
+)
+def test_it_is_said_where_the_optimizers_own_program_does_not_see_further_keys(to, options, file, tmp_path):
+    model = net()
+    optimizer = trained(Drawing(model.parameters(), lr=0.1), model, 2)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2}
+    torch.save(saved, tmp_path / "m.pt")
+    done = zckpt.convert(tmp_path / "m.pt", tmp_path / "out", to=to, **options)
+    assert any("only zckpt.load restores" in note for note in done.notes) == (file is None)
+    if file is not None:
+        its = torch.load(tmp_path / "out" / file)
+        assert its["turn"] == 2
+        assert its["drawn"].equal(torch.full((3,), 2.0))
 
 
 def test_further_keys_for_which_a_class_has_no_place_are_named(tmp_path):
@@ -316,16 +382,34 @@ def test_keys_that_dcp_would_make_texts_of_are_refused_there(tmp_path):
         zckpt.convert(tmp_path / "m.pt", tmp_path / "dcp", to="dcp")
 
 
-class Kind(Enum):
-    ROWS = 1
-
-
 class Kinds(SGD):
     """A hyperparameter that is an object."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)
-        self.param_groups[0]["kind"] = Kind.ROWS
+        self.param_groups[0]["kind"] = timedelta(1)
+
+
+@pytest.mark.parametrize("kept", ["extra", "scheduler", "state dict"])
+def test_an_enum_elsewhere_would_come_back_as_nothing_and_is_refused(kept, tmp_path):
+    model = net()
+    optimizer = Turning(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    scheduler.kind = Kind.ROWS
+    given = {"extra": {"extra": {"kind": Kind.ROWS}}, "scheduler": {"scheduler": scheduler}, "state dict": {}}
+    optimizer.turn = Kind.ROWS if kept == "state dict" else 0
+    with pytest.raises(UnsupportedError, match=r"is a tests\.optim\.test_beside\.Kind, which only a pickle can hold"):
+        zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, **given[kept])
+
+
+def test_what_a_deque_holds_is_held_against_the_checkpoint(tmp_path):
+    model = net()
+    optimizer = trained(MAKE["queued"](model), model, 4)
+    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
+    zckpt.assert_restored(tmp_path / "c", model=model, optimizer=optimizer)
+    optimizer.state[model[0].weight]["queue"][0].add_(1)
+    with pytest.raises(ZckptError, match="queue"):
+        zckpt.assert_restored(tmp_path / "c", model=model, optimizer=optimizer)
 
 
 def test_an_object_among_hyperparameters_stays_as_the_optimizer_has_it(tmp_path):
@@ -334,7 +418,7 @@ def test_an_object_among_hyperparameters_stays_as_the_optimizer_has_it(tmp_path)
     optimizer = Kinds(model.parameters())
     restored = zckpt.load(tmp_path / "m.pt", model=model, optimizer=optimizer)
     assert [note.partition(":")[0] for note in restored.notes] == ["kind of the param groups is left as it is here"]
-    assert optimizer.param_groups[0]["kind"] is Kind.ROWS
+    assert optimizer.param_groups[0]["kind"] == timedelta(1)
     without = SGD(model.parameters(), lr=0.1)
     with pytest.raises(UnsupportedError, match="kind of a param group is an object"):
         zckpt.load(tmp_path / "m.pt", model=model, optimizer=without)
@@ -357,7 +441,7 @@ def test_it_goes_along_to_other_formats_and_is_no_part_of_a_file_without_place(k
         lambda: zckpt.average([tmp_path / "c", tmp_path / "c"], tmp_path / "x.pt", slots="all"),
         lambda: zckpt.convert(tmp_path / "c", tmp_path / "ds", to="deepspeed", stage=1, world_size=1),
     ):
-        with pytest.raises(UnsupportedError, match=r"kept more|cannot hold beside_state"):
+        with pytest.raises(UnsupportedError, match=r"kept more|cannot hold (steps, sides, type|slow_state)"):
             refused()
     assert {one.name for one in tmp_path.iterdir()} == {"c", "out"}
     zckpt.consolidate(tmp_path / "c", tmp_path / "x.pt", slots=sorted(SLOTS[kind]))
@@ -497,14 +581,14 @@ class Queue(Many):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
         for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["queue"] = deque([1])
+            self.state[parameter]["queue"] = Counter([1])
 
 
 @pytest.mark.parametrize(
     ("make", "match"),
     [
         (lambda model: Silent(model.parameters()), "Silent holds SGD in `held`"),
-        (lambda model: Queue(model.parameters()), r"'0\.weight'\]\['queue'\] is a collections.deque"),
+        (lambda model: Queue(model.parameters()), r"'0\.weight'\]\['queue'\] is a collections.Counter"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_name(make, match, tmp_path):
@@ -574,6 +658,8 @@ THEIRS = {
     "StableSPAM": lambda its, model: its.StableSPAM(model.parameters(), lr=0.01),
     "MADGRAD": lambda its, model: its.MADGRAD(model.parameters(), lr=0.01),
     "Shampoo": lambda its, model: its.Shampoo(model.parameters(), lr=0.01),
+    "Scion": lambda its, model: its.SCION(model.parameters(), lr=0.01),
+    "AdaShift": lambda its, model: its.AdaShift(model.parameters(), lr=0.01),
 }
 
 

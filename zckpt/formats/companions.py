@@ -3,11 +3,12 @@
 DIR/scheduler.pt, rng_state_R.pth, training_args.bin     Hugging Face's Trainer
 DIR/trainer_state.json                                   its own account: steps, epochs, what was logged
 DIR/scheduler.bin, random_states_R.pkl, sampler.bin      Accelerate
+DIR/recipe_state.pt, adapter_model.pt                    torchtune: its optimizer, and PEFT's adapter as it has that
 DIR/model.safetensors, pytorch_model.bin                 the weights once more, next to a directory of DeepSpeed's
 DIR/adapter_model.safetensors, adapter_model.bin          of these what PEFT has added to a model
 DIR/sharded/shard-R-model-N-of-M.safetensors             the pieces that torch put together into the files above
 
-Files of the first three kinds are kept whole in the metadata, under their names without the suffix. A model's file is a
+Files of the first four kinds are kept whole in the metadata, under their names without the suffix. A model's file is a
 copy as far as its names and shapes are those of what was read, of its types or rounded from them, and `verify --deep`
 compares it with that. A tensor of another name is one if it has the elements of what no other is called as
 (`rearranged`); any other has been read by no one.
@@ -38,6 +39,7 @@ from zckpt.state import (
     SourceFile,
     Span,
     by_key,
+    dict_of,
     stated,
     without,
 )
@@ -46,17 +48,19 @@ from zckpt.state.inventory import CARRIED as CARRIED_AS_IS
 from zckpt.state.inventory import IMPLIED, LEFT_OUT, Claim
 from zckpt.state.ranges import Range
 from zckpt.storage.files import Sources, entries_of, is_file, read_json, real_path
-from zckpt.torchfile import Tensor, TorchFile, read_torchfile
+from zckpt.torchfile import Tensor, TorchFile, node_of, read_torchfile
 
 CARRIED = re.compile(
     r"(?:scheduler|sampler|dl_state_dict|custom_checkpoint)(?:_[0-9]+)?\.(?:bin|pt|pkl)|scaler\.pt"
-    r"|random_states_[0-9]+\.pkl|rng_state(?:_[0-9]+)?\.pth|training_args\.bin"
+    r"|random_states_[0-9]+\.pkl|rng_state(?:_[0-9]+)?\.pth|training_args\.bin|recipe_state\.pt|adapter_model\.pt"
 )
 
 NUMBERED = re.compile(
     r"(random_states|rng_state|custom_checkpoint|optimizer|scheduler)(?:_([0-9]{1,9}))?\.(?:pkl|pth|bin|pt)"
 )
 """Of ranks and objects that programs count from 0; a file without a number is the first."""
+
+RECIPE = "recipe_state.pt"
 
 COPIED = re.compile(r"(?:pytorch_)?model(?:-[0-9]+-of-[0-9]+)?\.(?:safetensors|bin)")
 ADAPTER = re.compile(r"adapter_model\.(?:safetensors|bin)")
@@ -94,6 +98,11 @@ def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Pat
         if CARRIED.fullmatch(entry.name):
             try:
                 carry(checkpoint, path)
+                if entry.name == RECIPE and "optimizer" in dict_of(node_of(checkpoint.metadata["recipe_state"])):
+                    checkpoint.warnings.append(
+                        f"{RECIPE}: the optimizer's state is carried as it is, for torchtune, whose own model has "
+                        "other names, and rows of some weights in another order"
+                    )
             except SourceError as error:
                 if path.parent != directory:  # below which the inventory finds it
                     checkpoint.files.append(SourceFile(str(path), path.stat().st_size, METADATA_ROLE))

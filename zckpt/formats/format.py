@@ -126,6 +126,8 @@ class TargetFiles:
         Whether quantised state is cut otherwise than in the source, so that what its codes stand for is to be compared.
     rounded : mapping of str to collection of str
         Slots of parameters that were rounded once more, and whose values are not the source's.
+    keeps_rest : bool
+        Whether the optimizer's state dict has further keys where its `load_state_dict` looks for them.
     check : callable or None
         Holds values of the source against each other beyond masters and weights; returns how many elements it compared.
     names : sequence of str or None
@@ -143,6 +145,7 @@ class TargetFiles:
     check: Callable[[], int] | None = None
     names: GivenNames = None
     in_floats: bool = False
+    keeps_rest: bool = False
     rounded: Mapping[str, Collection[str]] = field(default_factory=dict)
 
 

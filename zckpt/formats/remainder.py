@@ -20,6 +20,7 @@ from pathlib import Path
 
 from zckpt.errors import DamagedFileError, about
 from zckpt.formats.torch_files.content import EXTRA_STATE, STATE_DICT_KEYS
+from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe
 from zckpt.state import (
     MASTER,
@@ -226,7 +227,8 @@ def origin(checkpoint: Checkpoint) -> dict[str, object]:
 def restore_from(checkpoint: Checkpoint, file: TorchFile, *rules: Rule) -> None:
     """Add a file that is the tree to those of a checkpoint, and give the checkpoint what it says: see `restore`.
 
-    `rules`: of what the file has besides. What modules keep is in the model once more, for those who read that alone.
+    `rules`: of what the file has besides. What modules keep is in the model once more, for those who read that alone;
+    and so is in the optimizer's file what its state dict has besides.
     """
     models, of_model = [one for one in checkpoint.files if one.role == "model"], of_modules(checkpoint)[0]
     checkpoint.files.append(describe(file, "metadata", rules=(*remainder_rules(), *rules)))
@@ -235,6 +237,9 @@ def restore_from(checkpoint: Checkpoint, file: TorchFile, *rules: Rule) -> None:
     again = [Rule((name, "**"), COPY, about_it, tensors=True) for name in of_modules(checkpoint)[0] if name in of_model]
     for one in models:
         one.rules = (*one.rules, *again)
+    for one in checkpoint.files if checkpoint.optimizer_metadata.keys() & {BESIDE, OPTIMIZERS} else ():
+        kept = [replace(rule, fate=COPY, tensors=True) for rule in one.rules if rule.about == BESIDE]
+        one.rules = (*kept, *one.rules) if one.role == "optimizer" else one.rules
 
 
 def restore(checkpoint: Checkpoint, node: object, file: TorchFile) -> None:

@@ -12,7 +12,7 @@ from zckpt.evidence import refuse_ungrouped
 from zckpt.formats.assets import CONFIG_NAME, find_assets, is_adapter
 from zckpt.formats.consolidated.model import optimizer_slots
 from zckpt.formats.floats import left_with_codes, with_floats
-from zckpt.formats.format import Format, Job
+from zckpt.formats.format import Format, Job, TargetFiles
 from zckpt.formats.low_bit import codes_in
 from zckpt.formats.options import choose
 from zckpt.formats.registry import find_format, formats, get
@@ -131,7 +131,7 @@ def convert(
         Written, found, laid, path, how, owns=written.owns, inside=[checkpoint.source], proof=proof, dropped=dropped,
         sources=left.sources(found), missing=left.missing, filled=left.filled,
     )  # fmt: skip
-    notes = _of_optimizers(checkpoint, written, getattr(chosen, "dtype", None))
+    notes = _of_optimizers(checkpoint, written, laid, getattr(chosen, "dtype", None))
     return replace(done, notes=(*done.notes, *notes))
 
 
@@ -149,7 +149,7 @@ def as_converted(found: Checkpoint, written: Format, naming: Naming = AS_IT_IS) 
     return _as_expected(found, written, naming)[0]
 
 
-def _of_optimizers(checkpoint: Checkpoint, written: Format, dtype: str | None) -> tuple[str, ...]:
+def _of_optimizers(checkpoint: Checkpoint, written: Format, laid: TargetFiles, dtype: str | None) -> tuple[str, ...]:
     """Say what becomes of several optimizers, of masters, and of no hyperparameters, in formats of other programs."""
     notes, names = [], checkpoint.optimizers()
     if dtype not in (None, "float32") and MASTER in optimizer_slots(checkpoint, dtype):
@@ -163,7 +163,7 @@ def _of_optimizers(checkpoint: Checkpoint, written: Format, dtype: str | None) -
             "the source has no hyperparameters for its param groups, so the target has none; torch's optimizers "
             "load its state, but cannot step; zckpt.load keeps the live optimizer's own"
         )
-    if keeps_beside(checkpoint) and written.name != checkpoint.format:
+    if keeps_beside(checkpoint) and written.name != checkpoint.format and not laid.keeps_rest:
         notes.append(
             "only zckpt.load restores what the optimizer kept in addition to parameter state: its own "
             "program does not see it"

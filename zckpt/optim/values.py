@@ -5,11 +5,11 @@ And values of an optimizer that are no tensors of elements: as a file has them, 
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -48,6 +48,9 @@ Value = Any
 
 Node = Any
 """What stands for it in a checkpoint."""
+
+
+DEQUE = Global("collections", "deque")
 
 
 class Values:
@@ -104,6 +107,9 @@ class Values:
             found.update((key, self.node(one, f"{where}[{key!r}]")) for key, one in value.items())
         elif cls in (list, tuple, set, frozenset):
             found = cls(self.node(one, f"{where}[{index}]") for index, one in enumerate(value))
+        elif cls is deque:
+            items = [self.node(one, f"{where}[{index}]") for index, one in enumerate(value)]
+            found = Object(DEQUE, () if value.maxlen is None else ((), value.maxlen), items=items)
         else:
             raise UnsupportedError(
                 f"{where} is a {cls.__module__}.{cls.__qualname__}, which only a pickle can hold",
@@ -159,7 +165,9 @@ def inside(value: object) -> Iterable[object]:
     """Return what a container holds, keys included."""
     if isinstance(value, Mapping):
         return chain(value.keys(), value.values())
-    return value if isinstance(value, (list, tuple, set, frozenset)) else ()
+    if is_deque(value):
+        return value.items
+    return value if isinstance(value, (list, tuple, set, frozenset, deque)) else ()
 
 
 def value_of(node: Node) -> Value:
@@ -184,6 +192,10 @@ def value_of(node: Node) -> Value:
         elif type(node) is list:
             found = made[id(node)] = []
             found.extend(value(one, file) for one in node)
+        elif is_deque(node):
+            most: Value = node.args[1] if node.args else None
+            found = made[id(node)] = deque(maxlen=most)
+            found.extend(value(one, file) for one in node.items)
         elif type(node) in (tuple, set, frozenset):
             values = [value(one, file) for one in node]
             found = made.get(id(node), type(node)(values))  # a tuple within itself exists by now
@@ -193,6 +205,18 @@ def value_of(node: Node) -> Value:
         return found
 
     return value(node, None)
+
+
+def is_deque(node: object) -> TypeGuard[Object]:
+    """Tell a node that stands for a deque."""
+    if not isinstance(node, Object) or node.cls != DEQUE or node.entries or node.has_state:
+        return False
+    match node.args:
+        case () | ((), None):
+            return True
+        case ((), int(most)):
+            return most >= len(node.items)
+    return False
 
 
 def _read(node: Tensor, file: FromFile) -> torch.Tensor:
@@ -238,8 +262,8 @@ def are_tensors(value: object) -> bool:
     """Tell whether a value is a list or a dict of plain tensors, or of lists and dicts of them."""
     node = node_of(value)
     plain = (Tensor, list, tuple, dict, Scalar, *PLAIN)
-    is_container = isinstance(node, (list, tuple, dict)) and description(value) is None
-    return is_container and all(isinstance(one, plain) for one in each(node, inside))
+    is_container = (isinstance(node, (list, tuple, dict)) or is_deque(node)) and description(value) is None
+    return is_container and all(isinstance(one, plain) or is_deque(one) for one in each(node, inside))
 
 
 def as_torch(value: object, what: str) -> object:

@@ -229,7 +229,9 @@ def shard_paddings(numels: Sequence[int], world_size: int) -> list[int]:
     return [held - rest for held, rest in zip(accumulate(more[:world_size]), less, strict=False)]
 
 
-def greedy_partition(groups: Sequence[Sequence[int]], world_size: int) -> list[list[list[int]]]:
+def greedy_partition(
+    groups: Sequence[Sequence[int]], world_size: int, *, largest_first: bool = True
+) -> list[list[list[int]]]:
     """Return which whole parameters each rank holds, in the order in which its optimizer has them.
 
     Each group's parameters are assigned largest first, equal ones in their order, to the rank that holds the least
@@ -240,6 +242,8 @@ def greedy_partition(groups: Sequence[Sequence[int]], world_size: int) -> list[l
     groups : sequence of sequence of int, elements
         The sizes of each param group's parameters, in the optimizer's order, frozen ones included.
     world_size : int
+    largest_first : bool
+        False: in their order, as fairscale's OSS assigns them.
 
     Returns
     -------
@@ -249,13 +253,13 @@ def greedy_partition(groups: Sequence[Sequence[int]], world_size: int) -> list[l
     Notes
     -----
     Source: torch 2.13 and 2.15, `ZeroRedundancyOptimizer._partition_parameters`
-    (torch/distributed/optim/zero_redundancy_optimizer.py).
+    (torch/distributed/optim/zero_redundancy_optimizer.py); fairscale 0.4.13, `OSS.partition_parameters`.
     """
     check_world_size(world_size)
     ranks = [(0, rank) for rank in range(world_size)]
     found: list[list[list[int]]] = [[[] for _ in groups] for _ in range(world_size)]
     for number, numels in enumerate(groups):
-        for index in sorted(range(len(numels)), key=lambda i: -numels[i]):
+        for index in sorted(range(len(numels)), key=lambda i: -numels[i] if largest_first else i):
             held, rank = ranks[0]
             found[rank][number].append(index)
             heapq.heapreplace(ranks, (held + numels[index], rank))

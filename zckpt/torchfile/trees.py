@@ -75,9 +75,9 @@ def _children(node: object) -> Below:
 
 
 def value_at(root: object, place: Place) -> object:
-    """Return what lists and dicts have at a place; None where they have nothing there."""
+    """Return what lists, tuples and dicts have at a place; None where they have nothing there."""
     for key in place:
-        inside = root if isinstance(root, dict) else dict(enumerate(root)) if isinstance(root, list) else {}
+        inside = root if isinstance(root, dict) else dict(enumerate(root)) if isinstance(root, (list, tuple)) else {}
         root = inside.get(key)
     return root
 

@@ -7,6 +7,7 @@ nothing is changed. A state that is all zeros is as good as none, for that is ho
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, cast
@@ -337,4 +338,4 @@ def _plain(value: Any) -> Any:  # noqa: ANN401  # whatever a state dict has
         return value.item() if not value.dim() else (value.float() if value.dtype == torch.bfloat16 else value).numpy()
     if isinstance(value, np.generic):
         return value.item()
-    return list(value) if isinstance(value, (tuple, list)) else value
+    return list(value) if isinstance(value, (tuple, list, deque)) else value

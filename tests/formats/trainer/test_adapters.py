@@ -197,8 +197,30 @@ def test_a_whole_model_beside_its_adapter_does_not_get_the_adapters_configuratio
     assert sorted(one.name for one in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
     (folder / "model.safetensors").unlink()
     torch.save({"another's name": torch.ones(2)}, folder / "adapter_model.pt")
-    zckpt.consolidate(folder, tmp_path / "adapter", drop=["adapter_model.pt"])
+    zckpt.consolidate(folder, tmp_path / "adapter")
     assert (tmp_path / "adapter/adapter_config.json").is_file()
+
+
+@pytest.mark.parametrize("shards", [["model-00001-of-00001"], ["ft-model-00001-of-00002", "ft-model-00002-of-00002"]])
+def test_what_torchtune_saves_is_carried_beside_its_model(shards, tmp_path):
+    """Its optimizer numbers what its own model has; and shards may come without their index."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    tensors = model.state_dict()
+    for at, shard in enumerate(shards):
+        own = dict(list(tensors.items())[at :: len(shards)])
+        torch.save(own, tmp_path / f"{shard}.bin")
+    recipe = {"epochs_run": 1, "optimizer": torch.optim.AdamW(model.parameters()).state_dict()}
+    torch.save(recipe, tmp_path / "recipe_state.pt")
+    torch.save({"layers.0.q_proj.lora_a.weight": torch.ones(2)}, tmp_path / "adapter_model.pt")
+    found = zckpt.open(tmp_path)
+    assert {*found.parameters} == {*tensors}
+    assert {*found.metadata} == {"recipe_state", "adapter_model"}
+    assert any("recipe_state.pt: the optimizer's state is carried as it is" in warning for warning in found.warnings)
+    assert zckpt.verify(tmp_path, deep=True).sound
+    assert not zckpt.inspect(tmp_path, include_inventory=True).left_out
+    torch.save({}, tmp_path / "model-00002-of-00003.bin")
+    with pytest.raises(zckpt.SourceError, match=r"exactly all shards|shards of several models"):
+        zckpt.open(tmp_path)
 
 
 def test_a_pipeline_is_one_checkpoint_of_several_models(tmp_path):

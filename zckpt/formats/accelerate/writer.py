@@ -23,7 +23,7 @@ from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.evidence import refuse_unnamed
 from zckpt.formats.assets import copies_of, find_assets, is_adapter
 from zckpt.formats.consolidated.model import model_tree, trained_tensors
-from zckpt.formats.consolidated.optimizer import optimizer_tree
+from zckpt.formats.consolidated.optimizer import optimizer_tree, rest_at_top
 from zckpt.formats.dcp import writer as dcp_writer
 from zckpt.formats.dcp.own import own_tree
 from zckpt.formats.dcp.write_items import items_of, named_tree
@@ -177,7 +177,8 @@ def lay_out(job: Job) -> TargetFiles:
     else:
         own = {**remainder(whole), "metadata": without(whole.metadata, *held)}
     files.append(torch_writer.lay_out(OWN_NAME, {**own, "dtypes": types_of_weights(whole)}))
-    return TargetFiles([*files, *copies_of(assets)], notes=notes, copied=frozenset(assets))
+    kept = form is None and all(map(rest_at_top, parts.optimizers))
+    return TargetFiles([*files, *copies_of(assets)], notes=notes, copied=frozenset(assets), keeps_rest=kept)
 
 
 def _whole(parts: Parts, notes: list[str], *, full: bool) -> Iterator[TargetFile]:

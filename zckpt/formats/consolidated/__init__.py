@@ -54,12 +54,13 @@ class Consolidated(TorchDirectory):
         """Return a directory, or one file where the target's name ends as torch's files do."""
         from zckpt.evidence import refuse_unnamed
         from zckpt.formats.consolidated import model
+        from zckpt.formats.consolidated.optimizer import rest_at_top
         from zckpt.formats.suffixes import SAFETENSORS, TORCH, kind_of_model
         from zckpt.state.names import is_number
 
         if job.checkpoint.parameters and not all(map(is_number, job.checkpoint.unnamed)):
             refuse_unnamed(job.checkpoint, "without which those of several optimizers are one another's")
-        kind = kind_of_model(job.target)
+        kind, keeps_rest = kind_of_model(job.target), bool(rest_at_top(job.checkpoint))
         if kind == SAFETENSORS:
             raise UsageError(
                 "a single safetensors file can only hold a model",
@@ -69,8 +70,8 @@ class Consolidated(TorchDirectory):
             )
         if kind == TORCH:
             file = model.lay_out_file(job.target.name, job.checkpoint, dtype=job.options.dtype)
-            return TargetFiles([file], is_file=True)
-        return TargetFiles(model.lay_out(job.checkpoint, dtype=job.options.dtype))
+            return TargetFiles([file], is_file=True, keeps_rest=keeps_rest)
+        return TargetFiles(model.lay_out(job.checkpoint, dtype=job.options.dtype), keeps_rest=keeps_rest)
 
 
 FORMATS = (Consolidated(),)

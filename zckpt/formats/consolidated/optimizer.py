@@ -23,13 +23,13 @@ from zckpt.formats.remainder import MAXIMUM_VALUES, jsonables
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.torch_files import writer as torch_writer
-from zckpt.formats.torch_files.optimizer import BESIDE
+from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS
 from zckpt.formats.torch_files.optimizer import OPTIMIZER as OF
 from zckpt.formats.torch_files.tensors import description, refuse_trees
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot, are_texts, dict_of, without
 from zckpt.state.inventory import STATE, Rule
 from zckpt.state.names import is_number
-from zckpt.torchfile import FromFile, Renderer, node_of
+from zckpt.torchfile import FromFile, Renderer, node_of, put_back
 
 GROUPS = "param_groups"
 """Under which the header's metadata have the param groups, as JSON."""
@@ -219,11 +219,26 @@ def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str], *, in_pieces: b
         hyperparameters = {key: torch_writer.value_node(value) for key, value in group.hyperparameters.items()}
         groups.append({**hyperparameters, **named, "params": list(range(first, first + len(group.parameters)))})
         first += len(group.parameters)
-    kept = checkpoint.optimizer_metadata.get(BESIDE)
-    beside = dict_of(node_of(kept))
-    if isinstance(kept, FromFile) and beside.get("at") == [] and not in_pieces:  # at the top, as these two are
-        rest = dict_of(beside.get("rest"))
-        state |= {key: replace(kept, node=one) for key, one in dict_of(rest.get("state")).items()}
-        others = {key: replace(kept, node=one) for key, one in without(rest, "state").items()}
-        return {"state": state, "param_groups": groups, **others}
-    return {"state": state, "param_groups": groups}
+    rest = {} if in_pieces else rest_at_top(checkpoint)
+    return {"state": state | rest.get("state", {}), "param_groups": groups, **without(rest, "state")}
+
+
+def rest_at_top(checkpoint: Checkpoint) -> dict[Any, Any]:
+    """Return what the state dict of an optimizer has where state and param groups are, with what else `state` has.
+
+    Of several optimizers only that of the one which has all groups. Empty: it has nothing else, or also elsewhere.
+    """
+    several, names = checkpoint.optimizer_metadata.get(OPTIMIZERS), {one.optimizer for one in checkpoint.param_groups}
+    its = dict_of(dict_of(node_of(several)).get(names.pop() if len(names) == 1 else None))
+    kept = checkpoint.optimizer_metadata.get(BESIDE, put_back(several, its.get(BESIDE)))
+    found = dict_of(node_of(kept))
+    groups = found.get("groups")
+    is_elsewhere = found.get("at") != [] or found.get("parameters") or (isinstance(groups, list) and any(groups))
+    if not isinstance(kept, FromFile) or is_elsewhere:
+        return {}
+
+    def each(values: object) -> dict[Any, Any]:
+        return {key: replace(kept, node=one) for key, one in dict_of(values).items()}
+
+    rest = dict_of(found.get("rest"))
+    return {**each(without(rest, "state")), "state": each(rest.get("state"))}

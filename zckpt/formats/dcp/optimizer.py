@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from zckpt.compare.copies import MOST_EXTENTS, sampled
+from zckpt.engine.read import read_all
+from zckpt.engine.targets import Hole
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
 from zckpt.evidence import Evidence, note_not_used
 from zckpt.formats.dcp.items import ObjectItem
@@ -16,7 +19,7 @@ from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Node, OptimizerPart, b
 from zckpt.formats.torch_files.optimizer import OptimizerState, joined, names_of, parse, unflattened
 from zckpt.formats.torch_files.optimizer import attach as attach_state
 from zckpt.formats.torch_files.tensors import TensorItem, with_scalars
-from zckpt.state import Checkpoint, GivenNames
+from zckpt.state import WEIGHT, Checkpoint, GivenNames, by_key
 from zckpt.torchfile import FromFile, walk_tensors
 
 
@@ -148,6 +151,11 @@ def attach(checkpoint: Checkpoint, optimizers: Sequence[Optimizer], names: Given
         if not one.state.names:
             own = {number: name for (at, number), name in given.items() if numbered[at] is one}
             own = own or names_of(checkpoint, one.state, taken=before)
+            alike = _alike(checkpoint) if len(own) < (count := len(one.state.every_number)) else []
+            if alike and count == len(checkpoint.parameters) - len(alike[1:]):
+                own = names_of(checkpoint, one.state, taken=alike[1:])
+                said = f"{listed(alike[1:])} has the elements of {alike[0]}, and is taken for another name of it"
+                checkpoint.warnings.append(said)
             before |= set(own.values())
             pairs = zip(state.every_number, one.state.every_number, strict=True)
             found = {number: own[old] for number, old in pairs if old in own}
@@ -160,3 +168,19 @@ def attach(checkpoint: Checkpoint, optimizers: Sequence[Optimizer], names: Given
                 checkpoint.parameters[name] = checkpoint.buffers.pop(name)
         found = {number: name for number, name in found.items() if name in checkpoint.parameters}
         attach_state(checkpoint, state, one.path, certain=found, known=(PARAMS,), front=one.prefix)
+
+
+def _alike(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of the only matrix that has several, as far as a sample tells; of any other none.
+
+    A dict has each name of a tied tensor, and the optimizer only the first.
+    """
+    slots = {name: one.slots[WEIGHT] for name, one in checkpoint.parameters.items() if len(one.shape) > 1}
+    same_shape = by_key(((slot.shape, slot.dtype), name) for name, slot in slots.items() if slot.numel).values()
+    reads: list[tuple[Hole, memoryview]] = []
+    some = [name for names in same_shape if len(names) > 1 for name in names]
+    seen = {name: sampled(slots[name], MOST_EXTENTS, reads) for name in some}
+    read_all(reads)
+    same = by_key((one.tobytes(), name) for name, one in seen.items() if (one != one[0]).any())
+    several = [names for names in same.values() if len(names) > 1]
+    return several[0] if len(several) == 1 else []

@@ -17,6 +17,7 @@ from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
 from zckpt.formats.dcp.optimizer import Optimizer, attach, read_optimizer
 from zckpt.formats.dcp.own import prepare, restore_own
 from zckpt.formats.dcp.tree import (
+    DEEPEST,
     Branch,
     ModelPart,
     Node,
@@ -29,10 +30,12 @@ from zckpt.formats.dcp.tree import (
     joined,
     owners,
 )
+from zckpt.formats.fsdp_rank_files.held import is_share, shares
 from zckpt.formats.remainder import names_of_models, of_modules
 from zckpt.formats.safetensors import file as safetensors
 from zckpt.formats.safetensors import shards
 from zckpt.formats.suffixes import OWN_NAME
+from zckpt.formats.torch_files.optimizer import looks_like_optimizer, optimizer_rules
 from zckpt.formats.torch_files.reader import COMPOSERS_STEP, STEP_KEYS
 from zckpt.formats.torch_files.tensors import TensorItem, carried, describe, holds_tensors, scalars_in
 from zckpt.immutable import immutable
@@ -212,11 +215,13 @@ def _states(
     states = [read_optimizer(part, names, checkpoint.source, checkpoint.warnings) for part in optimizers]
     numbered = sum(not part.names for part in optimizers) > 1
     for state, part, model in zip(states, optimizers, owners(optimizers, models), strict=True):
-        if model is not None:
+        if model is not None and part.names:
             state.prefix = model.prefix
             state.rename(aligned(model.tensors, part.names))
         elif numbered and not part.names:
             state.prefix = f"{joined(part.path)}."
+            if model is not None:
+                state.state.scopes.update(dict.fromkeys(state.state.every_number, model.prefix))
     _by_their_keys(optimizers, models, states)
     if len(states) > 1:
         keys = [str(part.path[-1]) if part.path else "" for part in optimizers]
@@ -269,6 +274,7 @@ def say_what_values_are(checkpoint: Checkpoint, folders: Mapping[str, Folder], *
         if folder is None or not isinstance(file.tree, LazyTree):
             continue
         rules = [Rule((key, "*", "*", "qmap"), COPY, "the map of each chunk", tensors=True) for key in folder.quantised]
+        rules += [rule for place in _pickled(file.tree.held) for rule in optimizer_rules(*place)]
         for key in (*file.tree.held, *(folder.several if rewritten else ())):
             steps = folder.paths.get(key, (key,))  # metadata have what lies there, or around it, under some of these
             ends = combinations(range(len(steps) + 1), 2)
@@ -284,6 +290,15 @@ def say_what_values_are(checkpoint: Checkpoint, folders: Mapping[str, Folder], *
         file.rules = (*file.rules, *rules)
 
 
+def _pickled(node: object, *place: str) -> Iterator[tuple[str, ...]]:
+    """Yield where optimizers are that are part of one item, with `flatten_state_dict=False`."""
+    if looks_like_optimizer(node):
+        yield place
+    elif len(place) < DEEPEST:
+        for step, child in dict_of(node).items() if not isinstance(node, list) else enumerate(node):
+            yield from _pickled(child, *place, str(step))
+
+
 def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[str, Folder]]:
     """Return the dict that was saved, and the path of each key; of several folders, a dict by their names."""
     trees: dict[str | int, Node] = {}
@@ -297,6 +312,14 @@ def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[
             continue
         metadata = read_metadata(folder)
         items = read_items(metadata)
+        for item in items.objects.values():
+            if isinstance(item.node, dict) and is_share(item.file) and any(True for _ in shares(item.node)):
+                raise UnsupportedError(
+                    f"{item.key} is one value, pickled by a rank with its share of each tensor; the others are lost",
+                    path=item.file.path,
+                    expected="each tensor by itself, as torch saves them by default",
+                    advice="save it again without flatten_state_dict=False",
+                )
         trees[name] = build({**items.tensors, **items.objects}, metadata.paths, metadata.path)
         used += items.files
         above = (name,) if name else ()

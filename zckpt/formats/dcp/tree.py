@@ -22,18 +22,27 @@ from typing import TypeGuard
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
-from zckpt.formats.torch_files.content import AVERAGES, EXTRA_STATE, STATE_DICT_KEYS, is_called_like, words
-from zckpt.formats.torch_files.tensors import TensorItem, carried
+from zckpt.formats.torch_files.content import (
+    AVERAGES,
+    EXTRA_STATE,
+    STATE_DICT_KEYS,
+    is_called_like,
+    words,
+)
+from zckpt.formats.torch_files.tensors import TensorItem, carried, holds_tensors, slot_of
 from zckpt.immutable import immutable
 from zckpt.state import without
 from zckpt.state.names import aligned, bare_names
-from zckpt.torchfile import FromFile, each, node_of
+from zckpt.torchfile import FromFile, Tensor, TorchFile, each, node_of
 
 Leaf = TensorItem | ObjectItem
 Node = object
 """A leaf, or a dict of nodes by text or number."""
 
 Branch = Mapping[str | int, Node]
+
+DEEPEST = 4
+"""Steps from the root below which no model and no optimizer is looked for in an item, of `flatten_state_dict=False`."""
 
 SPARE = 64
 """Elements that a list may lack for each that it has, and then these: empty dicts and lists are not saved."""
@@ -88,10 +97,20 @@ def branch(node: Node) -> Branch | None:
     if isinstance(node, ObjectItem):
         key, file, value = node.key, node.file, node.node
         if isinstance(value, dict):
-            return {str(k): ObjectItem(f"{key}.{k}", file, v) for k, v in value.items()}
+            return {str(k): _within(f"{key}.{k}", file, v) for k, v in value.items()}
         if isinstance(value, list):
-            return {i: ObjectItem(f"{key}.{i}", file, v) for i, v in enumerate(value)}
+            return {i: _within(f"{key}.{i}", file, v) for i, v in enumerate(value)}
     return None
+
+
+def _within(key: str, file: TorchFile, node: object) -> Leaf:
+    if not isinstance(node, Tensor):
+        return ObjectItem(key, file, node)
+    try:
+        slot = slot_of(key, node, file.path)
+    except UnsupportedError:  # whose bytes alone are not its values: it may be no one's
+        return ObjectItem(key, file, node)
+    return TensorItem(key, slot.dtype, slot.shape, slot.spans, node, file.path)
 
 
 def leaves(node: Node) -> Iterator[Leaf]:
@@ -267,7 +286,9 @@ def joined(path: Keys) -> str:
 
 
 def _dicts_of_tensors(node: Node, path: Keys, taken: set[Keys]) -> Iterator[ModelPart]:
-    if not isinstance(node, dict) or path in taken:
+    pickled = node.node if isinstance(node, ObjectItem) and len(path) <= DEEPEST else None
+    node = branch(node) if isinstance(pickled, dict) else node
+    if not isinstance(node, dict) or path in taken or (pickled is not None and not holds_tensors(pickled)):
         return
     tensors = {str(step): child for step, child in node.items() if isinstance(child, TensorItem)}
     if tensors and not is_list(node):
@@ -281,10 +302,35 @@ def owners(optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart]) -> 
     """Return the model of each optimizer: what has most of its names, whatever wrappers they have.
 
     Two models may have the same names: then its is the one beside it, or of a key like its own (`opt_gen`: `gen`), or
-    that is called as models are and not as their averages. None of one without names, and where none has any. Raises
-    UnsupportedError: that leaves several.
+    that is called as models are and not as their averages. None where none has any of them, and of one without names,
+    unless there are several of these, and each has a model that is nearest, or called like it. Raises UnsupportedError:
+    that leaves several.
     """
+    if len(optimizers) > 1 and not any(part.names for part in optimizers):
+        near = [_nearest(part, models) for part in optimizers]
+        if None not in near and len({id(one) for one in near}) == len(near):
+            return near
     return [_owner(part, models) if part.names else None for part in optimizers]
+
+
+def _nearest(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> ModelPart | None:
+    def nearness(one: ModelPart) -> tuple[int, bool]:
+        at = _common(optimizer.path, one.path)
+        return at, any(is_called_like(str(a), str(b)) for a in optimizer.path[at:] for b in one.path[at:])
+
+    best = max(map(nearness, models), default=None)
+    found = [one for one in models if nearness(one) == best]
+    return found[0] if len(found) == 1 and _may_have(found[0], optimizer) else None
+
+
+def _may_have(model: ModelPart, optimizer: OptimizerPart) -> bool:
+    """Tell whether an optimizer's parameters can be a model's, by their number and the shapes of their state."""
+    groups = [branch(group) or {} for group in (branch(optimizer.node.get(GROUPS)) or {}).values()]
+    listed = [one.node for group in groups if isinstance(one := group.get(PARAMS), ObjectItem)]
+    count = sum(len(one) for one in listed if isinstance(one, list))
+    states = [branch(one) or {} for one in (branch(optimizer.node.get(STATE)) or {}).values()]
+    shapes = {one.shape for state in states for one in state.values() if isinstance(one, TensorItem) and one.shape}
+    return count <= len(model.tensors) and shapes <= {one.shape for one in model.tensors.values()}
 
 
 def _owner(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> ModelPart | None:

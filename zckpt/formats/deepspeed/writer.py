@@ -33,7 +33,8 @@ from zckpt.formats.deepspeed.other_files import (
 from zckpt.formats.deepspeed.rare import zenflow
 from zckpt.formats.deepspeed.target import Target
 from zckpt.formats.format import Job, TargetFiles
-from zckpt.state import Checkpoint
+from zckpt.formats.torch_files.optimizer import further_keys
+from zckpt.state import Checkpoint, without
 
 ONE_ORDER = (
     "each param group keeps the pipeline's order, stage by stage: flat partitions have no names, so that the one model "
@@ -90,11 +91,10 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
         options = replace(options, hyperparameters=None)
     keys = with_tied_keys(checkpoint, options)
     converted = foreign.as_deepspeed(checkpoint, stage=stage, staged=bool(stages_asked(options)), bf16=bf16)
-    strange = sorted(checkpoint.optimizer_metadata.keys() - loss_scaling.HANDLED)
-    if strange:
+    if checkpoint.optimizer_metadata.keys() - loss_scaling.HANDLED:
+        strange = further_keys(without(checkpoint.optimizer_metadata, *loss_scaling.HANDLED))
         raise UnsupportedError(
-            f"DeepSpeed's files cannot hold {', '.join(strange[:4])}, which the optimizer keeps in addition to its "
-            "state",
+            f"DeepSpeed's files cannot hold {listed(strange)}, which the optimizer keeps in addition to its state",
             advice="`zckpt convert --to zckpt` or `--to=dcp` keeps it",
         )
     made = origin_of(converted)

@@ -77,7 +77,7 @@ def read(source: Path) -> Checkpoint:
     elif index.is_file():
         paths = indexed_files(index)
     else:
-        paths = [source / WHOLE_NAME] if is_file(source / WHOLE_NAME) else _shards(source)
+        paths = [source / WHOLE_NAME] if is_file(source / WHOLE_NAME) else shards_in(source)
     where: dict[str, str] = {}
     for path in paths:
         slots, metadata = add_file(checkpoint, path)
@@ -148,7 +148,7 @@ def is_safetensors(path: Path) -> bool:
         return (
             is_file(path / INDEX_NAME)
             or is_file(path / WHOLE_NAME)
-            or any(_SHARD.fullmatch(one.name) for one in path.iterdir())
+            or any(one.suffix == ".safetensors" and SHARD.fullmatch(one.name) for one in path.iterdir())
         )
     with opened(path) as file:
         head = file.at(0, min(9, file.nbytes))
@@ -243,12 +243,13 @@ def _slot(
     return Slot(WEIGHT, dtype, shape, (span,) if nbytes else ()), end
 
 
-_SHARD = re.compile(r"((?:diffusion_pytorch_)?model)-([0-9]{5})-of-([0-9]{5})\.safetensors")
+SHARD = re.compile(r"((?:ft-|(?:diffusion_)?pytorch_)?model)-([0-9]{5})-of-([0-9]{5})\.(safetensors|bin)")
 
 
-def _shards(source: Path) -> list[Path]:
+def shards_in(source: Path, suffix: str = "safetensors") -> list[Path]:
     """Return the shards in a directory, in their order. Raises ShardError: they are not all that their names count."""
-    found = {match.groups(): one for one in sorted(source.iterdir()) if (match := _SHARD.fullmatch(one.name))}
+    every = [(match, one) for one in sorted(source.iterdir()) if (match := SHARD.fullmatch(one.name))]
+    found = {match.groups()[:3]: one for match, one in every if match[4] == suffix}
     kinds = sorted({(stem, count) for stem, _, count in found})
     if len(kinds) != 1:
         several = ", ".join(f"{stem}-*-of-{count}" for stem, count in kinds)
@@ -265,7 +266,7 @@ def _shards(source: Path) -> list[Path]:
         raise ShardError(
             "without an index, exactly all shards must exist",
             path=source,
-            expected=f"{len(wanted)} files {stem}-*-of-{count}.safetensors",
-            found=f"{len(found)}" + (f", without {stem}-{missing[0]}-of-{count}.safetensors" if missing else ""),
+            expected=f"{len(wanted)} files {stem}-*-of-{count}.{suffix}",
+            found=f"{len(found)}" + (f", without {stem}-{missing[0]}-of-{count}.{suffix}" if missing else ""),
         )
     return list(found.values())

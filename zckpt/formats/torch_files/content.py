@@ -26,6 +26,8 @@ from zckpt.errors import about
 from zckpt.evidence import NAMES_ADVICE, agree, may_be_trained
 from zckpt.formats.torch_files.optimizer import (
     OptimizerState,
+    as_torchs,
+    innermost,
     joined,
     looks_flattened,
     looks_like_optimizer,
@@ -71,7 +73,7 @@ class Held:
         place = tuple(str(step) for step in self.path)
         if self.is_flat:
             return (Rule((*place, "**"), STATE, "hyperparameters"),)
-        return optimizer_rules(*place, rest=self.state.rest)
+        return optimizer_rules(*place, rest=self.state.rest, at=self.state.at.get(None, ()))
 
 
 @dataclass(slots=True)
@@ -247,12 +249,14 @@ def _optimizers(base: Node, at: Place, path: Path) -> dict[object, list[Held]]:
     if _is_optimizer(base):
         return {None: [_held(base, at, path)]}
     found: dict[object, list[Held]] = {}
-    for key, value in base.items():
-        listed = enumerate(value) if isinstance(value, list) else dict_of(value).items()
+    for key, value in ((key, as_torchs(value)) for key, value in base.items()):
+        listed = enumerate(value) if isinstance(value, (list, tuple)) else dict_of(value).items()
         inside: dict[Place, object] = {(): value} if _is_optimizer(value) else {(step,): one for step, one in listed}
         taken = {step: one for step, one in inside.items() if _is_optimizer(one)}
         if taken and (len(taken) == len(inside) or all(map(is_leaf, without(inside, *taken).values()))):
             found[key] = [_held(one, (*at, key, *step), path, *map(str, step)) for step, one in taken.items()]
+        elif words(key) & _OPTIMIZERS and innermost(value):
+            found[key] = [_held(value, (*at, key), path)]
     return found
 
 
@@ -262,7 +266,8 @@ def _is_optimizer(node: object) -> bool:
 
 def _held(node: object, place: Place, path: Path, name: str = "") -> Held:
     with about(path):
-        return Held(place, parse_either(node, str(path), carries=True), looks_flattened(node), name)
+        state = parse_either(value_at(node, innermost(node)), str(path), carries=True)
+        return Held(place, state, looks_flattened(node), name)
 
 
 # --- what belongs together
@@ -403,6 +408,8 @@ def can_have(shapes: Shapes, optimizers: Iterable[OptimizerState], *, named: boo
                 return False
     return needed <= have and needed.total() + free <= have.total()
 
+
+_OPTIMIZERS = frozenset({"optimizer", "optimizers", "optim", "opt"})
 
 _USUAL = frozenset(
     {"optimizer", "optimizers", "optim", "opt", "state", "states", "dict", "model", "net", "network", "sd"}

@@ -3,6 +3,8 @@
 {state: {number: {slot: value}}, param_groups: [{params: [number, ...], ...}]}     `Optimizer.state_dict()`
 {state: {name: {slot: value}}, param_groups: [{params: [name, ...], ...}]}         FSDP1's full one, `get_state_dict`
 {"state.NAME.SLOT": value, "param_groups.NAME.KEY": value}                         the same, flattened
+{state: [{slot: value}, ...], hypers: [{...}]}                                     fastai's, in order; with one group
+{OTHER: ..., KEY: {state: ..., param_groups: ...}}                                 of one that holds another: Lookahead
 
 Its tensors are those of a torch file, or items of DCP, whose chunks may lie in several. Numbers are counted over all
 groups in order; newer files may also hold names with them (`param_names`). Names of the second form are the model's
@@ -18,6 +20,7 @@ one memory, and all of them come out as the last: what can be noticed of that in
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
@@ -30,11 +33,35 @@ from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, UsageE
 from zckpt.evidence import Evidence, Orders, agree, in_order_or_sorted, keep_number, note_numbers, shown_shape
 from zckpt.formats.torch_files.tensors import TensorItem, holds_tensors, scalars_in, slot_of, with_scalars
 from zckpt.immutable import immutable
-from zckpt.state import MASTER, Checkpoint, GivenNames, ParamGroup, Shape, are_distinct, are_texts, number_of, without
+from zckpt.state import (
+    MASTER,
+    Checkpoint,
+    GivenNames,
+    ParamGroup,
+    Shape,
+    are_distinct,
+    are_texts,
+    dict_of,
+    number_of,
+    without,
+)
 from zckpt.state.inventory import CARRIED, IMPLIED, STATE, Rule
 from zckpt.state.names import is_number
 from zckpt.storage.files import opened
-from zckpt.torchfile import Digests, FromFile, MetaTensor, Tensor, alike, brief, walk_tensors
+from zckpt.torchfile import (
+    Digests,
+    FromFile,
+    MetaTensor,
+    Object,
+    Place,
+    Tensor,
+    alike,
+    brief,
+    is_leaf,
+    node_of,
+    value_at,
+    walk_tensors,
+)
 
 OPTIMIZER = "optimizer"
 """Under which a param group that zckpt wrote says which of several optimizers it is of."""
@@ -74,6 +101,8 @@ class OptimizerState:
         What the names of parameters that are numbered are known to begin with.
     rest : dict
         What else the state dict has, also under `state`; of several optimizers by their names.
+    at : dict of str to tuple
+        Which keys of the state dict lead to state and param groups, of several by their names, of one by None.
     """
 
     state: dict[int, dict[str, object]]
@@ -82,6 +111,7 @@ class OptimizerState:
     names: dict[int, str] = field(default_factory=dict)
     scopes: dict[int, str] = field(default_factory=dict)
     rest: dict[Any, Any] = field(default_factory=dict)
+    at: dict[str | None, Place] = field(default_factory=dict)
 
     @property
     def numbers(self) -> list[list[int]]:
@@ -151,15 +181,48 @@ def shared_values(present: Sequence[Mapping[str, object]]) -> dict[str, object]:
 
 def with_rest(optimizer: OptimizerState, node: object, *others: object) -> OptimizerState:
     """Return an optimizer with what its state dict has beside param groups and state; nothing of `others`."""
-    found = without(node, STATE_KEY, GROUPS_KEY, FORM_KEY, *others) if looks_like_optimizer(node) else {}
-    return replace(optimizer, rest={**found, **optimizer.rest})
+
+    def rest_of(tree: Mapping[Any, Any], at: Place) -> dict[Any, Any]:
+        if not at:
+            return without(tree, STATE_KEY, GROUPS_KEY, FORM_KEY, *others) | optimizer.rest
+        return {**tree, at[0]: rest_of(tree[at[0]], at[1:])}
+
+    at = innermost(node)
+    if not at and not looks_like_optimizer(node):
+        return optimizer
+    return replace(optimizer, rest=rest_of(dict_of(node), at), at={None: at})
 
 
-def optimizer_rules(*path: str, rest: Mapping[Any, Any] = EMPTY) -> tuple[Rule, ...]:
+def innermost(node: object, deep: int = 4) -> Place:
+    """Return the keys that lead to the state dict of the optimizer that another holds, as SAM and Lookahead do.
+
+    Not where lists lie beside it, or objects: those of DeepSpeed, Megatron and Apex are masters, or partitions.
+    """
+    others = without(node, STATE_KEY, GROUPS_KEY).items() if isinstance(node, dict) and deep else ()
+    held = [(key, *at) for key, one in others if (at := innermost(one, deep - 1)) or looks_like_optimizer(one)]
+    if len(held) != 1:
+        return ()
+
+    def sizes(tree: object) -> list[int]:
+        return [len(dict_of(group).get("params", ())) for group in dict_of(tree).get(GROUPS_KEY, ())]
+
+    if looks_like_optimizer(node):
+        is_its = sizes(node) == sizes(value_at(node, held[0]))
+    else:
+        is_its = all(isinstance(one, dict) or is_leaf(one) for _, one in others)
+    return held[0] if is_its else ()
+
+
+def optimizer_rules(*path: str, rest: Mapping[Any, Any] = EMPTY, at: Place = ()) -> tuple[Rule, ...]:
     """Return the inventory's rules for an optimizer's state dict that lies under some keys of a file's tree.
 
-    `rest`: what of it is carried as it is.
+    `rest`: what of it is carried as it is; `at`: as of `OptimizerState`.
     """
+    if at:
+        return (
+            *optimizer_rules(*path, *map(str, at)),
+            *(Rule((*path, str(key), "**"), CARRIED, BESIDE) for key in rest),
+        )
     carried = [
         *([str(key)] for key in rest if key != STATE_KEY),
         *([STATE_KEY, str(key)] for key in rest.get(STATE_KEY, ())),
@@ -171,13 +234,28 @@ def optimizer_rules(*path: str, rest: Mapping[Any, Any] = EMPTY) -> tuple[Rule, 
         Rule((*path, GROUPS_KEY, "*", "params", "**"), IMPLIED, "numbers or names of the parameters"),
         Rule((*path, GROUPS_KEY, "*", "param_names", "**"), IMPLIED, "names of the parameters"),
         Rule((*path, GROUPS_KEY, "*", "*", "**"), STATE, "hyperparameters"),
+        Rule((*path, "hypers", "**"), STATE, "hyperparameters, as fastai has them"),
         Rule((*path, FORM_KEY), IMPLIED, "that state is under names"),
     )
 
 
 def looks_like_optimizer(node: object) -> TypeGuard[dict[Any, Any]]:
     """Tell whether a node is a torch optimizer's state dict."""
-    return isinstance(node, dict) and isinstance(node.get(STATE_KEY), dict) and isinstance(node.get(GROUPS_KEY), list)
+    return (
+        isinstance(node, dict)
+        and isinstance(node.get(STATE_KEY), dict)
+        and isinstance(node.get(GROUPS_KEY), (list, tuple))
+    )
+
+
+def as_torchs(node: object) -> object:
+    """Return the state of fastai's optimizers as torch's; of several groups it does not say whose parameters are."""
+    hypers = node.get("hypers") if isinstance(node, dict) and isinstance(node.get(STATE_KEY), list) else None
+    groups = hypers.get("items") if isinstance(hypers, Object) else hypers
+    if not isinstance(node, dict) or not isinstance(groups, list) or len(groups) != 1:
+        return node
+    state = dict(enumerate(node[STATE_KEY]))
+    return {STATE_KEY: state, GROUPS_KEY: [{**dict_of(groups[0]), "params": list(state)}]}
 
 
 def looks_flattened(node: object) -> TypeGuard[dict[str, Any]]:
@@ -337,6 +415,7 @@ def joined(several: Iterable[tuple[str | None, str, OptimizerState]]) -> Optimiz
             if scope and isinstance(group.get("param_names"), (list, tuple)):
                 its["param_names"] = [f"{scope}{name}" for name in group["param_names"]]
             found.groups.append(its)
+        found.at[optimizer] = one.at.get(None, ())
         if one.rest:
             found.rest.update(one.rest if optimizer is None else {optimizer: one.rest})
     return found
@@ -426,9 +505,17 @@ def attach(
         checkpoint.warnings.append(
             f"the optimizer has state for {listed(foreign)}, which the model lacks; it keeps these names"
         )
-    lost = lost_in_gathering(optimizer, path) if optimizer.names else None
+    lost = lost_in_gathering(optimizer, path)
     checkpoint.warnings += [lost] if lost else []
-    note_numbers(checkpoint, unnamed)
+    largest = max((one.numel for one in checkpoint.parameters.values()), default=math.inf)
+    shapes = {number: optimizer.shape(number) for number in unnamed}
+    flat = [number for number, shape in shapes.items() if shape and len(shape) == 1 and shape[0] > largest]
+    if flat:
+        checkpoint.warnings.append(
+            f"the optimizer's state of {listed(flat)} has more elements than any of the model's tensors: it is of "
+            "several parameters end to end, as fairseq's 16-bit optimizers have them, and keeps its number"
+        )
+    note_numbers(checkpoint, [number for number in unnamed if number not in flat])
 
 
 def _attach_rest(checkpoint: Checkpoint, optimizer: OptimizerState, path: str) -> None:
@@ -438,13 +525,33 @@ def _attach_rest(checkpoint: Checkpoint, optimizer: OptimizerState, path: str) -
 
     def tree(rest: object, of: str | None) -> dict[str, object]:
         names = [list(group.parameters) for group in groups if of in (None, group.optimizer)]
-        return {"class": "", "at": [], "keys": keys, "names": names, "parameters": {}, "groups": [], "rest": rest}
+        return {
+            "class": "",
+            "at": list(optimizer.at.get(of, ())),
+            "keys": keys,
+            "names": names,
+            "parameters": {},
+            "groups": [],
+            "rest": rest,
+        }
 
     if optimizer.rest and optimizer.rest.keys() <= {group.optimizer for group in groups}:
         each = {name: {BESIDE: tree(rest, name)} for name, rest in optimizer.rest.items()}
         checkpoint.optimizer_metadata[OPTIMIZERS] = FromFile(each, path)
     elif optimizer.rest:
         checkpoint.optimizer_metadata[BESIDE] = FromFile(tree(optimizer.rest, None), path)
+
+
+def further_keys(kept: Mapping[str, object]) -> list[str]:
+    """Return the keys under which optimizers have what is kept besides state, as their state dicts say them."""
+    found = list(without(kept, BESIDE, OPTIMIZERS))
+    for one in (kept, *dict_of(node_of(kept.get(OPTIMIZERS))).values()):
+        tree = dict_of(node_of(dict_of(one).get(BESIDE)))
+        rest, groups = dict_of(tree.get("rest")), tree.get("groups")
+        inside = [rest, rest.get(STATE_KEY), *dict_of(tree.get("parameters")).values()]
+        inside += groups if isinstance(groups, list) else []
+        found += [str(key) for part in inside for key in dict_of(part) if key != STATE_KEY]
+    return list(dict.fromkeys(found))
 
 
 def _common(optimizer: OptimizerState, numbers: Sequence[int], path: str) -> dict[str, object]:
@@ -557,10 +664,11 @@ SAMPLE_NBYTES = 4096
 def lost_in_gathering(optimizer: OptimizerState, path: str) -> str | None:
     """Return a warning if slots of an optimizer are equal, bit for bit, which are never equal in training.
 
-    `optimizer`: with names; `path`: the file that has it.
+    `path`: the file that has the optimizer, under names or, with `FSDP.rekey_optim_state_dict`, under numbers.
     """
     several = {}
-    for number, name in optimizer.names.items():
+    for number in optimizer.state:
+        name = optimizer.names.get(number, f"parameter {number}")
         slots = {
             key: tensor
             for key, tensor in optimizer.tensors(number).items()

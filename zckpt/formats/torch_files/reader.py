@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,22 @@ from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.remainder import KEY, names_in, remainder_rules, restore
 from zckpt.formats.safetensors.file import refuse_twice
 from zckpt.formats.torch_files.content import content_of, dtypes_of, is_state_dict, one_by_one
-from zckpt.formats.torch_files.optimizer import OptimizerState, attach, optimizer_rules, parse, with_rest
+from zckpt.formats.torch_files.optimizer import OptimizerState, attach, innermost, optimizer_rules, parse, with_rest
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
 from zckpt.state import WEIGHT, Checkpoint, GivenNames, Parameter, dict_of, without
 from zckpt.state.inventory import IMPLIED, Rule
-from zckpt.torchfile import MAX_DEPTH, Object, Tensor, brief, is_tensor, oddity, read_torchfile, value_at
+from zckpt.torchfile import (
+    MAX_DEPTH,
+    Object,
+    Tensor,
+    TorchFile,
+    brief,
+    is_tensor,
+    oddity,
+    read_torchfile,
+    unwrapped,
+    value_at,
+)
 
 STEP_KEYS = ("step", "global_step", "global_steps", "iteration")
 
@@ -45,8 +57,7 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
     UnsupportedError
         It holds no state dict.
     """
-    file = read_torchfile(path)
-    refuse_share(file)
+    file = _read(path)
     checkpoint = Checkpoint(str(path), "torch")
     with about(path):
         root, of_objects = with_state_dicts(file.root)
@@ -92,6 +103,27 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
     return checkpoint
 
 
+WRAPPED = "torch._utils._rebuild_wrapper_subclass"
+
+
+def _read(path: Path) -> TorchFile:
+    """Return a file of a model, in it the tensors that wrappers are to hold in the place of these."""
+    file = read_torchfile(path)
+    refuse_share(file)
+    return replace(file, root=_bare(file.root)) if any(WRAPPED in names for names in file.globals.values()) else file
+
+
+def _bare(node: object, deep: int = 3) -> object:
+    if not isinstance(node, dict) or not deep:
+        return unwrapped(node)
+    found = {key: _bare(one, deep - 1) for key, one in node.items()}
+    if all(one is node[key] for key, one in found.items()):
+        return node
+    made = copy(node)
+    made.update(found)
+    return made
+
+
 def _without_elements(root: Mapping[object, object], deep: int = 2) -> str | None:
     """Say which entry of a dict, or of one so deep in it, is no plain tensor."""
     for key, value in root.items():
@@ -130,8 +162,7 @@ def add_model(checkpoint: Checkpoint, path: Path, rest: object = None) -> None:
 
     `rest`: as of `add_tensors`. Raises UnsupportedError: it is no state dict; DamagedFileError: a name is in two files.
     """
-    file = read_torchfile(path)
-    refuse_share(file)
+    file = _read(path)
     root = file.root
     if not is_state_dict(root):
         raise UnsupportedError(
@@ -147,8 +178,10 @@ def read_optimizer(checkpoint: Checkpoint, path: Path) -> OptimizerState:
     """Read a file of an optimizer by itself, and add it to a checkpoint's files; errors are those of `parse`."""
     file = read_torchfile(path)
     refuse_share(file)
-    state = with_rest(parse(file.root, str(path), carries=True), file.root)
-    checkpoint.files.append(describe(file, "optimizer", rules=optimizer_rules(rest=state.rest)))
+    held = value_at(file.root, innermost(file.root))
+    state = with_rest(parse(held, str(path), carries=True), file.root)
+    rules = optimizer_rules(rest=state.rest, at=state.at.get(None, ()))
+    checkpoint.files.append(describe(file, "optimizer", rules=rules))
     return state
 
 

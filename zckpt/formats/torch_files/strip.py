@@ -20,7 +20,7 @@ from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, completed, gone, replaced, rewrite
 from zckpt.formats.suffixes import READ_SUFFIXES
-from zckpt.formats.torch_files.optimizer import STATE_KEY, looks_flattened, looks_like_optimizer
+from zckpt.formats.torch_files.optimizer import GROUPS_KEY, STATE_KEY, looks_flattened, looks_like_optimizer
 from zckpt.state import Checkpoint, without
 from zckpt.torchfile import Tensor, TorchFile, children, each, is_leaf, read_torchfile, walk_tensors
 
@@ -103,7 +103,8 @@ def optimizer_edit(request: Request, slots: Collection[str]) -> Edit:
 
 
 def _below(node: object) -> list[object]:
-    return [] if looks_like_optimizer(node) else [child for _, child in children(node) if not is_leaf(child)]
+    below = without(node, STATE_KEY, GROUPS_KEY) if looks_like_optimizer(node) else node  # which may hold another
+    return [child for _, child in children(below) if not is_leaf(child)]
 
 
 def drop_slots(states: list[object], request: Request, slots: Collection[str], edited: Edited) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from zckpt.errors import listed
 from zckpt.formats.assets import ADAPTER_CONFIG
 from zckpt.formats.format import NearMiss
+from zckpt.formats.safetensors.file import SHARD
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.immutable import immutable
 from zckpt.storage.files import entries_of, is_file
@@ -58,7 +59,7 @@ class ModelFiles:
     """The files of one model.
 
     `stem`: what they are called: `model`, `pytorch_model_1`, `adapter_model`; of a pipeline's the name of their folder;
-    `path`: the file, or the index of several.
+    `path`: the file, or the index of several; the first of several without an index.
     """
 
     stem: str
@@ -168,7 +169,9 @@ def _first(path: Path, names: set[str]) -> ModelFiles | None:
         for name in (f"{stem}{suffix}", f"{stem}{suffix}.index.json"):
             if name in names:
                 return ModelFiles(stem, path / name)
-    return None
+    shards = sorted(name for name in names if SHARD.fullmatch(name))
+    is_alone = bool(shards) and all(name.endswith(".bin") for name in shards)
+    return ModelFiles("model", path / shards[0]) if is_alone else None
 
 
 def _near(path: Path, names: set[str], entries: Iterable[os.DirEntry[str]], *, has_optimizer: bool) -> NearMiss | None:

@@ -18,7 +18,7 @@ from zckpt.evidence import may_be_trained
 from zckpt.evidence.order import put_in_order, tells_order
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME
 from zckpt.formats.remainder import names_of_models, restore_from
-from zckpt.formats.safetensors.file import add_file, aliases_in, indexed_files, take_index
+from zckpt.formats.safetensors.file import SHARD, add_file, aliases_in, indexed_files, shards_in, take_index
 from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS, OptimizerState, attach
 from zckpt.formats.torch_files.reader import add_model, read_optimizer
 from zckpt.formats.transformers_trainer.architectures import architecture, is_converted
@@ -37,6 +37,8 @@ def read_model(checkpoint: Checkpoint, files: ModelFiles, prefix: str, directory
     the index says otherwise than the files.
     """
     paths = indexed_files(files.path) if files.is_indexed else [files.path]
+    if SHARD.fullmatch(files.path.name):
+        paths = shards_in(files.path.parent, files.path.suffix[1:])
     one = Checkpoint(str(directory.path), "")
     place_of: dict[str, int] = {}
     for number, path in enumerate(paths):

@@ -23,7 +23,7 @@ from zckpt.evidence import refuse_unnamed
 from zckpt.evidence.modules import Search, TooManyOrdersError
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter
 from zckpt.formats.consolidated.model import trained_tensors
-from zckpt.formats.consolidated.optimizer import optimizer_tree
+from zckpt.formats.consolidated.optimizer import optimizer_tree, rest_at_top
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.remainder import remainder
 from zckpt.formats.safetensors import layout as safetensors_layout
@@ -99,7 +99,7 @@ def lay_out(job: Job) -> TargetFiles:
         )
     elif not assets:
         notes.append("the source has no config.json: give the Trainer the model, or add the file")
-    return TargetFiles(files, notes=notes, copied=frozenset(assets))
+    return TargetFiles(files, notes=notes, copied=frozenset(assets), keeps_rest=bool(rest_at_top(checkpoint)))
 
 
 def _check(checkpoint: Checkpoint) -> None:

@@ -44,7 +44,7 @@ class ZeroRedundancy(TorchDirectory):
 
     name = "zero-redundancy"
     title = "ZeroRedundancyOptimizer"
-    reads = (("ZeroRedundancyOptimizer", "consolidated, or one file per rank"),)
+    reads = (("ZeroRedundancyOptimizer", "consolidated, or one file per rank; fairscale's OSS, too"),)
     writes = "PyTorch's ZeroRedundancyOptimizer; with --world-size, also each rank's file"
     options = Options
     owns = OWNED

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from zckpt.codes import OTHER_WORLD_SIZE, WRONG_RANK
@@ -123,11 +124,14 @@ def read_ranks(checkpoint: Checkpoint, paths: Sequence[Path]) -> list[RankFile]:
 def attach_ranks(checkpoint: Checkpoint, ranks: Sequence[RankFile], order: Order, held: Shares | None = None) -> None:
     """Give the parameters their state from the rank that holds each, and the checkpoint its param groups.
 
-    `held`: for each rank and each group, which of the group's parameters it has; by default as torch assigns them.
-    Raises LayoutError: a rank's share is another one, by number or by shape.
+    `held`: for each rank and each group, which of the group's parameters it has; by default as torch assigns them, or
+    else fairscale. Raises LayoutError: a rank's share is another one, by number or by shape.
     """
     if held is None:
-        held = greedy_partition([[checkpoint.parameters[name].numel for name in group] for group in order], len(ranks))
+        shapes = [[checkpoint.parameters[name].shape for name in group] for group in order]
+        numels = [list(map(math.prod, group)) for group in shapes]
+        ways = [greedy_partition(numels, len(ranks), largest_first=first) for first in (True, False)]
+        held = next((one for one in ways if _fits(one, ranks, shapes)), ways[0])
     shares: list[list[ParamGroup]] = []
     for rank, groups in zip(ranks, held, strict=True):
         numbers = rank.state.numbers
@@ -152,6 +156,18 @@ def attach_ranks(checkpoint: Checkpoint, ranks: Sequence[RankFile], order: Order
             checkpoint.warnings.append(f"ranks have different steps for param group {number}")
         hyperparameters = shares[0][number].hyperparameters
         checkpoint.param_groups.append(ParamGroup(hyperparameters, list(group), shared_values(states)))
+
+
+def _fits(held: Shares, ranks: Sequence[RankFile], shapes: Sequence[Sequence[Shape]]) -> bool:
+    """Tell whether ranks have parameters of the shapes that these shares have, as far as their state shows it."""
+    for rank, groups in zip(ranks, held, strict=True):
+        theirs = [[known[index] for index in its] for its, known in zip(groups, shapes, strict=True)]
+        if list(map(len, theirs)) != list(map(len, rank.state.numbers)):
+            return False
+        pairs = zip(rank.state.every_number, chain(*theirs), strict=True)
+        if any(rank.state.shape(number) not in (None, shape) for number, shape in pairs):
+            return False
+    return True
 
 
 def attach_named(checkpoint: Checkpoint, state: OptimizerState, path: str, names: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from zckpt.optim.param_groups import Group, Names, hyperparameters
 from zckpt.optim.values import PLAIN, inside, value_of
 from zckpt.state import dict_of, without
 from zckpt.state.names import aligned
-from zckpt.torchfile import each, node_of
+from zckpt.torchfile import Global, Object, each, node_of
 
 STATE, GROUPS = "state", "param_groups"
 
@@ -85,7 +86,7 @@ class Declared:
             "keys": list(dict.fromkeys(key for its in self.state.values() for key in its)),
             "names": [[called[p] for p in group["params"]] for group in self.optimizer.param_groups],
             "parameters": {called[p]: its for p, its in self.odd.items()},
-            "groups": list(self.beside.groups),
+            "groups": [{key: _inert(value) for key, value in its.items()} for its in self.beside.groups],
             "rest": self.beside.rest,
         }
 
@@ -122,6 +123,13 @@ class Declared:
                 advice="create the optimizer as it was saved, or give strict=False",
             )
         return found
+
+
+def _inert(value: object) -> object:
+    """Return an Enum as the node that `torch.save` makes of it: the optimizer to load it into knows its class."""
+    if not isinstance(value, Enum) or type(value.value) not in PLAIN:
+        return value
+    return Object(Global(type(value).__module__, type(value).__qualname__), (value.value,))
 
 
 def is_of_save(node: object) -> bool:

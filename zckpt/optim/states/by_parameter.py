@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -39,7 +40,7 @@ from zckpt.optim.states.expected import STEP, check_keys, keep_types, makes_stat
 from zckpt.optim.tensors import Share, room_like, share_of
 from zckpt.optim.values import are_tensors, as_stored, as_torch, is_made, like, value_of
 from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot
-from zckpt.torchfile import brief
+from zckpt.torchfile import Object, brief, node_of
 
 NamedShare = tuple[str, str, Share]
 """A parameter, a slot, and what this rank has of it."""
@@ -377,7 +378,7 @@ class OptimizerState:
         groups, hyperparameters = self._loads.param_groups, self.hyperparameters()
         apart = self.beside.groups or [{} for _ in hyperparameters]
         for group, numbers, its, odd in zip(groups, numbers_of(groups), hyperparameters, apart, strict=True):
-            made = {**group, **its, **odd}
+            made = {**group, **its, **{key: self._setting(key, one, group) for key, one in odd.items()}}
             for number, parameter in zip(numbers, group["params"], strict=True):
                 if self.is_here(parameter):
                     self._add(number, parameter, made)
@@ -497,6 +498,12 @@ class OptimizerState:
         value = value_of(node)
         if is_made(value):
             return like(value, ours.get(key))
+        cls, its = type(ours.get(key)), node_of(node)
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        if issubclass(cls, Enum) and isinstance(its, Object) and its.qualified == name:
+            for one in cls:
+                if [one.value] == list(its.args):
+                    return one
         if key not in ours:
             raise UnsupportedError(
                 f"{key} of a param group is an object that only a pickle can make",
