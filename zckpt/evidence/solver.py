@@ -181,10 +181,14 @@ class Evidence(Generic[Number]):
 
 
 def agree(state: Shape, parameter: Shape) -> bool:
-    """Tell whether state of this shape can belong to a parameter: per element, or factored over some dimensions."""
+    """Tell whether state of this shape can belong to a parameter.
+
+    Per element, factored over some dimensions, or per row, again for each shard of columns (torchrec's row-wise kinds).
+    """
     if len(state) == len(parameter):
         return all(own in (1, whole) for own, whole in zip(state, parameter, strict=True))
-    return len(state) < max(len(parameter), 1) and set(state) <= set(parameter)
+    per_row = len(state) == 1 and len(parameter) == 2 and parameter[0] > 0 and state[0] % parameter[0] == 0
+    return per_row or (len(state) < max(len(parameter), 1) and set(state) <= set(parameter))
 
 
 def shown_shape(state: Mapping[str, Iterable[Shape]]) -> Shape | None:
