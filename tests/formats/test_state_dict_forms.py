@@ -550,3 +550,56 @@ def test_a_value_among_a_models_tensors_and_a_defaultdict_of_state_hide_neither(
     assert opened.metadata == {"model": {"epoch": 3}}
     zckpt.convert(tmp_path / "c.pt", tmp_path / "dcp", to="dcp")
     assert zckpt.diff(tmp_path / "c.pt", tmp_path / "dcp").equal
+
+
+class Projector:
+    """In the place of GaLore's, of which each parameter of a group with a rank has one."""
+
+    def __init__(self, matrix):
+        self.ortho_matrix = matrix
+
+
+def low_rank(tmp_path):
+    """Save what GaLore 1.0 and APOLLO 1.0 do: moments of the group with a `rank` are of the projected gradient."""
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 6, bias=False))
+    of = {0: (8, 8), 1: (8, 4), 2: (4, 6)}
+    state = {n: {"step": 1, "exp_avg": torch.rand(size), "exp_avg_sq": torch.rand(size)} for n, size in of.items()}
+    groups = [{"lr": 0.1, "params": [0]}, {"lr": 0.1, "rank": 4, "params": [1, 2]}]
+    path = tmp_path / "low.pt"
+    torch.save({"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}}, path)
+    return state, path
+
+
+def test_moments_of_a_projected_gradient_take_names(tmp_path):
+    state, path = low_rank(tmp_path)
+    names = ["1.weight", "0.weight", "2.weight"]
+    found = zckpt.open(path, names=names)
+    zckpt.convert(path, tmp_path / "own", to="zckpt", names=names)
+    for one in (found, zckpt.open(tmp_path / "own")):
+        for number, name in enumerate(names):
+            assert torch.equal(one.read(name, "exp_avg"), state[number]["exp_avg"])
+    assert torch.equal(zckpt.open(path).read("2.weight", "exp_avg"), state[2]["exp_avg"])  # the order alone tells
+    with refusing(UsageError, "is not"):
+        zckpt.open(path, names=names[::-1])
+
+
+def test_an_object_in_an_optimizers_state_is_refused_as_that(tmp_path):
+    model = nn.Linear(6, 8, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.weight]["projector"] = Projector(torch.ones(6, 4))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    with refusing(UnsupportedError, "projector of weight is an object that only a pickle can make"):
+        zckpt.load(tmp_path / "c.pt", model=model, optimizer=optimizer)
+
+
+def test_a_param_groups_dict_by_parameter_is_no_part_of_dcp(tmp_path):
+    """GrokAdamW 0.1 keeps its state so, which torch's DCP would put under a text of the whole tensor."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["state"] = {model.weight: {"exp_avg": torch.ones(2, 3)}}
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    with refusing(UnsupportedError, "state, which the optimizer keeps of a param group, has keys that are no texts"):
+        zckpt.convert(tmp_path / "c.pt", tmp_path / "dcp", to="dcp")
+    zckpt.convert(tmp_path / "c.pt", tmp_path / "own", to="zckpt")

@@ -391,8 +391,7 @@ def can_have(shapes: Shapes, optimizers: Iterable[OptimizerState], *, named: boo
         own = list(one.names.values())
         if named and own and not aligned(shapes, own):
             return False
-        for number in one.every_number:
-            shape = one.shape(number)
+        for shape in one.shapes(shapes.values()).values():
             if shape is None:
                 free += 1
             elif shape in have:

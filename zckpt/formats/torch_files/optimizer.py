@@ -116,12 +116,15 @@ class OptimizerState:
 
         Slots that have such shapes in every state, and none of them more often than the model, show it, a moment say,
         if there are any: beside them optimizers keep tensors that are larger, as Shampoo's kind does, or all alike.
+        What a group's `rank` has made smaller, as GaLore's and APOLLO's, shows none.
         """
         have = Counter(whole)
         states = [_elementwise(state) for state in self.state.values() if any(map(list, map(_shapes, state.values())))]
         shown = {key: [{*_shapes(state.get(key))} for state in states] for key in (states[0] if states else ())}
         slots = {key for key, its in shown.items() if all(its) and Counter(chain(*its)) <= have} - {"step", "RMS"}
-        return {number: self.shape(number, slots) for number in self.every_number}
+        ranks = {int(number): group.get("rank") for group in self.groups for number in group["params"]}
+        found = {number: self.shape(number, slots) for number in self.every_number}
+        return {number: None if ranks[number] in (shape or ()) else shape for number, shape in found.items()}
 
 
 def _shapes(value: object) -> Iterator[Shape]:
