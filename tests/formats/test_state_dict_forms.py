@@ -603,3 +603,19 @@ def test_a_param_groups_dict_by_parameter_is_no_part_of_dcp(tmp_path):
     with refusing(UnsupportedError, "state, which the optimizer keeps of a param group, has keys that are no texts"):
         zckpt.convert(tmp_path / "c.pt", tmp_path / "dcp", to="dcp")
     zckpt.convert(tmp_path / "c.pt", tmp_path / "own", to="zckpt")
+
+
+def test_each_of_several_models_has_its_own_bare_names(tmp_path):
+    """As GANs save networks in DDP, and DINO its student beside the teacher and the loss."""
+    one, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(one.parameters())
+    one(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    wrapped = {f"module.{name}": value for name, value in one.state_dict().items()}
+    torch.save({"G": wrapped, "D": other.state_dict(), "optimizer": optimizer.state_dict()},
+               tmp_path / "c.pt")  # fmt: skip
+    found = zckpt.open(tmp_path / "c.pt")
+    assert set(found.parameters) == {"G.weight", "G.bias", "D.weight", "D.bias"}
+    assert torch.equal(found.read("G.weight"), one.weight)
+    zckpt.strip(tmp_path / "c.pt", tmp_path / "s.pt", optimizer=True)
+    assert torch.load(tmp_path / "s.pt")["G"].keys() == wrapped.keys()
