@@ -619,3 +619,45 @@ def test_each_of_several_models_has_its_own_bare_names(tmp_path):
     assert torch.equal(found.read("G.weight"), one.weight)
     zckpt.strip(tmp_path / "c.pt", tmp_path / "s.pt", optimizer=True)
     assert torch.load(tmp_path / "s.pt")["G"].keys() == wrapped.keys()
+
+
+def networks():
+    models = {"G": nn.Linear(3, 2), "D": nn.Linear(3, 1)}
+    optimizers = {key: torch.optim.AdamW(model.parameters()) for key, model in models.items()}
+    for key, model in models.items():
+        model(torch.ones(1, 3)).sum().backward()
+        optimizers[key].step()
+    return models, optimizers
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("form", ["apart", "together"])
+def test_models_in_dicts_are_read_whatever_average_is_beside_them(form, average, tmp_path):
+    models, optimizers = networks()
+    weights = {key: one.state_dict() for key, one in models.items()}
+    states = {key: one.state_dict() for key, one in optimizers.items()}
+    content = {
+        "apart": {"nets": weights, "optims": states, "rng": {"cpu": torch.get_rng_state()}},
+        "together": {key: {"model": weights[key], "optimizer": states[key]} for key in models},
+    }[form]
+    torch.save({**content, **({"ema": weights["G"]} if average else {})}, tmp_path / "c.pt")
+    for to in ("zckpt", "dcp"):
+        zckpt.convert(tmp_path / "c.pt", tmp_path / to, to=to)
+    for path in (tmp_path / "c.pt", tmp_path / "zckpt", tmp_path / "dcp"):
+        found = zckpt.open(path)
+        front = "nets." if form == "apart" else ""
+        for key, model in models.items():
+            assert torch.equal(found.read(f"{front}{key}.weight"), model.weight)
+            moment = optimizers[key].state[model.weight]["exp_avg"]
+            assert torch.equal(found.read(f"{front}{key}.weight", "exp_avg"), moment)
+    assert zckpt.verify(tmp_path / "c.pt", deep=True).sound
+
+
+def test_a_model_that_is_carried_is_told(tmp_path):
+    models, optimizers = networks()
+    critic = {"net": models["D"].state_dict(), "optimizer": optimizers["D"].state_dict()}
+    whole = {"model": models["G"].state_dict(), "optimizer": optimizers["G"].state_dict()}
+    torch.save({**whole, "critic": critic, "trainer": {"rng": {"cpu": torch.get_rng_state()}}}, tmp_path / "c.pt")
+    found = zckpt.open(tmp_path / "c.pt")
+    assert set(found.parameters) == {"weight", "bias"}
+    assert found.warnings == ["more models or optimizers are carried as they are, and not read: critic"]
