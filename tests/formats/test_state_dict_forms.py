@@ -661,3 +661,16 @@ def test_a_model_that_is_carried_is_told(tmp_path):
     found = zckpt.open(tmp_path / "c.pt")
     assert set(found.parameters) == {"weight", "bias"}
     assert found.warnings == ["more models or optimizers are carried as they are, and not read: critic"]
+
+
+def test_a_model_that_is_carried_into_dcp_is_no_part_of_the_model_there(tmp_path):
+    models, optimizers = networks()
+    critic = {"net": models["D"].state_dict(), "optimizer": optimizers["D"].state_dict()}
+    whole = {"model": models["G"].state_dict(), "optimizer": optimizers["G"].state_dict()}
+    torch.save({**whole, "critic": critic}, tmp_path / "c.pt")
+    zckpt.convert(tmp_path / "c.pt", tmp_path / "dcp", to="dcp")
+    assert zckpt.diff(tmp_path / "c.pt", tmp_path / "dcp").equal
+    again = nn.Linear(3, 2)
+    its = torch.optim.AdamW(again.parameters())
+    zckpt.load(tmp_path / "dcp", model=again, optimizer=its)
+    assert torch.equal(its.state[again.weight]["exp_avg"], optimizers["G"].state[models["G"].weight]["exp_avg"])
