@@ -154,8 +154,8 @@ def content_of(root: Node, path: Path) -> Content:
     found = Content(root=root, base=root)
     models, optimizers = _models(root), _optimizers(root, (), path)
     if not _trained(models) and not optimizers:
-        held = [key for key, value in root.items() if key not in models and isinstance(value, dict) and _models(value)]
-        below = held if models else _no_averages(held) or held
+        every = [key for key, value in root.items() if key not in models and isinstance(value, dict) and _models(value)]
+        below = every if models else _no_averages(every) or every
         if len(below) == 1:
             inner = root[below[0]]
             found.base = dict_of(inner)
