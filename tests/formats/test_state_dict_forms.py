@@ -651,6 +651,12 @@ def test_models_in_dicts_are_read_whatever_average_is_beside_them(form, average,
             moment = optimizers[key].state[model.weight]["exp_avg"]
             assert torch.equal(found.read(f"{front}{key}.weight", "exp_avg"), moment)
     assert zckpt.verify(tmp_path / "c.pt", deep=True).sound
+    with refusing(UsageError, f"give one module.* that has all models in it: {front}G, {front}D"):
+        zckpt.load(tmp_path / "c.pt", model=nn.Linear(3, 2))
+    both = nn.ModuleDict({key: nn.Linear(3, len(model.bias)) for key, model in models.items()})
+    its = {key: torch.optim.AdamW(one.parameters()) for key, one in both.items()}
+    zckpt.load(tmp_path / "c.pt", model=nn.ModuleDict({"nets": both}) if front else both, optimizer=its)
+    assert torch.equal(its["D"].state[both["D"].bias]["exp_avg"], optimizers["D"].state[models["D"].bias]["exp_avg"])
 
 
 def test_a_model_that_is_carried_is_told(tmp_path):
