@@ -653,6 +653,8 @@ def test_models_in_dicts_are_read_whatever_average_is_beside_them(form, average,
     assert zckpt.verify(tmp_path / "c.pt", deep=True).sound
     with refusing(UsageError, f"give one module.* that has all models in it: {front}G, {front}D"):
         zckpt.load(tmp_path / "c.pt", model=nn.Linear(3, 2))
+    if average and front:
+        return  # the average is one of the models
     both = nn.ModuleDict({key: nn.Linear(3, len(model.bias)) for key, model in models.items()})
     its = {key: torch.optim.AdamW(one.parameters()) for key, one in both.items()}
     zckpt.load(tmp_path / "c.pt", model=nn.ModuleDict({"nets": both}) if front else both, optimizer=its)

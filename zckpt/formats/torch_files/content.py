@@ -336,7 +336,11 @@ def _choose_optimizers(
 
 
 def _choose_models(found: Content, models: Mapping[object, Node], shapes: Mapping[object, Shapes]) -> None:
-    """Take the model that is meant, or all of them; and say of each optimizer what names of it begin with."""
+    """Take the model that is meant, or all of them; and say of each optimizer what names of it begin with.
+
+    What has nothing that may be trained but single numbers, such as random states, is none beside a model.
+    """
+    models = {key: model for key, model in models.items() if any(shapes[key].values())} or models
     usual = [key for key in STATE_DICT_KEYS if key in models]
     plain = [key for key in models if not words(key) & AVERAGES]
     one = next(iter(usual or (plain if len(plain) == 1 else [])), None)
