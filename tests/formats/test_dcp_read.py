@@ -1073,3 +1073,29 @@ def test_joined_keys_of_an_optimizer_among_those_of_its_model_are_its_own(tmp_pa
     its = torch.optim.AdamW(other.parameters(), lr=1.0)
     assert zckpt.load(tmp_path / "own", model=other, optimizer=its).notes == []
     assert its.state[other.weight]["step"] == 1
+
+
+def test_an_optimizer_without_groups_is_known_by_its_names(tmp_path):
+    """As torchrec 1.8 saves it: a row-wise sum, for each shard of columns, beside a dense model's moments."""
+    model = {"t0.weight": torch.randn(6, 8), "t1.weight": torch.randn(4, 8), "over.weight": torch.randn(2, 8)}
+    rows = {"t0.weight": torch.rand(6), "t1.weight": torch.rand(8)}
+    state = {name: {f"{name[:2]}.momentum1": one} for name, one in rows.items()}
+    moments = {"step": torch.tensor(3.0), "exp_avg": torch.rand(2, 8), "exp_avg_sq": torch.rand(2, 8)}
+    dcp.save({"model": model, "optimizer": {"state": {**state, "over.weight": moments}}}, checkpoint_id=tmp_path / "c")
+    for to in ("zckpt", "dcp", "consolidated"):
+        zckpt.convert(tmp_path / "c", tmp_path / to, to=to)
+    for path in map(tmp_path.joinpath, ("c", "zckpt", "dcp", "consolidated")):
+        found = zckpt.open(path)
+        assert set(found.parameters) == set(model)
+        for name, one in rows.items():
+            assert torch.equal(found.read(name, f"{name[:2]}.momentum1"), one)
+        assert torch.equal(found.read("over.weight", "exp_avg"), moments["exp_avg"])
+    again = {"state": {**{name: {f"{name[:2]}.momentum1": torch.zeros_like(one)} for name, one in rows.items()}}}
+    dcp.load({"optimizer": again}, checkpoint_id=tmp_path / "dcp")
+    assert torch.equal(again["state"]["t1.weight"]["t1.momentum1"], rows["t1.weight"])
+
+
+def test_a_dict_called_state_of_other_names_is_no_optimizer(tmp_path):
+    state = {"state": {"queue": {"weight": torch.ones(3)}}}
+    dcp.save({"model": {"weight": torch.ones(2)}, "memory": state}, checkpoint_id=tmp_path)
+    assert zckpt.open(tmp_path).param_groups == []

@@ -78,14 +78,24 @@ def test_arrays_of_numpy(tmp_path):
         (["checkpoint", "ckpt-1.index", "ckpt-1.data-00000-of-00001"], "TensorFlow"),
         (["mp_rank_00/model_rng.pt"], "Megatron-LM"),
         (["mp_rank_00_000/model_rng.pt", "mp_rank_01_000/distrib_optim.pt"], "Megatron-LM"),
+        (["model/pp_00/tp_00/sdp_00.pt", "optimizer/pp_00/tp_00/sdp_00.pt", "trainer/rank_00.pt"], "fairseq2"),
+        (["class_and_ctor_args.pkl", "rllib_checkpoint.json", "algorithm_state.pkl"], "RLlib"),
+        (["config.cfg", "meta.json", "textcat/model", "vocab/strings.json"], "spaCy"),
         (["model.gguf", "README.md"], "GGUF"),
     ],
 )
 def test_directories_of_other_programs(files, said, tmp_path):
     for name in files:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
     foreign(tmp_path, said)
+
+
+def test_of_a_models_file_and_its_optimizers_the_models_is_meant(tmp_path):
+    """As Stable-Baselines3's archive has them."""
+    for name in ("policy.optimizer.pth", "policy.pth"):
+        torch.save({"weight": torch.ones(2)}, tmp_path / name)
+    refused(3, "inspect", tmp_path, words=(f"give one of its files, such as {tmp_path / 'policy.pth'}",))
 
 
 def test_one_ranks_file_says_give_its_directory():

@@ -553,3 +553,135 @@ def test_a_value_among_a_models_tensors_and_a_defaultdict_of_state_hide_neither(
     assert opened.metadata == {"model": {"epoch": 3}}
     zckpt.convert(tmp_path / "c.pt", tmp_path / "dcp", to="dcp")
     assert zckpt.diff(tmp_path / "c.pt", tmp_path / "dcp").equal
+
+
+class Projector:
+    """In the place of GaLore's, of which each parameter of a group with a rank has one."""
+
+    def __init__(self, matrix):
+        self.ortho_matrix = matrix
+
+
+def low_rank(tmp_path):
+    """Save what GaLore 1.0 and APOLLO 1.0 do: moments of the group with a `rank` are of the projected gradient."""
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 6, bias=False))
+    of = {0: (8, 8), 1: (8, 4), 2: (4, 6)}
+    state = {n: {"step": 1, "exp_avg": torch.rand(size), "exp_avg_sq": torch.rand(size)} for n, size in of.items()}
+    groups = [{"lr": 0.1, "params": [0]}, {"lr": 0.1, "rank": 4, "params": [1, 2]}]
+    path = tmp_path / "low.pt"
+    torch.save({"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}}, path)
+    return state, path
+
+
+def test_moments_of_a_projected_gradient_take_names(tmp_path):
+    state, path = low_rank(tmp_path)
+    names = ["1.weight", "0.weight", "2.weight"]
+    found = zckpt.open(path, names=names)
+    zckpt.convert(path, tmp_path / "own", to="zckpt", names=names)
+    for one in (found, zckpt.open(tmp_path / "own")):
+        for number, name in enumerate(names):
+            assert torch.equal(one.read(name, "exp_avg"), state[number]["exp_avg"])
+    assert torch.equal(zckpt.open(path).read("2.weight", "exp_avg"), state[2]["exp_avg"])  # the order alone tells
+    with refusing(UsageError, "is not"):
+        zckpt.open(path, names=names[::-1])
+
+
+def test_an_object_in_an_optimizers_state_is_refused_as_that(tmp_path):
+    model = nn.Linear(6, 8, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.weight]["projector"] = Projector(torch.ones(6, 4))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    with refusing(UnsupportedError, "projector of weight is an object that only a pickle can make"):
+        zckpt.load(tmp_path / "c.pt", model=model, optimizer=optimizer)
+
+
+def test_a_param_groups_dict_by_parameter_is_no_part_of_dcp(tmp_path):
+    """GrokAdamW 0.1 keeps its state so, which torch's DCP would put under a text of the whole tensor."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["state"] = {model.weight: {"exp_avg": torch.ones(2, 3)}}
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    with refusing(UnsupportedError, "state, which the optimizer keeps of a param group, has keys that are no texts"):
+        zckpt.convert(tmp_path / "c.pt", tmp_path / "dcp", to="dcp")
+    zckpt.convert(tmp_path / "c.pt", tmp_path / "own", to="zckpt")
+
+
+def test_each_of_several_models_has_its_own_bare_names(tmp_path):
+    """As GANs save networks in DDP, and DINO its student beside the teacher and the loss."""
+    one, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(one.parameters())
+    one(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    wrapped = {f"module.{name}": value for name, value in one.state_dict().items()}
+    torch.save({"G": wrapped, "D": other.state_dict(), "optimizer": optimizer.state_dict()},
+               tmp_path / "c.pt")  # fmt: skip
+    found = zckpt.open(tmp_path / "c.pt")
+    assert set(found.parameters) == {"G.weight", "G.bias", "D.weight", "D.bias"}
+    assert torch.equal(found.read("G.weight"), one.weight)
+    zckpt.strip(tmp_path / "c.pt", tmp_path / "s.pt", optimizer=True)
+    assert torch.load(tmp_path / "s.pt")["G"].keys() == wrapped.keys()
+
+
+def networks():
+    models = {"G": nn.Linear(3, 2), "D": nn.Linear(3, 1)}
+    optimizers = {key: torch.optim.AdamW(model.parameters()) for key, model in models.items()}
+    for key, model in models.items():
+        model(torch.ones(1, 3)).sum().backward()
+        optimizers[key].step()
+    return models, optimizers
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("form", ["apart", "together"])
+def test_models_in_dicts_are_read_whatever_average_is_beside_them(form, average, tmp_path):
+    models, optimizers = networks()
+    weights = {key: one.state_dict() for key, one in models.items()}
+    states = {key: one.state_dict() for key, one in optimizers.items()}
+    content = {
+        "apart": {"nets": weights, "optims": states, "rng": {"cpu": torch.get_rng_state()}},
+        "together": {key: {"model": weights[key], "optimizer": states[key]} for key in models},
+    }[form]
+    torch.save({**content, **({"ema": weights["G"]} if average else {})}, tmp_path / "c.pt")
+    for to in ("zckpt", "dcp"):
+        zckpt.convert(tmp_path / "c.pt", tmp_path / to, to=to)
+    for path in (tmp_path / "c.pt", tmp_path / "zckpt", tmp_path / "dcp"):
+        found = zckpt.open(path)
+        front = "nets." if form == "apart" else ""
+        for key, model in models.items():
+            assert torch.equal(found.read(f"{front}{key}.weight"), model.weight)
+            moment = optimizers[key].state[model.weight]["exp_avg"]
+            assert torch.equal(found.read(f"{front}{key}.weight", "exp_avg"), moment)
+    assert zckpt.verify(tmp_path / "c.pt", deep=True).sound
+    with refusing(UsageError, f"give one module.* that has all models in it: {front}G, {front}D"):
+        zckpt.load(tmp_path / "c.pt", model=nn.Linear(3, 2))
+    if average and front:
+        return  # the average is one of the models
+    both = nn.ModuleDict({key: nn.Linear(3, len(model.bias)) for key, model in models.items()})
+    its = {key: torch.optim.AdamW(one.parameters()) for key, one in both.items()}
+    zckpt.load(tmp_path / "c.pt", model=nn.ModuleDict({"nets": both}) if front else both, optimizer=its)
+    assert torch.equal(its["D"].state[both["D"].bias]["exp_avg"], optimizers["D"].state[models["D"].bias]["exp_avg"])
+
+
+def test_a_model_that_is_carried_is_told(tmp_path):
+    models, optimizers = networks()
+    critic = {"net": models["D"].state_dict(), "optimizer": optimizers["D"].state_dict()}
+    whole = {"model": models["G"].state_dict(), "optimizer": optimizers["G"].state_dict()}
+    torch.save({**whole, "critic": critic, "trainer": {"rng": {"cpu": torch.get_rng_state()}}}, tmp_path / "c.pt")
+    found = zckpt.open(tmp_path / "c.pt")
+    assert set(found.parameters) == {"weight", "bias"}
+    assert found.warnings == ["more models or optimizers are carried as they are, and not read: critic"]
+
+
+def test_a_model_that_is_carried_into_dcp_is_no_part_of_the_model_there(tmp_path):
+    models, optimizers = networks()
+    critic = {"net": models["D"].state_dict(), "optimizer": optimizers["D"].state_dict()}
+    whole = {"model": models["G"].state_dict(), "optimizer": optimizers["G"].state_dict()}
+    torch.save({**whole, "critic": critic}, tmp_path / "c.pt")
+    zckpt.convert(tmp_path / "c.pt", tmp_path / "dcp", to="dcp")
+    assert zckpt.diff(tmp_path / "c.pt", tmp_path / "dcp").equal
+    again = nn.Linear(3, 2)
+    its = torch.optim.AdamW(again.parameters())
+    zckpt.load(tmp_path / "dcp", model=again, optimizer=its)
+    assert torch.equal(its.state[again.weight]["exp_avg"], optimizers["G"].state[models["G"].weight]["exp_avg"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import zckpt
@@ -557,3 +558,20 @@ def test_the_command_prints_its_document_and_dry_runs(tmp_path):
     ia3 = run("merge-adapter", source / "base.safetensors", ADAPTERS / "ia3", target, "--overwrite")
     assert (ia3.returncode, ia3.stderr.count("\n")) == (5, 1)
     assert "is not a LoRA adapter: expected peft_type LORA, found IA3" in ia3.stderr
+
+
+def test_an_adapter_in_memory_becomes_one_in_files(tmp_path):
+    """As what DeepSpeed keeps of a Trainer's run (TRL 1.16): what is trained, masters too, under names in memory."""
+    run, live = tmp_path / "run", f"{PEFT}model.layers.0."
+    tensors = {f"{live}q_proj.lora_A.default.weight": torch.randn(2, 4), f"{live}q_proj.lora_B.default.weight":
+               torch.randn(4, 2), f"{PEFT}score.modules_to_save.default.weight": torch.randn(1, 4)}  # fmt: skip
+    dcp.save({"model": tensors}, checkpoint_id=run)
+    (run / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
+    zckpt.consolidate(run, tmp_path / "adapter")
+    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    files = {name.replace(".modules_to_save", "").replace(".default", ""): one for name, one in tensors.items()}
+    assert found.keys() == files.keys()
+    assert all(torch.equal(found[name], one) for name, one in files.items())
+    save_file(tensors, tmp_path / "as_it_is.safetensors")
+    zckpt.consolidate(run, tmp_path / "one.safetensors")
+    assert_equal(tmp_path / "one.safetensors", tmp_path / "as_it_is.safetensors")

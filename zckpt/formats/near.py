@@ -55,6 +55,9 @@ _DIRECTORIES = (
     (r"saved_model\.pb", "is a saved model of TensorFlow"),
     (r".+\.data-[0-9]{5}-of-[0-9]{5}", "is a checkpoint of TensorFlow"),
     (r"mp_rank_[0-9]{2}(_[0-9]{3})*/(model_rng|distrib_optim)\.pt", "is a checkpoint of Megatron-LM"),
+    (r"(model/)?pp_[0-9]{2}", "is a checkpoint of fairseq2"),
+    (r"class_and_ctor_args\.pkl", "is a checkpoint of RLlib"),
+    (r"vocab/strings\.json", "is a pipeline of spaCy"),
     (r".+\.gguf", "holds GGUF files of llama.cpp"),
     (r".+\.npz", "holds archives of NumPy arrays"),
     (r"flax_model.*\.msgpack", "is a model of Flax"),
@@ -203,7 +206,8 @@ def _inside(path: Path) -> str | None:
     latest = max(named or inside, key=lambda one: (one.number is not None, numbered(one.path.name)), default=None)
     if latest is not None:
         return f"did you mean {latest.opened}?"
-    files = (path / one.name for one in _entries(path) if one.name.endswith((".pt", ".pth", ".bin", ".ckpt")))
+    names = [one.name for one in _entries(path) if one.name.endswith((".pt", ".pth", ".bin", ".ckpt"))]
+    files = (path / name for name in sorted(names, key=lambda name: "optim" in name))  # a model's, if there is one
     return next((f"give one of its files, such as {one}" for one in files if _head(one).startswith(b"PK\3\4")), None)
 
 

@@ -20,7 +20,7 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.evidence.solver import NAMES_ADVICE
 from zckpt.formats import open_checkpoint
-from zckpt.formats.adapters import has_live_adapter, of_modules
+from zckpt.formats.adapters import has_live_adapter, names_in_files, of_modules
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter, stem_of
 from zckpt.formats.consolidated.model import (
     Tensors,
@@ -54,7 +54,7 @@ from zckpt.operations.proof import check_arrived, check_same
 from zckpt.operations.salvage import salvage
 from zckpt.operations.target import How, Made, Proof, Written, check_choice, write_from
 from zckpt.state import WEIGHT, Checkpoint, Slot, Span
-from zckpt.state.names import like_model
+from zckpt.state.names import like_model, renamed
 from zckpt.storage.files import read_json
 from zckpt.storage.ownership import Owned, called
 
@@ -200,7 +200,10 @@ def as_beside(
 
     Raises UsageError: as `assets_of`; or names may be of files or memory.
     """
-    beside = read_json(assets_of(checkpoints[0], path, chosen, how).get(CONFIG_NAME, ""))
+    assets = assets_of(checkpoints[0], path, chosen, how)
+    beside = read_json(assets.get(CONFIG_NAME, ""))
+    if beside is None and ADAPTER_CONFIG in assets:
+        return [renamed(replace(one), names_in_files([its.name for its in one.tensors()])) for one in checkpoints], ()
     if beside is None or how.options["map"] is not None:
         return list(checkpoints), ()
     from zckpt.naming.numbered import as_in_files

@@ -272,6 +272,11 @@ def as_torch(value: object, what: str) -> object:
     `what`: for messages. Raises UnsupportedError: it is tensors that mean nothing one without the other, such as codes
     and scales; or an object of any class.
     """
+    node = node_of(value)
+    if isinstance(node, Object) and description(value) is None:
+        raise UnsupportedError(
+            f"{what} is an object that only a pickle can make", found=node.qualified, advice="load only the model"
+        )
     if holds_tensors(value):
         raise UnsupportedError(
             f"{what} is not a plain tensor (for example quantised), and cannot be loaded as one",

@@ -192,12 +192,16 @@ def _shorter(names: Mapping[str, str], times: int) -> dict[str, str]:
 
 
 def bare(checkpoint: Checkpoint) -> Checkpoint:
-    """Give a checkpoint the names that its bare model has; `bare_names` says which these are.
+    """Give a checkpoint the names that its bare model has, or each of its models; `bare_names` says which these are.
 
     What zckpt wrote, or converted, had bare names when it was written; and an adapter may have known better.
     """
     front = "origin" not in checkpoint.details and not checkpoint.wrapped
-    names = bare_names(_names_of(checkpoint), front=front)
+    names, every = dict[str, str](), _names_of(checkpoint)
+    for prefix in (*(f"{model}." for model in checkpoint.models()), ""):
+        its = {name: name.removeprefix(prefix) for name in every if name.startswith(prefix) and name not in names}
+        short = bare_names(its.values(), front=front)
+        names |= {name: prefix + short[rest] for name, rest in its.items()}
     return renamed(checkpoint, names)
 
 

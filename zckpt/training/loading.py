@@ -287,10 +287,13 @@ class _Loading(Meeting):
         self.found = self.matched()
         for what, names in self.report.unmatched():
             if self.source.asked.strict:
+                several = listed(self.source.checkpoint.models())
                 raise UsageError(
                     f"not a checkpoint of this model: {what} {listed(names)}",
                     path=self.report.path,
-                    advice="give the model that was saved, or strict=False",
+                    advice=f"give one module, such as an nn.ModuleDict, that has all models in it: {several}"
+                    if several
+                    else "give the model that was saved, or strict=False",
                 )
 
     def prepare(self, other: OtherState) -> None:

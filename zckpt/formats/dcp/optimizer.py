@@ -66,8 +66,8 @@ def read_optimizer(part: OptimizerPart, names: Sequence[str], source: str, warni
             leaves = {str(key): _leaf(str(key), node, key) for key, node in part.node.items()}
             tree = unflattened(leaves, where, {*names, *part.names})
         else:
-            groups = []
-            for _, node in sorted((branch(part.node[GROUPS]) or {}).items()):
+            groups: list[dict[str, object]] = [] if GROUPS in part.node else [{PARAMS: sorted(part.names)}]
+            for _, node in sorted((branch(part.node.get(GROUPS)) or {}).items()):
                 content = dict(branch(node) or {})
                 params = content.pop(PARAMS)
                 groups.append({**hyperparameters(content), PARAMS: getattr(params, "node", None)})

@@ -18,7 +18,7 @@ from dataclasses import replace
 from zckpt.errors import DamagedFileError, about
 from zckpt.evidence import Evidence
 from zckpt.formats.dcp.optimizer import Optimizer
-from zckpt.formats.dcp.tree import Branch, carry
+from zckpt.formats.dcp.tree import OPTIMIZER, Branch, carry
 from zckpt.formats.dcp.write_items import expanded
 from zckpt.formats.remainder import WITH_ITEMS, described, descriptions, remainder, restore_from
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, with_scalars
@@ -96,6 +96,15 @@ def prepare(
     for optimizer in optimizers:
         optimizer.rename(given)
     return None
+
+
+def without_carried(file: TorchFile, root: Branch) -> Branch:
+    """Return a saved dict without its other values, in which there may be models and optimizers, too."""
+    with about(file.path):
+        said = as_mapping(file.root)
+        others = {*as_mapping(said.get("metadata", {})), *as_names(as_mapping(said.get(KEY)).get("items", []))}
+    others -= {"model", OPTIMIZER}
+    return {key: node for key, node in root.items() if key not in others or not isinstance(node, dict)}
 
 
 def restore_own(checkpoint: Checkpoint, file: TorchFile, root: Branch, lost: list[str]) -> None:

@@ -15,7 +15,7 @@ from zckpt.formats.dcp.directory import MEGATRON_NAMES, Directory, find, is_mega
 from zckpt.formats.dcp.items import ItemFile, ObjectItem, read_items
 from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
 from zckpt.formats.dcp.optimizer import Optimizer, attach, read_optimizer
-from zckpt.formats.dcp.own import prepare, restore_own
+from zckpt.formats.dcp.own import prepare, restore_own, without_carried
 from zckpt.formats.dcp.tree import (
     DEEPEST,
     Branch,
@@ -139,7 +139,7 @@ def fill(
     SourceError
         As `read`.
     """
-    models, optimizers, states = _find(checkpoint, root, own, pairs)
+    models, optimizers, states = _find(checkpoint, root if own is None else without_carried(own, root), own, pairs)
     if not models and not optimizers:
         found = listed(list(map(str, root)))
         raise UnsupportedError("holds neither a model nor an optimizer", path=checkpoint.source, found=found)

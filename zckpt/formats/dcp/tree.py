@@ -8,6 +8,7 @@ Programs keep models and optimizers under any keys:
 {"model": {name: tensor}, "optimizer": {"state": {name: {slot: value}}, "param_groups": [{"params": [name], ...}]}}
 {"optimizer": {"state.<name>.<slot>": value, "param_groups.<name>.<key>": value}}             flattened
 {"optimizer": {"state": {"0": {slot: value}}, "param_groups": [{"params": [0], ...}]}}        raw
+{"optimizer": {"state": {name: {slot: value}}}}                                               torchrec's
 
 An optimizer is known by its form. The model is the dict of tensors that has the optimizer's names (see `owners`); where
 those are numbers, or there is no optimizer, the dict that is called as models are.
@@ -203,23 +204,28 @@ class ModelPart:
 
 def find_optimizers(root: Branch) -> list[OptimizerPart]:
     """Return the optimizers of a tree, in its order."""
-    return list(_optimizers(root, (), set()))
+    tensors = {name for one in _dicts_of_tensors(root, (), set()) for name in one.tensors}
+    return list(_optimizers(root, (), set(), tensors))
 
 
-def _optimizers(node: Node, path: Keys, seen: set[int]) -> Iterator[OptimizerPart]:
-    """Yield the optimizers of a part of a tree; an object may contain itself, and is looked into once."""
+def _optimizers(node: Node, path: Keys, seen: set[int], tensors: set[str]) -> Iterator[OptimizerPart]:
+    """Yield the optimizers of a part of a tree, whose `tensors` have these names.
+
+    An object may contain itself, and is looked into once.
+    """
     content = branch(node) if len(path) < MAXIMUM_DEPTH else None
     if isinstance(node, ObjectItem):
         content = None if id(node.node) in seen else content
         seen.add(id(node.node))
     if content is None:
         return
-    for is_flat, names in ((False, _nested_names(content)), (True, _flat_names(content))):
+    nested = _nested_names(content) if GROUPS in content else _names_in_state(content, tensors)
+    for is_flat, names in ((False, nested), (True, _flat_names(content))):
         if names is not None:
             yield OptimizerPart(path, content, is_flat, frozenset(names))
             return
     for step, child in content.items():
-        yield from _optimizers(child, (*path, step), seen)
+        yield from _optimizers(child, (*path, step), seen, tensors)
 
 
 def _nested_names(node: Branch) -> list[str] | None:
@@ -235,6 +241,15 @@ def _nested_names(node: Branch) -> list[str] | None:
         listed = params.node if isinstance(params, ObjectItem) else None
         found += [name for name in listed if isinstance(name, str)] if isinstance(listed, (list, tuple)) else []
     return found
+
+
+def _names_in_state(node: Branch, tensors: set[str]) -> list[str] | None:
+    """Return the names under which an optimizer without groups has dicts; None of what has others, or none."""
+    state = node.get(STATE)
+    if not isinstance(state, dict) or is_list(state):
+        return None
+    found = [str(name) for name, slots in state.items() if branch(slots) is not None]
+    return found if len(found) == len(state) and tensors.issuperset(found) else None
 
 
 def _flat_names(node: Branch) -> list[str] | None:

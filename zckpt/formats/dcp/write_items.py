@@ -16,7 +16,7 @@ Source: `_traverse.traverse_state_dict` of torch 2.4 to 2.15, `state_dict._flatt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -129,15 +129,23 @@ def named_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[str, object
                 "the optimizer has too many values in addition to its tensors",
                 expected=f"at most {2 * MAXIMUM_NODES}",
             )
-    for key, value in ((key, value) for its in tree["state"].values() for key, value in its.items()):
+    _refuse_keys(checkpoint, tree["state"].values(), "a parameter", (str,))
+    _refuse_keys(checkpoint, tree["param_groups"], "a param group", VALUES)  # numbers come back from `expanded`
+    return with_names(tree, checkpoint.grouped)
+
+
+def _refuse_keys(
+    checkpoint: Checkpoint, values: Iterable[Mapping[str, object]], whose: str, kinds: Container[type]
+) -> None:
+    """Raise UnsupportedError for a value that has a dict with keys of other kinds, of which DCP makes texts."""
+    for key, value in ((key, value) for its in values for key, value in its.items()):
         every = each(node_of(value), lambda node: node.values() if isinstance(node, MAPPINGS) else _listed(node))
-        if any(type(name) is not str for one in every if isinstance(one, MAPPINGS) for name in one):
+        if any(type(name) not in kinds for one in every if isinstance(one, MAPPINGS) for name in one):
             raise UnsupportedError(
-                f"{key}, which the optimizer keeps of a parameter, has keys that are no texts, which DCP makes of them",
+                f"{key}, which the optimizer keeps of {whose}, has keys that are no texts, which DCP makes of them",
                 path=checkpoint.source,
                 advice="`zckpt convert --to zckpt` keeps them",
             )
-    return with_names(tree, checkpoint.grouped)
 
 
 def _listed(node: object) -> list[object]:

@@ -7,6 +7,8 @@
 {"generator": ..., "discriminator": ..., "optimizer_g": ..., "optimizer_d": ...}
                                                              several models: the names of each get its key in front
 {"G": {"model": ..., "optimizer": ...}, "D": {...}}          several, each with its optimizer: likewise
+{"models": {"G": {...}, "D": {...}}}, {"models": [{...}, {...}]}
+                                                             in one dict or list: under `models.G`, `models.0`
 
 Of several dicts of tensors one is the model if its key is a usual one and no optimizer needs another (the others are
 averages of it, or targets). An optimizer belongs to the model whose parameters it can have by their number and shapes;
@@ -22,9 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from zckpt.errors import about
+from zckpt.errors import about, listed
 from zckpt.evidence import NAMES_ADVICE, agree, may_be_trained
 from zckpt.formats.torch_files.optimizer import (
+    STATE_KEY,
     OptimizerState,
     as_torchs,
     innermost,
@@ -152,8 +155,9 @@ def content_of(root: Node, path: Path) -> Content:
     """Find models and optimizers. Raises DamagedFileError: what looks like an optimizer is none."""
     found = Content(root=root, base=root)
     models, optimizers = _models(root), _optimizers(root, (), path)
-    if not models and not optimizers:
-        below = [key for key, value in root.items() if isinstance(value, dict) and _models(value)]
+    if not _trained(models) and not optimizers:
+        every = [key for key, value in root.items() if key not in models and isinstance(value, dict) and _models(value)]
+        below = every if models else _no_averages(every) or every
         if len(below) == 1:
             inner = root[below[0]]
             found.base = dict_of(inner)
@@ -169,18 +173,53 @@ def content_of(root: Node, path: Path) -> Content:
     for held in found.optimizers:
         its = value_at(root, held.path)
         held.state = with_rest(held.state, its, *(found.keys if its is found.base else ()))
+    return _warned_of_rest(found, models)
+
+
+def _warned_of_rest(found: Content, known: Iterable[object] = ()) -> Content:
+    """Warn of models and optimizers in what is carried; of those `known` it has been said."""
+    others = without(found.others, *found.keys, *known)
+    if carried := [str(key) for key, value in others.items() if _holds_more({key: value})]:
+        found.warnings.append(f"more models or optimizers are carried as they are, and not read: {listed(carried)}")
     return found
 
 
+def _trained(models: Mapping[object, Node]) -> bool:
+    """Tell whether some of these is a model that may be trained, not an average or random states."""
+    return any(_no_averages([key]) and _has_elements(model) for key, model in models.items())
+
+
+def _has_elements(model: Node) -> bool:
+    return any(shapes_of(model).values())
+
+
+def _no_averages(keys: Iterable[object]) -> list[object]:
+    return [key for key in keys if not words(key) & AVERAGES]
+
+
+def _holds_more(node: object, deep: int = 4) -> bool:
+    """Tell whether a model of more than single numbers, or an optimizer, is somewhere in a dict's dicts."""
+    below = dict_of(node).values() if deep else ()
+    return any(_is_optimizer(one) or _has_elements(dict_of(one)) or _holds_more(one, deep - 1) for one in below)
+
+
 def one_by_one(root: Node) -> dict[object, object]:
-    """Return a dict with each model of a list under a key of its own, `models.0`, where there is no other model."""
+    """Return a dict with each model of a list, or of a dict of models alone, under a key of its own, `models.0`.
+
+    Where there is no other model, or only an average.
+    """
     found: dict[object, object] = {}
-    if _models(root):
+    if _trained(_models(root)) or _is_optimizer(root):
         return dict(root)
     for key, value in root.items():
-        listed = value if isinstance(value, list) and all(map(is_state_dict, value)) else []
-        apart: dict[object, object] = {f"{key}.{number}": one for number, one in enumerate(listed)}
-        found |= apart or {key: value}
+        several = dict(enumerate(value)) if isinstance(value, list) else dict_of(value) if key != STATE_KEY else {}
+        apart: dict[object, object] = {f"{key}.{step}": one for step, one in several.items()}
+        if apart and all(map(is_state_dict, apart.values())) and _no_averages([key]):
+            found |= apart
+        elif _trained(_models(dict_of(value))) and _no_averages([key]):
+            return dict(root)  # each with something else, an optimizer say
+        else:
+            found[key] = value
     return found
 
 
@@ -193,7 +232,7 @@ def _together(root: Node, parts: dict[object, Content]) -> Content:
             held.name = f"{key}.{held.name}" if held.name else str(key)
         found.optimizers += part.optimizers
         found.warnings += part.warnings
-    return _warned(found, parts)
+    return _warned_of_rest(_warned(found, parts))
 
 
 # --- what is there
@@ -302,7 +341,11 @@ def _choose_optimizers(
 
 
 def _choose_models(found: Content, models: Mapping[object, Node], shapes: Mapping[object, Shapes]) -> None:
-    """Take the model that is meant, or all of them; and say of each optimizer what names of it begin with."""
+    """Take the model that is meant, or all of them; and say of each optimizer what names of it begin with.
+
+    What has nothing that may be trained but single numbers, such as random states, is none beside a model.
+    """
+    models = {key: model for key, model in models.items() if any(shapes[key].values())} or models
     usual = [key for key in STATE_DICT_KEYS if key in models]
     plain = [key for key in models if not words(key) & AVERAGES]
     one = next(iter(usual or (plain if len(plain) == 1 else [])), None)
@@ -396,8 +439,7 @@ def can_have(shapes: Shapes, optimizers: Iterable[OptimizerState], *, named: boo
         own = list(one.names.values())
         if named and own and not aligned(shapes, own):
             return False
-        for number in one.every_number:
-            shape = one.shape(number)
+        for shape in one.shapes(shapes.values()).values():
             if shape is None:
                 free += 1
             elif shape in have:

@@ -146,12 +146,15 @@ class OptimizerState:
 
         Slots that have such shapes in every state, and none of them more often than the model, show it, a moment say,
         if there are any: beside them optimizers keep tensors that are larger, as Shampoo's kind does, or all alike.
+        What a group's `rank` has made smaller, as GaLore's and APOLLO's, shows none.
         """
         have = Counter(whole)
         states = [_elementwise(state) for state in self.state.values() if any(map(list, map(_shapes, state.values())))]
         shown = {key: [{*_shapes(state.get(key))} for state in states] for key in (states[0] if states else ())}
         slots = {key for key, its in shown.items() if all(its) and Counter(chain(*its)) <= have} - {"step", "RMS"}
-        return {number: self.shape(number, slots) for number in self.every_number}
+        ranks = {int(number): group.get("rank") for group in self.groups for number in group["params"]}
+        found = {number: self.shape(number, slots) for number in self.every_number}
+        return {number: None if ranks[number] in (shape or ()) else shape for number, shape in found.items()}
 
 
 def _shapes(value: object) -> Iterator[Shape]:
@@ -635,7 +638,11 @@ def _by_name(said: Evidence[int], optimizer: OptimizerState) -> dict[int, str]:
         same[key] += shape == said.candidates[name]
     told = {key for key in every if 2 * same[key] > every[key]} or every.keys()
     wrong = [(name, said.shapes[number]) for number, name in found.items() if uses[name] > 1]
-    wrong += [(name, shape) for name, key, shape in shown if key in told and not agree(shape, said.candidates[name])]
+    wrong += [
+        (name, shape)
+        for name, key, shape in shown
+        if key in told and not agree(shape, said.candidates[name]) and not _is_per_row(shape, said.candidates[name])
+    ]
     if wrong:
         name, seen = wrong[0]
         raise DamagedFileError(
@@ -644,6 +651,11 @@ def _by_name(said: Evidence[int], optimizer: OptimizerState) -> dict[int, str]:
             found=seen,
         )
     return found
+
+
+def _is_per_row(state: Shape, parameter: Shape) -> bool:
+    """Tell whether state is of rows, once for each shard of their columns, as torchrec's row-wise optimizers have."""
+    return len(state) == 1 and len(parameter) == 2 and state[0] >= parameter[0] > 0 and not state[0] % parameter[0]
 
 
 def _labels(optimizer: OptimizerState, names: GivenNames) -> dict[int, str]:
