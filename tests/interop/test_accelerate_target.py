@@ -150,3 +150,17 @@ def test_what_accelerate_could_not_take_is_refused_by_name(tmp_path):
     with pytest.raises(zckpt.UnsupportedError, match="another order than the model"):
         zckpt.convert(opened, tmp_path / "t", to="accelerate")
     assert not (tmp_path / "t").exists()
+
+
+def test_a_scheduler_of_a_source_without_a_step_begins_at_zero(tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    done = zckpt.convert(tmp_path / "c.pt", tmp_path / "state", to="accelerate")
+    assert any("a LambdaLR after 0 steps" in note for note in done.notes)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    scheduler.load_state_dict(torch.load(tmp_path / "state" / "scheduler.bin", weights_only=True))
+    scheduler.step()
+    assert scheduler.last_epoch == 1

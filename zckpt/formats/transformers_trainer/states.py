@@ -45,7 +45,7 @@ def scheduler(checkpoint: Checkpoint, notes: list[str], *, name: str = "schedule
             if all(not isinstance(its := node.get(one), (list, tuple)) or len(its) == count for one in PER_GROUP):
                 return value
             break
-    last = found.get("last_epoch", checkpoint.step)
+    last = found.get("last_epoch", checkpoint.step or 0)
     rates = [as_float(group.hyperparameters.get("lr")) for group in checkpoint.param_groups]
     bases = [as_float(group.hyperparameters.get("initial_lr")) for group in checkpoint.param_groups]
     notes.append(
