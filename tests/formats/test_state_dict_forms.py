@@ -265,6 +265,18 @@ def test_two_models_and_the_optimizer_of_each(tmp_path):
     assert torch.equal(others["optimizer_d"].state[again["discriminator"][1].bias]["exp_avg"], ours["exp_avg"])
 
 
+@pytest.mark.parametrize("keys", [("model", "optimizer"), ("models", "optimizers")])
+def test_models_and_optimizers_that_lie_in_a_dict_each(keys, tmp_path):
+    models, optimizers = {key: body(5, 4) for key in "gd"}, {}
+    for key, model in models.items():
+        stepped(model, optimizers.setdefault(key, torch.optim.Adam(model.parameters(), lr=0.1)))
+    states = [{key: one.state_dict() for key, one in every.items()} for every in (models, optimizers)]
+    torch.save(dict(zip(keys, states, strict=True)) | {"epoch": 4}, tmp_path / "c.pt")
+    for key, model in models.items():
+        opened = assert_state(tmp_path / "c.pt", model, {key: optimizers[key]}, prefix=f"{key}.")
+    assert opened.metadata == {"epoch": 4}
+
+
 def test_equal_models_that_lie_with_their_optimizers(tmp_path):
     models, optimizers = {key: body(5, 4) for key in "GD"}, {}
     for key, model in models.items():

@@ -7,6 +7,7 @@
 {"generator": ..., "discriminator": ..., "optimizer_g": ..., "optimizer_d": ...}
                                                              several models: the names of each get its key in front
 {"G": {"model": ..., "optimizer": ...}, "D": {...}}          several, each with its optimizer: likewise
+{"models": {"G": ..., "D": ...}, "optimizers": {...}}        or all in one dict, or in a list
 
 Of several dicts of tensors one is the model if its key is a usual one and no optimizer needs another (the others are
 averages of it, or targets). An optimizer belongs to the model whose parameters it can have by their number and shapes;
@@ -173,13 +174,19 @@ def content_of(root: Node, path: Path) -> Content:
 
 
 def one_by_one(root: Node) -> dict[object, object]:
-    """Return a dict with each model of a list under a key of its own, `models.0`, where there is no other model."""
+    """Return a dict with each model of a list or a dict of them under a key of its own, where there is no other model.
+
+    Of a list it is `models.0`; of a dict, under a key that is usual for models, the dict's own, unless the file has it.
+    """
     found: dict[object, object] = {}
     if _models(root):
         return dict(root)
     for key, value in root.items():
         listed = value if isinstance(value, list) and all(map(is_state_dict, value)) else []
         apart: dict[object, object] = {f"{key}.{number}": one for number, one in enumerate(listed)}
+        if {key, str(key).removesuffix("s")} & {*STATE_DICT_KEYS} and all(map(is_state_dict, dict_of(value).values())):
+            taken = {*found, *without(root, key)}
+            apart |= {name if name not in taken else f"{key}.{name}": one for name, one in dict_of(value).items()}
         found |= apart or {key: value}
     return found
 
