@@ -70,6 +70,22 @@ def test_equal_layers_of_which_the_first_are_frozen(choice, form, tmp_path):
     assert its.param_groups[0]["lr"] == 0.1
 
 
+@pytest.mark.parametrize("form", ["file", "dcp"])
+@pytest.mark.parametrize("given", [{"strip_prefix": "net."}, {"rename": [(r"^net\.", "")]}])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_order_counts_where_names_are_other_ones(choice, given, form, tmp_path):
+    model = build()
+    optimizer = torch.optim.AdamW(CHOICES[choice](model), lr=0.1)
+    step(model, optimizer)
+    state = {f"net.{name}": one for name, one in model.state_dict().items()}
+    told = {"model": state, "optimizer": optimizer.state_dict()}
+    torch.save(told, tmp_path / "f") if form == "file" else dcp.save(told, checkpoint_id=str(tmp_path / "f"))
+    other = build(2)
+    its = torch.optim.AdamW(CHOICES[choice](other), lr=0.5)
+    zckpt.load(tmp_path / "f", model=other, optimizer=its, **given)
+    assert same(slots(model, optimizer), slots(other, its))
+
+
 def test_names_of_the_saved_optimizer_may_be_told(tmp_path):
     model = build()
     names = [name for name, _ in model.named_parameters()][::-1]

@@ -173,7 +173,7 @@ def open_for(
     own = [name for group in order for name in group]
     names, naming = asked.names, asked.naming
     renamed = names is not None or naming.changes
-    found = open_checkpoint(path, tag=asked.tag, names=names) if renamed else _open(path, order, own, asked)
+    found = _open_renamed(path, order, asked) if renamed else _open(path, order, asked)
     if asked.dequantize:
         [found] = with_floats(found)
     if renamed:
@@ -222,8 +222,23 @@ def _in_order(found: OpenedCheckpoint, order: Order) -> OpenedCheckpoint:
     return found
 
 
-def _open(path: str | os.PathLike[str], order: Order, own: Sequence[str], asked: Asked) -> OpenedCheckpoint:
+def _open_renamed(path: str | os.PathLike[str], order: Order, asked: Asked) -> OpenedCheckpoint:
+    """Open a checkpoint that is to be renamed; the live order says of numbers what it does where names are the same.
+
+    It says nothing where names are given, or a map arranges live parameters otherwise.
+    """
+    found = open_checkpoint(path, tag=asked.tag, names=asked.names)
+    if asked.names is not None or not (found.is_numbered or found.unnamed):
+        return found
+    theirs = {new: old for old, new in asked.naming.traced(found)[2].items()}
+    if not all(name in theirs for own in order for name in own):
+        return found
+    return _open(path, [[theirs[name] for name in own] for own in order], asked)
+
+
+def _open(path: str | os.PathLike[str], order: Order, asked: Asked) -> OpenedCheckpoint:
     """Open a checkpoint; where it has only numbers, under the optimizer's names, unless what it has says otherwise."""
+    own = [name for group in order for name in group]
     try:
         found = open_checkpoint(path, tag=asked.tag)
     except (UnsupportedError, LayoutError):
