@@ -86,6 +86,21 @@ def test_order_counts_where_names_are_other_ones(choice, given, form, tmp_path):
     assert same(slots(model, optimizer), slots(other, its))
 
 
+@pytest.mark.parametrize("to", ["zckpt", "dcp", "consolidated"])
+def test_numbers_without_state_keep_their_order_where_they_are_carried(to, tmp_path):
+    def groups(model):
+        return [{"params": model[at].parameters(), "lr": 0.1 * at} for at in (2, 1)]
+
+    model, other = build(frozen=1), build(2, frozen=1)
+    save_both(model, torch.optim.SGD(groups(model)), tmp_path / "f.pt")
+    zckpt.convert(tmp_path / "f.pt", tmp_path / "out", to=to)
+    its = torch.optim.SGD(groups(other), lr=9.0)
+    for group in its.param_groups:
+        group["lr"] = 9.0
+    zckpt.load(tmp_path / "out", model=other, optimizer=its)
+    assert [group["lr"] for group in its.param_groups] == [0.2, 0.1]
+
+
 def test_names_of_the_saved_optimizer_may_be_told(tmp_path):
     model = build()
     names = [name for name, _ in model.named_parameters()][::-1]

@@ -205,7 +205,7 @@ def _in_order(found: OpenedCheckpoint, order: Order) -> OpenedCheckpoint:
     owners = {its: found.parameters.get(ours) for its, ours in numbers.items()}
     shapes = {its: one.shape for its, one in found.unnamed.items() if its in numbers}
     if (
-        not shapes
+        not numbers
         or [len(some) for some in groups] != [len(own) for own in order]
         or not all(is_number(its) and one is not None and one.group is None for its, one in owners.items())
         or not all((one := owners[its]) is not None and agree(shape, one.shape) for its, shape in shapes.items())
