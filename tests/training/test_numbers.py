@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchsOptimizer
 
@@ -99,6 +100,40 @@ def test_numbers_without_state_keep_their_order_where_they_are_carried(to, tmp_p
         group["lr"] = 9.0
     zckpt.load(tmp_path / "out", model=other, optimizer=its)
     assert [group["lr"] for group in its.param_groups] == [0.2, 0.1]
+
+
+PAIRS = {
+    "dcp": {"left": "opt_left", "right": "opt_right"},
+    "accelerate": {"model": "optimizer", "model_1": "optimizer_1"},
+}
+
+
+@pytest.mark.parametrize("to", [None, "zckpt", "dcp"])
+@pytest.mark.parametrize("form", PAIRS)
+def test_several_optimizers_that_only_number_parameters_keep_their_order(form, to, tmp_path):
+    def both(seed):
+        model = nn.ModuleDict({key: build(seed, frozen=1) for key in PAIRS[form]})
+        trained = {key: [p for p in one.parameters() if p.requires_grad] for key, one in model.items()}
+        return model, {PAIRS[form][key]: torch.optim.AdamW(its, lr=0.1) for key, its in trained.items()}
+
+    model, optimizers = both(1)
+    for one, its in zip(model.values(), optimizers.values(), strict=True):
+        step(one, its)
+    every = {key: one.state_dict() for key, one in {**model, **optimizers}.items()}
+    (path := tmp_path / "state").mkdir()
+    if form == "dcp":
+        dcp.save(every, checkpoint_id=str(path))
+    else:
+        for key, one in every.items():
+            save_file(one, path / f"{key}.safetensors") if key in model else torch.save(one, path / f"{key}.bin")
+    if to is not None:
+        zckpt.convert(path, path := tmp_path / "out", to=to)
+    assert len(zckpt.open(path).unnamed) == 8
+    other, others = both(2)
+    zckpt.load(path, model=other, optimizer=others)
+    for key, its in others.items():
+        assert len(slots(other, its)) == 4
+        assert same(slots(model, optimizers[key]), slots(other, its))
 
 
 def test_names_of_the_saved_optimizer_may_be_told(tmp_path):

@@ -199,6 +199,10 @@ def open_for(
 
 def _in_order(found: OpenedCheckpoint, order: Order) -> OpenedCheckpoint:
     """Give numbers that were carried along, as `convert` does, the names at their places in the optimizer's groups."""
+
+    def is_numbered(name: str) -> bool:  # of several optimizers, their names may be in front
+        return name not in found.parameters and is_number(name.rpartition(".")[2])
+
     groups = [group.parameters for group in found.param_groups]
     names = {its: ours for some, own in zip(groups, order, strict=False) for its, ours in zip(some, own, strict=False)}
     numbers = {its: ours for its, ours in names.items() if its != ours}
@@ -207,7 +211,7 @@ def _in_order(found: OpenedCheckpoint, order: Order) -> OpenedCheckpoint:
     if (
         not numbers
         or [len(some) for some in groups] != [len(own) for own in order]
-        or not all(is_number(its) and one is not None and one.group is None for its, one in owners.items())
+        or not all(is_numbered(its) and one is not None and one.group is None for its, one in owners.items())
         or not all((one := owners[its]) is not None and agree(shape, one.shape) for its, shape in shapes.items())
     ):
         return found
