@@ -425,6 +425,23 @@ def test_models_of_the_same_names_are_told_apart_by_where_their_optimizers_are(n
         read(saved(tmp_path / "unclear", unclear))
 
 
+def test_usual_key_says_nothing_where_numbered_optimizers_need_another_model_too(tmp_path):
+    models = {"model": torch.nn.Linear(3, 2), "model_1": torch.nn.Linear(3, 4)}
+    optimizers = {key: torch.optim.AdamW(one.parameters()) for key, one in models.items()}
+    for key, model in models.items():
+        model(torch.ones(3)).sum().backward()
+        optimizers[key].step()
+    state = {key: one.state_dict() for key, one in models.items()} | {
+        f"optimizer{key[5:]}": one.state_dict() for key, one in optimizers.items()
+    }
+    state["model_ema"] = models["model"].state_dict()
+    checkpoint = read(saved(tmp_path / "ckpt", state))
+    assert list(checkpoint.metadata) == ["model_ema"]
+    for key, model in models.items():
+        assert_model(checkpoint, model, f"{key}.")
+        assert_optimizer(checkpoint, model, optimizers[key], f"{key}.")
+
+
 def test_models_without_an_optimizer_and_usual_keys_are_all_read(tmp_path):
     (one, _), (other, _) = trained(), trained(torch.optim.SGD)
     checkpoint = read(saved(tmp_path / "ckpt", {"encoder": one.state_dict(), "decoder": other.state_dict()}))
