@@ -425,9 +425,10 @@ def test_models_of_the_same_names_are_told_apart_by_where_their_optimizers_are(n
         read(saved(tmp_path / "unclear", unclear))
 
 
-def test_usual_key_says_nothing_where_numbered_optimizers_need_another_model_too(tmp_path):
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_usual_key_says_nothing_where_numbered_optimizers_need_another_model_too(cls, tmp_path):
     models = {"model": torch.nn.Linear(3, 2), "model_1": torch.nn.Linear(3, 4)}
-    optimizers = {key: torch.optim.AdamW(one.parameters()) for key, one in models.items()}
+    optimizers = {key: cls(one.parameters()) for key, one in models.items()}
     for key, model in models.items():
         model(torch.ones(3)).sum().backward()
         optimizers[key].step()

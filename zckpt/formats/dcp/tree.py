@@ -20,6 +20,7 @@ from dataclasses import field, replace
 from typing import TypeGuard
 
 from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.evidence import agree
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
 from zckpt.formats.torch_files.content import (
@@ -339,7 +340,8 @@ def _may_have(models: Sequence[ModelPart], optimizers: Sequence[OptimizerPart]) 
         one.shape for state in values(STATE) for one in state.values() if isinstance(one, TensorItem) and one.shape
     }
     tensors = [tensor for one in models for tensor in one.tensors.values()]
-    return count <= len(tensors) and shapes <= {one.shape for one in tensors}
+    have = {one.shape for one in tensors}
+    return count <= len(tensors) and all(any(agree(shape, whole) for whole in have) for shape in shapes - have)
 
 
 def _owner(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> ModelPart | None:
