@@ -409,7 +409,7 @@ def test_models_of_the_same_names_are_told_apart_by_where_their_optimizers_are(n
         key: {"model": model, "optimizer": state}
         for key, model, state in zip(("disc", "gen"), weights, states, strict=True)
     }
-    by_key = {"netD": weights[0], "netG": weights[1], "optG": states[1], "optD": states[0]}
+    by_key = {"netD": weights[0], "netG": weights[1], "optG": states[1], "optD": states[0], "netG_ema": weights[1]}
     for number, (state, keys) in enumerate([(beside, ("disc.model.", "gen.model.")), (by_key, ("netD.", "netG."))]):
         checkpoint = read(saved(tmp_path / str(number), state))
         for model, optimizer, key in ((one, adamw, keys[0]), (other, sgd, keys[1])):

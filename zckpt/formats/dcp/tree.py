@@ -318,9 +318,10 @@ def owners(optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart]) -> 
 
 
 def _nearest(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> ModelPart | None:
-    def nearness(one: ModelPart) -> tuple[int, bool]:
+    def nearness(one: ModelPart) -> tuple[int, bool, bool]:
         at = _common(optimizer.path, one.path)
-        return at, any(is_called_like(str(a), str(b)) for a in optimizer.path[at:] for b in one.path[at:])
+        is_like = any(is_called_like(str(a), str(b)) for a in optimizer.path[at:] for b in one.path[at:])
+        return at, is_like, not any(words(step) & AVERAGES for step in one.path[at:])
 
     best = max(map(nearness, models), default=None)
     found = [one for one in models if nearness(one) == best]

@@ -182,12 +182,17 @@ def one_by_one(root: Node) -> dict[object, object]:
     if _models(root):
         return dict(root)
     for key, value in root.items():
-        listed = value if isinstance(value, list) and all(map(is_state_dict, value)) else []
+        listed = value if isinstance(value, (list, tuple)) and all(map(is_state_dict, value)) else ()
         apart: dict[object, object] = {f"{key}.{number}": one for number, one in enumerate(listed)}
-        if {key, str(key).removesuffix("s")} & {*STATE_DICT_KEYS} and all(map(is_state_dict, dict_of(value).values())):
-            taken = {*found, *without(root, key)}
-            apart |= {name if name not in taken else f"{key}.{name}": one for name, one in dict_of(value).items()}
+        rest: dict[object, object] = {}
+        if {key, str(key).removesuffix("s")} & {*STATE_DICT_KEYS}:
+            inside = {name: one for name, one in dict_of(value).items() if is_state_dict(one)}
+            rest = without(dict_of(value), *inside)
+            if all(map(is_leaf, rest.values())):
+                taken = {*found, *without(root, key)}
+                apart |= {name if name not in taken else f"{key}.{name}": one for name, one in inside.items()}
         found |= apart or {key: value}
+        found |= {key: rest} if apart and rest else {}
     return found
 
 
