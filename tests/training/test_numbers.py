@@ -72,7 +72,7 @@ def test_equal_layers_of_which_the_first_are_frozen(choice, form, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["file", "dcp"])
-@pytest.mark.parametrize("given", [{"strip_prefix": "net."}, {"rename": [(r"^net\.", "")]}])
+@pytest.mark.parametrize("given", [{"strip_prefix": "net."}, {"rename": [(r"^net\.", "module.")]}])
 @pytest.mark.parametrize("choice", CHOICES)
 def test_order_counts_where_names_are_other_ones(choice, given, form, tmp_path):
     model = build()

@@ -40,7 +40,7 @@ from zckpt.optim.states.several import Optimizers, process_group_of, workers_of
 from zckpt.optim.tensors import Model, bare, unwrapped
 from zckpt.state import MASTER
 from zckpt.state.checkpoint import keys_listed
-from zckpt.state.names import is_number, like_model
+from zckpt.state.names import aligned, is_number, like_model
 
 SPOILED = "the optimizer is in part the checkpoint's and must not be used: load a sound checkpoint, or make another"
 
@@ -234,7 +234,8 @@ def _open_renamed(path: str | os.PathLike[str], order: Order, asked: Asked) -> O
     found = open_checkpoint(path, tag=asked.tag, names=asked.names)
     if asked.names is not None or not (found.is_numbered or found.unnamed):
         return found
-    theirs = {new: old for old, new in asked.naming.traced(found)[2].items()}
+    told = {new: old for old, new in asked.naming.traced(found)[2].items()}
+    theirs = {ours: told[new] for new, ours in aligned([name for own in order for name in own], told).items()}
     if not all(name in theirs for own in order for name in own):
         return found
     return _open(path, [[theirs[name] for name in own] for own in order], asked)
