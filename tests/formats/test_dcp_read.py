@@ -409,7 +409,7 @@ def test_models_of_the_same_names_are_told_apart_by_where_their_optimizers_are(n
         key: {"model": model, "optimizer": state}
         for key, model, state in zip(("disc", "gen"), weights, states, strict=True)
     }
-    by_key = {"netD": weights[0], "netG": weights[1], "optG": states[1], "optD": states[0]}
+    by_key = {"netD": weights[0], "netG": weights[1], "optG": states[1], "optD": states[0], "netG_ema": weights[1]}
     for number, (state, keys) in enumerate([(beside, ("disc.model.", "gen.model.")), (by_key, ("netD.", "netG."))]):
         checkpoint = read(saved(tmp_path / str(number), state))
         for model, optimizer, key in ((one, adamw, keys[0]), (other, sgd, keys[1])):
@@ -423,6 +423,24 @@ def test_models_of_the_same_names_are_told_apart_by_where_their_optimizers_are(n
         return
     with refusing(UnsupportedError, r"could be the optimizer of several models.* found a and b"):
         read(saved(tmp_path / "unclear", unclear))
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_usual_key_says_nothing_where_numbered_optimizers_need_another_model_too(cls, tmp_path):
+    models = {"model": torch.nn.Linear(3, 2), "model_1": torch.nn.Linear(3, 4)}
+    optimizers = {key: cls(one.parameters()) for key, one in models.items()}
+    for key, model in models.items():
+        model(torch.ones(3)).sum().backward()
+        optimizers[key].step()
+    state = {key: one.state_dict() for key, one in models.items()} | {
+        f"optimizer{key[5:]}": one.state_dict() for key, one in optimizers.items()
+    }
+    state["model_ema"] = models["model"].state_dict()
+    checkpoint = read(saved(tmp_path / "ckpt", state))
+    assert list(checkpoint.metadata) == ["model_ema"]
+    for key, model in models.items():
+        assert_model(checkpoint, model, f"{key}.")
+        assert_optimizer(checkpoint, model, optimizers[key], f"{key}.")
 
 
 def test_models_without_an_optimizer_and_usual_keys_are_all_read(tmp_path):

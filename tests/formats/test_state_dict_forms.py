@@ -265,6 +265,22 @@ def test_two_models_and_the_optimizer_of_each(tmp_path):
     assert torch.equal(others["optimizer_d"].state[again["discriminator"][1].bias]["exp_avg"], ours["exp_avg"])
 
 
+@pytest.mark.parametrize("keys", [("model", "optimizer"), ("models", "optimizers")])
+def test_models_and_optimizers_that_lie_in_a_dict_each(keys, tmp_path):
+    models, optimizers = {key: body(5, 4) for key in "gd"}, {}
+    for key, model in models.items():
+        stepped(model, optimizers.setdefault(key, torch.optim.Adam(model.parameters(), lr=0.1)))
+    states: list[dict[str, Any]] = [{k: one.state_dict() for k, one in every.items()} for every in (models, optimizers)]
+    states[0]["count"] = 2
+    torch.save(dict(zip(keys, states, strict=True)) | {"epoch": 4}, tmp_path / "c.pt")
+    for key, model in models.items():
+        opened = assert_state(tmp_path / "c.pt", model, {key: optimizers[key]}, prefix=f"{keys[0]}.{key}.")
+    assert opened.metadata == {keys[0]: {"count": 2}, "epoch": 4}
+    torch.save({keys[0]: tuple(states[0][key] for key in "gd"), keys[1]: tuple(states[1].values())}, tmp_path / "t.pt")
+    for at, (model, optimizer) in enumerate(zip(models.values(), optimizers.values(), strict=True)):
+        assert_state(tmp_path / "t.pt", model, {str(at): optimizer}, prefix=f"{keys[0]}.{at}.")
+
+
 def test_equal_models_that_lie_with_their_optimizers(tmp_path):
     models, optimizers = {key: body(5, 4) for key in "GD"}, {}
     for key, model in models.items():

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchsOptimizer
 
@@ -68,6 +69,71 @@ def test_equal_layers_of_which_the_first_are_frozen(choice, form, tmp_path):
     zckpt.load(tmp_path / "f", model=other, optimizer=its)
     assert same(slots(model, optimizer), slots(other, its))
     assert its.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("form", ["file", "dcp"])
+@pytest.mark.parametrize("given", [{"strip_prefix": "net."}, {"rename": [(r"^net\.", "module.")]}])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_order_counts_where_names_are_other_ones(choice, given, form, tmp_path):
+    model = build()
+    optimizer = torch.optim.AdamW(CHOICES[choice](model), lr=0.1)
+    step(model, optimizer)
+    state = {f"net.{name}": one for name, one in model.state_dict().items()}
+    told = {"model": state, "optimizer": optimizer.state_dict()}
+    torch.save(told, tmp_path / "f") if form == "file" else dcp.save(told, checkpoint_id=str(tmp_path / "f"))
+    other = build(2)
+    its = torch.optim.AdamW(CHOICES[choice](other), lr=0.5)
+    zckpt.load(tmp_path / "f", model=other, optimizer=its, **given)
+    assert same(slots(model, optimizer), slots(other, its))
+
+
+@pytest.mark.parametrize("to", ["zckpt", "dcp", "consolidated"])
+def test_numbers_without_state_keep_their_order_where_they_are_carried(to, tmp_path):
+    def groups(model):
+        return [{"params": model[at].parameters(), "lr": 0.1 * at} for at in (2, 1)]
+
+    model, other = build(frozen=1), build(2, frozen=1)
+    save_both(model, torch.optim.SGD(groups(model)), tmp_path / "f.pt")
+    zckpt.convert(tmp_path / "f.pt", tmp_path / "out", to=to)
+    its = torch.optim.SGD(groups(other), lr=9.0)
+    for group in its.param_groups:
+        group["lr"] = 9.0
+    zckpt.load(tmp_path / "out", model=other, optimizer=its)
+    assert [group["lr"] for group in its.param_groups] == [0.2, 0.1]
+
+
+PAIRS = {
+    "dcp": {"left": "opt_left", "right": "opt_right"},
+    "accelerate": {"model": "optimizer", "model_1": "optimizer_1"},
+}
+
+
+@pytest.mark.parametrize("to", [None, "zckpt", "dcp"])
+@pytest.mark.parametrize("form", PAIRS)
+def test_several_optimizers_that_only_number_parameters_keep_their_order(form, to, tmp_path):
+    def both(seed):
+        model = nn.ModuleDict({key: build(seed, frozen=1) for key in PAIRS[form]})
+        trained = {key: [p for p in one.parameters() if p.requires_grad] for key, one in model.items()}
+        return model, {PAIRS[form][key]: torch.optim.AdamW(its, lr=0.1) for key, its in trained.items()}
+
+    model, optimizers = both(1)
+    for one, its in zip(model.values(), optimizers.values(), strict=True):
+        step(one, its)
+    every = {key: one.state_dict() for key, one in {**model, **optimizers}.items()}
+    (path := tmp_path / "state").mkdir()
+    if form == "dcp":
+        dcp.save(every, checkpoint_id=str(path))
+    else:
+        for key, one in every.items():
+            save_file(one, path / f"{key}.safetensors") if key in model else torch.save(one, path / f"{key}.bin")
+    if to is not None:
+        zckpt.convert(path, path := tmp_path / "out", to=to)
+    assert len(zckpt.open(path).unnamed) == 8
+    other, others = both(2)
+    zckpt.load(path, model=other, optimizer=others)
+    for key, its in others.items():
+        assert len(slots(other, its)) == 4
+        assert same(slots(model, optimizers[key]), slots(other, its))
 
 
 def test_names_of_the_saved_optimizer_may_be_told(tmp_path):

@@ -40,7 +40,7 @@ from zckpt.optim.states.several import Optimizers, process_group_of, workers_of
 from zckpt.optim.tensors import Model, bare, unwrapped
 from zckpt.state import MASTER
 from zckpt.state.checkpoint import keys_listed
-from zckpt.state.names import is_number, like_model
+from zckpt.state.names import aligned, is_number, like_model
 
 SPOILED = "the optimizer is in part the checkpoint's and must not be used: load a sound checkpoint, or make another"
 
@@ -173,7 +173,7 @@ def open_for(
     own = [name for group in order for name in group]
     names, naming = asked.names, asked.naming
     renamed = names is not None or naming.changes
-    found = open_checkpoint(path, tag=asked.tag, names=names) if renamed else _open(path, order, own, asked)
+    found = _open_renamed(path, order, asked) if renamed else _open(path, order, asked)
     if asked.dequantize:
         [found] = with_floats(found)
     if renamed:
@@ -199,15 +199,19 @@ def open_for(
 
 def _in_order(found: OpenedCheckpoint, order: Order) -> OpenedCheckpoint:
     """Give numbers that were carried along, as `convert` does, the names at their places in the optimizer's groups."""
+
+    def is_numbered(name: str) -> bool:  # of several optimizers, their names may be in front
+        return name not in found.parameters and is_number(name.rpartition(".")[2])
+
     groups = [group.parameters for group in found.param_groups]
     names = {its: ours for some, own in zip(groups, order, strict=False) for its, ours in zip(some, own, strict=False)}
     numbers = {its: ours for its, ours in names.items() if its != ours}
     owners = {its: found.parameters.get(ours) for its, ours in numbers.items()}
     shapes = {its: one.shape for its, one in found.unnamed.items() if its in numbers}
     if (
-        not shapes
+        not numbers
         or [len(some) for some in groups] != [len(own) for own in order]
-        or not all(is_number(its) and one is not None and one.group is None for its, one in owners.items())
+        or not all(is_numbered(its) and one is not None and one.group is None for its, one in owners.items())
         or not all((one := owners[its]) is not None and agree(shape, one.shape) for its, shape in shapes.items())
     ):
         return found
@@ -222,8 +226,24 @@ def _in_order(found: OpenedCheckpoint, order: Order) -> OpenedCheckpoint:
     return found
 
 
-def _open(path: str | os.PathLike[str], order: Order, own: Sequence[str], asked: Asked) -> OpenedCheckpoint:
+def _open_renamed(path: str | os.PathLike[str], order: Order, asked: Asked) -> OpenedCheckpoint:
+    """Open a checkpoint that is to be renamed; the live order says of numbers what it does where names are the same.
+
+    It says nothing where names are given, or a map arranges live parameters otherwise.
+    """
+    found = open_checkpoint(path, tag=asked.tag, names=asked.names)
+    if asked.names is not None or not (found.is_numbered or found.unnamed):
+        return found
+    told = {new: old for old, new in asked.naming.traced(found)[2].items()}
+    theirs = {ours: told[new] for new, ours in aligned([name for own in order for name in own], told).items()}
+    if not all(name in theirs for own in order for name in own):
+        return found
+    return _open(path, [[theirs[name] for name in own] for own in order], asked)
+
+
+def _open(path: str | os.PathLike[str], order: Order, asked: Asked) -> OpenedCheckpoint:
     """Open a checkpoint; where it has only numbers, under the optimizer's names, unless what it has says otherwise."""
+    own = [name for group in order for name in group]
     try:
         found = open_checkpoint(path, tag=asked.tag)
     except (UnsupportedError, LayoutError):

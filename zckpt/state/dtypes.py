@@ -6,6 +6,8 @@ This table needs neither torch nor numpy.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from zckpt.errors import UnsupportedError
 from zckpt.immutable import immutable
 
@@ -88,6 +90,19 @@ def is_floating(dtype: str) -> bool:
     """Tell whether values of `dtype` are real floating-point numbers."""
     info = DTYPES.get(dtype)
     return info is not None and info.floating
+
+
+def holding_all(dtypes: Iterable[str]) -> str | None:
+    """Return the type in which values of all these keep every bit, such as float32 for float16 and bfloat16.
+
+    None if there are none; of types that are not all floating, the first.
+    """
+    found = list(dict.fromkeys(dtypes))
+    if not all(map(is_floating, found)):
+        return found[0]
+    most = max(map(itemsize, found), default=0)
+    widest = [dtype for dtype in found if itemsize(dtype) == most]
+    return next(iter(widest), None) if len(widest) < 2 else "float32"
 
 
 def is_complex(dtype: str) -> bool:

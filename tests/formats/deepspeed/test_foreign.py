@@ -123,6 +123,27 @@ def test_zero3_says_of_which_tensors_it_is_not_known_whether_they_are_buffers(st
     assert any(note.startswith("table, which the optimizer does not have") for note in notes) == (stage == 3)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("dtypes", ["float16 float32", "float16 bfloat16", "float32 float64"])
+def test_group_of_several_types_rounds_nothing(stage, dtypes, tmp_path):
+    torch.manual_seed(0)
+    parameters = {name: torch.nn.Parameter(torch.rand(3, 5).to(getattr(torch, name))) for name in dtypes.split()}
+    optimizer = torch.optim.AdamW(parameters.values())
+    for one in parameters.values():
+        one.grad = torch.rand_like(one)
+    optimizer.step()
+    content = {"model": {key: one.data for key, one in parameters.items()}, "optimizer": optimizer.state_dict()}
+    torch.save(content, tmp_path / "m.pt")
+    zckpt.convert(
+        tmp_path / "m.pt", tmp_path / "out", to="deepspeed", world_size=2, stage=stage, names=list(parameters)
+    )
+    found = zckpt.open(tmp_path / "out")
+    for name, one in parameters.items():
+        for slot, expected in {"master": one.data, **optimizer.state[one]}.items():
+            if slot != "step":
+                assert torch.equal(found.read(name, slot).to(torch.float64), expected.to(torch.float64)), (name, slot)
+
+
 def test_group_of_which_nothing_has_state_gets_none(tmp_path):
     model = torch.nn.Linear(3, 5)
     optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.1}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zipfile
 
 import pytest
+import torch
 
 import zckpt
 from tests.cli.console import FIXTURES
@@ -138,6 +139,20 @@ def test_elements_of_what_is_one_piece_are_named(name, sums, tmp_path):
 def test_what_zckpt_writes_is_sound(name, to, tmp_path):
     zckpt.convert(FIXTURES / name, tmp_path / "target", to=to)
     assert verify(tmp_path / "target", deep=True).findings == []
+
+
+def test_optimizers_in_files_of_their_own_may_step_at_their_own_pace(tmp_path):
+    models = {name: torch.nn.Linear(3, low) for name, low in (("generator", 3), ("discriminator", 1))}
+    content: dict[str, object] = {name: model.state_dict() for name, model in models.items()}
+    for steps, (name, model) in enumerate(models.items(), 1):
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(steps):
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+        content[f"optimizer_{name[0]}"] = optimizer.state_dict()
+    torch.save(content, tmp_path / "c.pt")
+    zckpt.convert(tmp_path / "c.pt", tmp_path / "state", to="accelerate")
+    assert [one.code for one in verify(tmp_path / "state", deep=True).findings] == ["ZC-212"]
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 5])

@@ -21,6 +21,7 @@ from dataclasses import field, replace
 from typing import TypeGuard
 
 from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.evidence import agree
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
 from zckpt.formats.torch_files.content import (
@@ -279,8 +280,11 @@ def find_models(root: Branch, optimizers: list[OptimizerPart], warnings: list[st
     if not chosen and candidates:  # the one that is called as models are; or else all with more than single numbers
         usual = [one for one in candidates if one.path and one.path[-1] in STATE_DICT_KEYS]
         large = [one for one in candidates if any(tensor.shape for tensor in one.tensors.values())]
+        plain = [one for one in large if not any(words(step) & AVERAGES for step in one.path)]
         chosen = [min(usual, key=_unusual)] if usual else large
-        if len(usual) > 1:
+        if len(optimizers) > 1 and not _may_have(chosen, optimizers) and _may_have(plain, optimizers):
+            chosen = plain
+        elif len(usual) > 1:
             shown = ", ".join(joined(one.path) for one in usual)
             used = joined(chosen[0].path)
             warnings.append(f"there are several dicts of tensors ({shown}); {used} is used as the model")
@@ -329,23 +333,31 @@ def owners(optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart]) -> 
 
 
 def _nearest(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> ModelPart | None:
-    def nearness(one: ModelPart) -> tuple[int, bool]:
+    def nearness(one: ModelPart) -> tuple[int, bool, bool]:
         at = _common(optimizer.path, one.path)
-        return at, any(is_called_like(str(a), str(b)) for a in optimizer.path[at:] for b in one.path[at:])
+        is_like = any(is_called_like(str(a), str(b)) for a in optimizer.path[at:] for b in one.path[at:])
+        return at, is_like, not any(words(step) & AVERAGES for step in one.path[at:])
 
     best = max(map(nearness, models), default=None)
     found = [one for one in models if nearness(one) == best]
-    return found[0] if len(found) == 1 and _may_have(found[0], optimizer) else None
+    return found[0] if len(found) == 1 and _may_have(found, [optimizer]) else None
 
 
-def _may_have(model: ModelPart, optimizer: OptimizerPart) -> bool:
-    """Tell whether an optimizer's parameters can be a model's, by their number and the shapes of their state."""
-    groups = [branch(group) or {} for group in (branch(optimizer.node.get(GROUPS)) or {}).values()]
-    listed = [one.node for group in groups if isinstance(one := group.get(PARAMS), ObjectItem)]
+def _may_have(models: Sequence[ModelPart], optimizers: Sequence[OptimizerPart]) -> bool:
+    """Tell whether optimizers' parameters can be models', by their number and the shapes of their state."""
+
+    def values(key: str) -> Iterator[Branch]:
+        for part in optimizers:
+            yield from (branch(one) or {} for one in (branch(part.node.get(key)) or {}).values())
+
+    listed = [one.node for group in values(GROUPS) if isinstance(one := group.get(PARAMS), ObjectItem)]
     count = sum(len(one) for one in listed if isinstance(one, list))
-    states = [branch(one) or {} for one in (branch(optimizer.node.get(STATE)) or {}).values()]
-    shapes = {one.shape for state in states for one in state.values() if isinstance(one, TensorItem) and one.shape}
-    return count <= len(model.tensors) and shapes <= {one.shape for one in model.tensors.values()}
+    shapes = {
+        one.shape for state in values(STATE) for one in state.values() if isinstance(one, TensorItem) and one.shape
+    }
+    tensors = [tensor for one in models for tensor in one.tensors.values()]
+    have = {one.shape for one in tensors}
+    return count <= len(tensors) and all(any(agree(shape, whole) for whole in have) for shape in shapes - have)
 
 
 def _owner(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> ModelPart | None:

@@ -39,6 +39,7 @@ from zckpt.formats.torch_files.writer import (
     view,
 )
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot, by_key, dict_of, list_of, stated
+from zckpt.state.dtypes import holding_all
 from zckpt.state.partition import shard_numel, shard_share
 from zckpt.torchfile import OrderedMapping, Size, Tensor, TorchFile
 
@@ -322,7 +323,7 @@ def _ordered_like(values: Mapping[Key, object], keys: Iterable[Key]) -> dict[Key
 
 
 def _dtype(parameters: Sequence[Parameter], key: str) -> str:
-    return next((p.slots[key].dtype for p in parameters if key in p.slots), "float32")
+    return holding_all(p.slots[key].dtype for p in parameters if key in p.slots) or "float32"
 
 
 def _cut(target: Target, mp: Rank, rank: int) -> dict[str, object]:

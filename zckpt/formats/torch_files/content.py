@@ -212,10 +212,12 @@ def one_by_one(root: Node) -> dict[object, object]:
     if _trained(_models(root)) or _is_optimizer(root):
         return dict(root)
     for key, value in root.items():
-        several = dict(enumerate(value)) if isinstance(value, list) else dict_of(value) if key != STATE_KEY else {}
-        apart: dict[object, object] = {f"{key}.{step}": one for step, one in several.items()}
-        if apart and all(map(is_state_dict, apart.values())) and _no_averages([key]):
-            found |= apart
+        several = dict(enumerate(value)) if isinstance(value, (list, tuple)) else dict_of(value)
+        inside = {step: one for step, one in several.items() if is_state_dict(one) and key != STATE_KEY}
+        rest: Node = without(several, *inside)
+        is_usual = not {key, str(key).removesuffix("s")}.isdisjoint(STATE_DICT_KEYS)
+        if inside and _no_averages([key]) and (not rest or (is_usual and all(map(is_leaf, rest.values())))):
+            found |= {f"{key}.{step}": one for step, one in inside.items()} | ({key: rest} if rest else {})
         elif _trained(_models(dict_of(value))) and _no_averages([key]):
             return dict(root)  # each with something else, an optimizer say
         else:

@@ -19,6 +19,7 @@ from zckpt.evidence.order import put_in_order, tells_order
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME
 from zckpt.formats.remainder import names_of_models, restore_from
 from zckpt.formats.safetensors.file import SHARD, add_file, aliases_in, indexed_files, shards_in, take_index
+from zckpt.formats.torch_files.content import can_have
 from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS, OptimizerState, attach
 from zckpt.formats.torch_files.reader import add_model, read_optimizer
 from zckpt.formats.transformers_trainer.architectures import architecture, is_converted
@@ -194,16 +195,19 @@ def _read_optimizers(
         given = given or _recorded(state, model, prefixes[number] if len(prefixes) == len(states) else "")
         with about(path):
             found = read_names(state, model, given) if model is not None else {}
-        if len(found) < counts[number] and len(states) > 1:
-            raise UnsupportedError(
-                "does not match the model with the same number",
-                path=path,
-                expected=f"state of the parameters of model {number} of {len(weights)}, in their order",
-                found=f"{counts[number]} parameters, of which {len(found)} can be identified",
-                advice="give --names FILE: the names of all optimizers' parameters in their order, one per line",
-            )
+        several = len(states) > 1
+        if several and len(found) < counts[number]:
+            if names is not None or model is None or not can_have(model.shapes, [state]):
+                raise UnsupportedError(
+                    "does not match the model with the same number",
+                    path=path,
+                    expected=f"state of the parameters of model {number} of {len(weights)}, in their order",
+                    found=f"{counts[number]} parameters, of which {len(found)} can be identified",
+                    advice="give --names FILE: the names of all optimizers' parameters in their order, one per line",
+                )
+            found = {}  # it may be another model's, after all
         before = len(checkpoint.param_groups)
-        attach(checkpoint, state, str(path), certain=found)
+        attach(checkpoint, state, str(path), certain=found, front=f"{path.stem}." * several)
         is_open = is_open or len(found) < counts[number]
         if len(states) > 1:
             for group in checkpoint.param_groups[before:]:
@@ -212,7 +216,11 @@ def _read_optimizers(
                 beside[path.stem] = {BESIDE: checkpoint.optimizer_metadata.pop(BESIDE)}
     checkpoint.optimizer_metadata |= {OPTIMIZERS: beside} if beside else {}
     checkpoint.is_numbered = not all(state.recorded_names for state in states)
-    if is_open:
+    if is_open and len(states) > 1:
+        checkpoint.warnings.append(
+            "give --names FILE: the names of all optimizers' parameters in their order, one a line"
+        )
+    elif is_open:
         base = "put config.json of the model that the adapter is added to there, or " if directory.is_adapter else ""
         base = "add --map=transformers, or " if any(one.is_converted for one in weights) else base
         checkpoint.warnings.append(f"{paths[0].name}: {base}{NAMES_ADVICE}")

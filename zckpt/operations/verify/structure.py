@@ -172,6 +172,8 @@ def _steps(checkpoint: Checkpoint) -> Iterator[Finding]:
     path = files[odd[0]]
     of_file = [name for name in steps if files[name] == path]
     whole = path is not None and set(of_file) == set(odd) and len(set(files.values())) > 1
+    of = {name: group.optimizer for group in checkpoint.param_groups for name in group.parameters}
+    whole = whole and any(of[name] in {of[one] for one in odd} for name in steps.keys() - {*odd})  # else it is its own
     yield Finding(
         STEPS_DIFFER if whole else GROUP_STEPS_DIFFER,
         f"{listed(odd)}: {('the rank has' if whole else 'they have')} taken another number of steps than the others",

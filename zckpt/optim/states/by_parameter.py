@@ -95,7 +95,7 @@ class Asked:
     strict : bool
         Whether all parameters must be there, and numbers have certain names.
     naming : Naming
-        What the tensors are called here; then the live order says nothing of the numbers in a file.
+        What the tensors are called here.
     dequantize : bool
         Have quantised state as floats.
     """
