@@ -30,7 +30,12 @@ SAMPLE = ["pp2_s1_bf16_dp1", "other/dcp_fsdp2_dp2", "other/plain_adamw", "other/
 """In every run: files of all kinds."""
 
 SILENT = {
-    ("removed", "*/random_states_*.pkl", "*/rng_state_*.pth"): "no file says how many ranks there were",
+    (
+        "removed",
+        "*/random_states_*.pkl",
+        "*/rng_state_*.pth",
+        "*/train/rank*.pt",
+    ): "no file says how many ranks there were; of one before others a warning says it",
     ("removed", "*/scheduler.*", "*/training_args.bin", "*/trainer_state.json"): "a training may have none",
     (
         "removed",

@@ -137,6 +137,7 @@ FOREIGN_RULES = (
     Foreign("a configuration of the model", re.compile(
         r"(?:config|generation_config|adapter_config|(?:pre)?processor_config|quantize_config|model_index|args)\.json"),
         written=True),
+    Foreign("the version of OLMo-core's files", re.compile(r"\.metadata\.json"), written=True),
     Foreign("another configuration", re.compile(r"[^/]+_config\.json")),
     Foreign("the Trainer's account of the training", re.compile(
         r"trainer_state\.json|all_results\.json"), written=True),

@@ -182,6 +182,8 @@ class FileAccount:
                 self._walk(tensor, steps, reduce(Fit.after, steps, fit))
         elif tree is not None:
             self._walk(tree, (), fit)
+        if isinstance(tree, LazyTree) and not self._sums and not self._lost:
+            self._add(TENSOR, IMPLIED, "tensors without elements", ())
         sums = [
             Item(self.shown, one.place, kind, fate, about, one.nbytes, one.count)
             for (kind, fate, about), one in self._sums.items()

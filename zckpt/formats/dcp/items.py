@@ -240,6 +240,8 @@ class ItemFile:
                 yield number, self._torch_file(self._range(descriptor, number), number)
         empty = [number for number in numbers if chunks.entry(number).dtype == UNUSED]
         numbers = [number for number in numbers if chunks.entry(number).dtype not in (OBJECT, UNUSED)]
+        if empty:  # of which nothing is read: that the last is there tells of a file that was cut
+            self._range(descriptor, max(empty, key=lambda number: place[number] + chunks.nbytes[number]))
         some = numbers or empty  # a rank may have chunks without elements alone
         first, blob = place[some[0]] if some else 0, None
         if some and all(place[number] == first for number in some):

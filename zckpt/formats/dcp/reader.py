@@ -105,6 +105,10 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
         file = read_torchfile(beside)
         checkpoint.files.append(describe(file, "metadata"))
         checkpoint.metadata[f"train/{beside.stem}"] = carried(file, file.root)
+    if directory.ranks and directory.ranks[-1].stem != f"rank{len(directory.ranks) - 1}":
+        checkpoint.warnings.append(
+            f"train: some rank's file is missing before {directory.ranks[-1].name}: was it lost?"
+        )
     if lost:
         checkpoint.warnings.append(
             f"not carried, because they are split and belong to neither model nor optimizer: {listed(lost)}"
