@@ -1053,6 +1053,19 @@ def test_a_run_of_olmo_core_is_its_last_step_with_what_its_ranks_keep(tmp_path):
         open_checkpoint(tmp_path)
 
 
+def test_a_damaged_run_of_olmo_core_is_told(tmp_path):
+    step = tmp_path / "step3"
+    shutil.copytree(source("olmo3_fsdp2_dp2"), step)
+    (step / "train/rank0.pt").unlink()
+    assert any("missing before rank1.pt" in one for one in open_checkpoint(step).warnings)
+    (step / ".metadata.json").write_bytes(b"")
+    assert not zckpt.verify(step, deep=True).sound
+    cut = step / "model_and_optim/__1_5.distcp"  # whose second half are chunks without elements
+    cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
+    with refusing(DamagedFileError, "the file ends before"):
+        open_checkpoint(step)
+
+
 def save_two_rows(rank, world_size, path):
     model = nn.Linear(4, 2)
     fully_shard(model, mesh=dist.init_device_mesh("cpu", (world_size,)))
