@@ -21,7 +21,7 @@ from zckpt.formats.remainder import KEY, known_names, names_in, of_modules, rema
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.torch_files import writer as torch_writer
-from zckpt.formats.torch_files.optimizer import attach
+from zckpt.formats.torch_files.attach import attach
 from zckpt.formats.torch_files.readable import is_readable
 from zckpt.formats.torch_files.reader import read_optimizer
 from zckpt.state import MASTER, WEIGHT, Checkpoint, GivenNames, Parameter, Slot

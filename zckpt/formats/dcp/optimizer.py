@@ -16,8 +16,9 @@ from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
 from zckpt.evidence import Evidence, note_not_used
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Node, OptimizerPart, branch, carry
-from zckpt.formats.torch_files.optimizer import OptimizerState, joined, names_of, parse, unflattened
-from zckpt.formats.torch_files.optimizer import attach as attach_state
+from zckpt.formats.torch_files.attach import attach as attach_state
+from zckpt.formats.torch_files.attach import names_of
+from zckpt.formats.torch_files.optimizer import OptimizerState, joined, parse, unflattened
 from zckpt.formats.torch_files.tensors import TensorItem, with_scalars
 from zckpt.state import WEIGHT, Checkpoint, GivenNames, by_key
 from zckpt.torchfile import FromFile, walk_tensors

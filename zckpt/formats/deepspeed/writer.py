@@ -33,7 +33,7 @@ from zckpt.formats.deepspeed.other_files import (
 from zckpt.formats.deepspeed.rare import zenflow
 from zckpt.formats.deepspeed.target import Target
 from zckpt.formats.format import Job, TargetFiles
-from zckpt.formats.torch_files.optimizer import further_keys
+from zckpt.formats.torch_files.attach import further_keys
 from zckpt.state import Checkpoint, without
 
 ONE_ORDER = (

@@ -21,7 +21,8 @@ from zckpt.evidence import Evidence, in_order
 from zckpt.formats.megatron.buckets import Buffer, Member, gathered, gathered_rules, lay_out, unproven
 from zckpt.formats.megatron.names import is_expert
 from zckpt.formats.megatron.optimizer import EXPERTS, MASTERS, Held
-from zckpt.formats.torch_files.optimizer import OptimizerState, attach, joined, optimizer_rules, parse
+from zckpt.formats.torch_files.attach import attach
+from zckpt.formats.torch_files.optimizer import OptimizerState, joined, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, by_key, dict_of
 from zckpt.state.inventory import ANY, IMPLIED, REST, Rule

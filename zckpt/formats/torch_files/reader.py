@@ -19,8 +19,9 @@ from zckpt.evidence import may_be_trained
 from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.remainder import KEY, names_in, remainder_rules, restore
 from zckpt.formats.safetensors.file import refuse_twice
+from zckpt.formats.torch_files.attach import attach
 from zckpt.formats.torch_files.content import content_of, dtypes_of, is_state_dict, one_by_one
-from zckpt.formats.torch_files.optimizer import OptimizerState, attach, innermost, optimizer_rules, parse, with_rest
+from zckpt.formats.torch_files.optimizer import OptimizerState, innermost, optimizer_rules, parse, with_rest
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
 from zckpt.state import WEIGHT, Checkpoint, GivenNames, Parameter, dict_of, without
 from zckpt.state.inventory import IMPLIED, Rule

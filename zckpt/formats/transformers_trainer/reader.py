@@ -19,8 +19,9 @@ from zckpt.evidence.order import put_in_order, tells_order
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME
 from zckpt.formats.remainder import names_of_models, restore_from
 from zckpt.formats.safetensors.file import SHARD, add_file, aliases_in, indexed_files, shards_in, take_index
+from zckpt.formats.torch_files.attach import attach
 from zckpt.formats.torch_files.content import can_have
-from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS, OptimizerState, attach
+from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS, OptimizerState
 from zckpt.formats.torch_files.reader import add_model, read_optimizer
 from zckpt.formats.transformers_trainer.architectures import architecture, is_converted
 from zckpt.formats.transformers_trainer.directory import STATE_NAME, Directory, ModelFiles, Part

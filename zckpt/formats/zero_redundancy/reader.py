@@ -30,10 +30,10 @@ from zckpt.evidence import NAMES_ADVICE, Evidence, in_order, note_not_used
 from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.remainder import restore_from
 from zckpt.formats.torch_files import reader as torch_reader
+from zckpt.formats.torch_files.attach import attach
 from zckpt.formats.torch_files.beside import unlike
 from zckpt.formats.torch_files.optimizer import (
     OptimizerState,
-    attach,
     check_hyperparameters,
     optimizer_rules,
     parse,

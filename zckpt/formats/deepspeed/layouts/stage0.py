@@ -23,7 +23,8 @@ from zckpt.errors import DamagedFileError, UsageError, about
 from zckpt.evidence import NAMES_ADVICE, Orders, in_order_or_sorted, ways
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.rare.one_bit import without_errors
-from zckpt.formats.torch_files.optimizer import OptimizerState, attach, parse
+from zckpt.formats.torch_files.attach import attach
+from zckpt.formats.torch_files.optimizer import OptimizerState, parse
 from zckpt.formats.torch_files.tensors import carried, slot_of
 from zckpt.state import (
     MASTER,

@@ -1,0 +1,323 @@
+"""What an optimizer's state dict gives a checkpoint's parameters: names for its numbers, slots, param groups, the rest.
+
+Where a file has no names, they are deduced from the model's tensors with their shapes, the shapes of the optimizer's
+state, and the order of both: each param group lists its parameters in the model's order, or sorted by name. A name is
+given only where both readings give the same one; a number stays a number otherwise.
+
+FSDP1 of torch 2.1 to 2.15, with `use_orig_params=True` and FULL_STATE_DICT on CPU, gathers every slot of a parameter in
+one memory, and all of them come out as the last: what can be noticed of that in a file, is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+
+from zckpt.errors import DamagedFileError, UsageError, about, listed
+from zckpt.evidence import Evidence, Orders, agree, in_order_or_sorted, keep_number, note_numbers
+from zckpt.formats.torch_files.optimizer import (
+    BESIDE,
+    OPTIMIZER,
+    OPTIMIZERS,
+    STATE_KEY,
+    OptimizerState,
+    shapes_in,
+    shared_values,
+)
+from zckpt.formats.torch_files.tensors import TensorItem, holds_tensors, scalars_in, slot_of
+from zckpt.state import (
+    MASTER,
+    Checkpoint,
+    GivenNames,
+    ParamGroup,
+    Shape,
+    dict_of,
+    without,
+)
+from zckpt.state.names import is_number
+from zckpt.storage.files import opened
+from zckpt.torchfile import (
+    FromFile,
+    Tensor,
+    node_of,
+    walk_tensors,
+)
+
+Sample = Callable[[Tensor, str], bool]
+"""Whether a master rounds to the model's tensor of this name, as far as a sample of both can tell."""
+
+
+def attach(
+    checkpoint: Checkpoint,
+    optimizer: OptimizerState,
+    path: str,
+    *,
+    names: GivenNames = None,
+    sample: Sample | None = None,
+    certain: Mapping[int, str] | None = None,
+    orders: Orders = in_order_or_sorted,
+    known: Collection[str] = ("params", "param_names"),
+    front: str = "",
+) -> None:
+    """Give a checkpoint's parameters the optimizer's slots, and the checkpoint its param groups.
+
+    A parameter whose name is not certain stays under its number in `checkpoint.unnamed`, with a warning.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Has its parameters already.
+    optimizer : OptimizerState
+    path : str
+        The file that holds it.
+    names : sequence of str, optional
+        Names by number, from the user.
+    sample : callable, optional
+        Tells by values whether a master belongs to a weight.
+    certain : mapping of int to str, optional
+        The names that are certain, by number, where they have been found already.
+    orders : callable
+        In which groups may have their parameters, as for `Evidence.certain`.
+    known : collection of str
+        Keys of a group that are no hyperparameters.
+    front : str
+        Put before numbers that stay, where several optimizers have the same.
+
+    Raises
+    ------
+    UsageError
+        `names` do not fit the file.
+    """
+    unnamed = []
+    labels = {} if checkpoint.parameters else _labels(optimizer, names)
+    found = {} if labels else certain
+    if found is None:
+        with about(path):
+            found = names_of(checkpoint, optimizer, names, sample=sample, orders=orders)
+    labels |= without(optimizer.names, *found)
+    for group, numbers in zip(optimizer.groups, optimizer.numbers, strict=True):
+        index, members = len(checkpoint.param_groups), []
+        for number in numbers:
+            slots, name = optimizer.state.get(number, {}), found.get(number)
+            is_held = bool(slots) or number in optimizer.masters
+            if name is None:
+                name = labels.get(number, f"{front}{number}")
+                unnamed += [number] if is_held and number not in labels else []
+                owner = keep_number(checkpoint, name, optimizer.shape(number), is_kept=is_held)
+            else:
+                owner = checkpoint.parameters[name]
+            owner.group, owner.state = index, {}
+            if number in optimizer.masters:
+                owner.slots[MASTER] = slot_of(MASTER, optimizer.masters[number], path)
+            for key, value in slots.items():
+                if isinstance(value, (Tensor, TensorItem)):
+                    owner.slots[key] = slot_of(key, value, path) if isinstance(value, Tensor) else value.slot(key)
+                else:  # quantised, say: its tensors mean nothing by themselves
+                    owner.state[key] = FromFile(value, path) if any(True for _ in walk_tensors(value)) else value
+            members.append(name)
+        of = group.get(OPTIMIZER) if isinstance(group.get(OPTIMIZER), str) else None
+        gone = known if of is None else (*known, OPTIMIZER)
+        own = without(group, *gone)
+        hyperparameters = {key: FromFile(one, path) if holds_tensors(one) else one for key, one in own.items()}
+        common = _common(optimizer, numbers, path)
+        checkpoint.param_groups.append(ParamGroup(hyperparameters, members, common, of))
+    _attach_rest(checkpoint, optimizer, path)
+    foreign = [name for name in optimizer.names.values() if name in checkpoint.unnamed and not is_number(name)]
+    if foreign and checkpoint.parameters:
+        checkpoint.warnings.append(
+            f"the optimizer has state for {listed(foreign)}, which the model lacks; it keeps these names"
+        )
+    lost = lost_in_gathering(optimizer, path)
+    checkpoint.warnings += [lost] if lost else []
+    largest = max((one.numel for one in checkpoint.parameters.values()), default=math.inf)
+    shapes = {number: optimizer.shape(number) for number in unnamed}
+    flat = [number for number, shape in shapes.items() if shape and len(shape) == 1 and shape[0] > largest]
+    if flat:
+        checkpoint.warnings.append(
+            f"the optimizer's state of {listed(flat)} has more elements than any of the model's tensors: it is of "
+            "several parameters end to end, as fairseq's 16-bit optimizers have them, and keeps its number"
+        )
+    note_numbers(checkpoint, [number for number in unnamed if number not in flat])
+
+
+def _attach_rest(checkpoint: Checkpoint, optimizer: OptimizerState, path: str) -> None:
+    """Carry what else a state dict has as `zckpt.save` does, but for the optimizer's class, which no file says."""
+    groups = checkpoint.param_groups[-len(optimizer.groups) :]
+    keys = list(dict.fromkeys(key for slots in optimizer.state.values() for key in slots))
+
+    def tree(rest: object, of: str | None) -> dict[str, object]:
+        names = [list(group.parameters) for group in groups if of in (None, group.optimizer)]
+        return {
+            "class": "",
+            "at": list(optimizer.at.get(of, ())),
+            "keys": keys,
+            "names": names,
+            "parameters": {},
+            "groups": [],
+            "rest": rest,
+        }
+
+    if optimizer.rest and optimizer.rest.keys() <= {group.optimizer for group in groups}:
+        each = {name: {BESIDE: tree(rest, name)} for name, rest in optimizer.rest.items()}
+        checkpoint.optimizer_metadata[OPTIMIZERS] = FromFile(each, path)
+    elif optimizer.rest:
+        checkpoint.optimizer_metadata[BESIDE] = FromFile(tree(optimizer.rest, None), path)
+
+
+def further_keys(kept: Mapping[str, object]) -> list[str]:
+    """Return the keys under which optimizers have what is kept besides state, as their state dicts say them."""
+    found = list(without(kept, BESIDE, OPTIMIZERS))
+    for one in (kept, *dict_of(node_of(kept.get(OPTIMIZERS))).values()):
+        tree = dict_of(node_of(dict_of(one).get(BESIDE)))
+        rest, groups = dict_of(tree.get("rest")), tree.get("groups")
+        inside = [rest, rest.get(STATE_KEY), *dict_of(tree.get("parameters")).values()]
+        inside += groups if isinstance(groups, list) else []
+        found += [str(key) for part in inside for key in dict_of(part) if key != STATE_KEY]
+    return list(dict.fromkeys(found))
+
+
+def _common(optimizer: OptimizerState, numbers: Sequence[int], path: str) -> dict[str, object]:
+    """Return the single values that all parameters of a group with any state share."""
+    present = [number for number in numbers if number in optimizer.state]
+    steps = scalars_in({n: optimizer.state[n].get("step") for n in present}, path)
+    return shared_values(
+        [
+            ({"step": steps[n]} if n in steps else {})
+            | {key: value for key, value in optimizer.state[n].items() if isinstance(value, (int, float, bool))}
+            for n in present
+        ]
+    )
+
+
+MOST_PAIRS = 1 << 15
+"""Of masters and weights of one shape that are held against each other in any order: each takes 0.1 ms."""
+
+
+def names_of(
+    checkpoint: Checkpoint,
+    optimizer: OptimizerState,
+    names: GivenNames = None,
+    *,
+    taken: Collection[str] = (),
+    sample: Sample | None = None,
+    orders: Orders = in_order_or_sorted,
+) -> dict[int, str]:
+    """Return the names that are certain, by number; parameters are as of `attach`, those `taken` are another's."""
+    numbers = optimizer.every_number
+    shapes = optimizer.shapes(one.shape for one in checkpoint.parameters.values())
+    said = Evidence.of(checkpoint, optimizer.numbers, shapes, factored=True)
+    if taken:
+        said = replace(said, candidates=without(said.candidates, *taken))
+    if len(optimizer.names) == len(numbers):
+        own = list(optimizer.names.values())
+        if names is not None and said.known(names) != said.known(own):
+            raise UsageError("the file already names its optimizer's parameters", advice="omit --names")
+        return _by_name(said, optimizer)
+    if names is not None:
+        return said.given(names)
+    if recorded := said.recorded(optimizer.recorded_names):
+        return recorded
+    checkpoint.is_numbered = True
+    own_name = dict(zip(optimizer.names, said.known(list(optimizer.names.values())), strict=True))
+
+    def is_of(number: int, name: str) -> bool:
+        return name.startswith(optimizer.scopes.get(number, "")) and own_name.get(number, name) == name
+
+    @cache
+    def rounds(number: int, name: str) -> bool:
+        master = optimizer.masters.get(number)
+        return master is None or sample is None or sample(master, name)
+
+    said = replace(said, factored=False, rules=(is_of, rounds))
+    found = said.certain(orders)
+    is_all = len(optimizer.groups) == 1 and len(numbers) == len(said.candidates)
+    if is_all and not optimizer.masters and not any(optimizer.state.values()):
+        return dict(zip(numbers, said.candidates, strict=True))  # any order is right of what has no state
+    pairs = sum(count**2 for count in Counter(shapes.values()).values())
+    has_masters = sample is not None and optimizer.masters.keys() >= {*numbers}
+    if len(found) < len(numbers) and has_masters and pairs <= MOST_PAIRS:
+        found |= said.alone()
+    return found
+
+
+def _by_name(said: Evidence[int], optimizer: OptimizerState) -> dict[int, str]:
+    """Return the model's names of parameters that the file has by name; what the model has not is not among them."""
+    own = said.known(list(optimizer.names.values()))
+    found = {number: name for number, name in zip(optimizer.names, own, strict=True) if name in said.candidates}
+    uses = Counter(found.values())
+    every, same = Counter[object](), Counter[object]()  # per key, of which those of most parameters have their shape
+    shown = [
+        (name, key, shape)
+        for number, name in found.items()
+        for key, value in optimizer.state.get(number, {}).items()
+        for shape in shapes_in(value)
+    ]
+    for name, key, shape in shown:
+        every[key] += 1
+        same[key] += shape == said.candidates[name]
+    told = {key for key in every if 2 * same[key] > every[key]} or every.keys()
+    wrong = [(name, said.shapes[number]) for number, name in found.items() if uses[name] > 1]
+    wrong += [
+        (name, shape)
+        for name, key, shape in shown
+        if key in told and not agree(shape, said.candidates[name]) and not _is_per_row(shape, said.candidates[name])
+    ]
+    if wrong:
+        name, seen = wrong[0]
+        raise DamagedFileError(
+            f"the optimizer's state of {name} does not match the model's parameter",
+            expected=f"shape {said.candidates[name]}, once",
+            found=seen,
+        )
+    return found
+
+
+def _is_per_row(state: Shape, parameter: Shape) -> bool:
+    """Tell whether state is of rows, once for each shard of their columns, as torchrec's row-wise optimizers have."""
+    return len(state) == 1 and len(parameter) == 2 and state[0] >= parameter[0] > 0 and not state[0] % parameter[0]
+
+
+def _labels(optimizer: OptimizerState, names: GivenNames) -> dict[int, str]:
+    """Return the names of parameters of which no model is there: the user's or the file's; empty if it gives none."""
+    numbers = optimizer.every_number
+    recorded = names or optimizer.recorded_names
+    complete = len(recorded) == len(numbers) == len(set(recorded))
+    return dict(zip(numbers, recorded, strict=True)) if complete else {}
+
+
+SAMPLED = 4
+"""Parameters that are looked at, those with the most elements."""
+
+SAMPLE_NBYTES = 4096
+"""Of each slot of them, from its beginning."""
+
+
+def lost_in_gathering(optimizer: OptimizerState, path: str) -> str | None:
+    """Return a warning if slots of an optimizer are equal, bit for bit, which are never equal in training.
+
+    `path`: the file that has the optimizer, under names or, with `FSDP.rekey_optim_state_dict`, under numbers.
+    """
+    several = {}
+    for number in optimizer.state:
+        name = optimizer.names.get(number, f"parameter {number}")
+        slots = {
+            key: tensor
+            for key, tensor in optimizer.tensors(number).items()
+            if tensor.shape and tensor.numel > 1 and tensor.is_contiguous
+        }
+        if len(slots) > 1 and len({(one.shape, one.dtype) for one in slots.values()}) == 1:
+            several[name] = slots
+    largest = sorted(several, key=lambda name: -max(one.numel for one in several[name].values()))[:SAMPLED]
+    for name in largest:
+        with opened(path) as file:
+            sizes = [(one.offset, min(one.numel * one.itemsize, SAMPLE_NBYTES)) for one in several[name].values()]
+            begun = {bytes(file.at(*one)) for one in sizes}
+        if len(begun) == 1 and any(begun.pop()):  # and not only with zeros
+            return (
+                f"{' and '.join(several[name])} of {name} are equal bit for bit: FSDP1 with use_orig_params=True "
+                f"gathers state wrongly on CPU, and all slots but the last are lost (save it sharded, or by zckpt.save)"
+            )
+    return None
