@@ -12,8 +12,9 @@ from zckpt.formats.deepspeed.axes.expert_ranks import Placement
 from zckpt.formats.deepspeed.axes.stages import Stages
 from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.immutable import immutable
-from zckpt.state import Checkpoint, CutSpans, Parameter, ParamGroup, by_key
+from zckpt.state import MASTER, Checkpoint, CutSpans, Parameter, ParamGroup, by_key
 from zckpt.state.checkpoint import RankValue
+from zckpt.state.dtypes import holding_all
 from zckpt.state.partition import (
     FlatShare,
     flat_padding,
@@ -105,10 +106,16 @@ class TargetGroup:
         return [[SubGroup([own[i] for i in one], self.shared_by) for one in cut] for own in self.experts]
 
 
+def dtype_of(parameters: Sequence[Parameter], key: str) -> str:
+    """Return the type in which one tensor keeps every bit of a slot of some parameters."""
+    return holding_all(p.slots[key].dtype for p in parameters if key in p.slots) or "float32"
+
+
 class Part:
     """Parameters of a group, all or, under ZeRO-3, some, of which all ranks that share them have `numel` elements.
 
     `shares`: which these are, by the rank's position; `total`: of a flat buffer, all ranks' without padding at its end.
+    `dtypes`: of each slot the type that keeps every bit of it.
     """
 
     def __init__(
@@ -116,12 +123,13 @@ class Part:
     ) -> None:
         self.parameters, self.numel, self.shares, self.total = parameters, numel, shares, total
         self.keys = list(dict.fromkeys(key for p in parameters for key in p.optimizer_slots))
+        self.dtypes = {key: dtype_of(parameters, key) for key in (MASTER, *self.keys)}
 
     def padding(self, position: int) -> int:
         """Return how many elements at the end of a rank's share of a flat buffer belong to no parameter."""
         return flat_padding(self.total, self.numel, position) if self.total else 0
 
-    def row(self, key: str, dtype: str) -> PackedSlot | None:  # noqa: ARG002
+    def row(self, key: str) -> PackedSlot | None:  # noqa: ARG002
         """Return a slot of all parameters as a row of packs; None where no one rule says where they lie."""
         return None
 
@@ -142,20 +150,22 @@ class SubGroup(Part):
         self._places = [(at, numel) for (_, (_, at)), numel in zip(places, held, strict=True) if numel]
         self._rows: dict[str, PackedSlot | None] = {}
 
-    def row(self, key: str, dtype: str) -> PackedSlot | None:
+    def row(self, key: str) -> PackedSlot | None:
         """Return a row, which is worked out once."""
         if key not in self._rows:
-            self._rows[key] = self._row(key, dtype)
+            self._rows[key] = self._row(key)
         return self._rows[key]
 
-    def _row(self, key: str, dtype: str) -> PackedSlot | None:
+    def _row(self, key: str) -> PackedSlot | None:
         slots = [p.slots.get(key) for p in self.parameters if p.numel]
         rules = [slot.spans for slot in slots if slot is not None and not slot.replicas]
         cuts = [rule for rule in rules if isinstance(rule, CutSpans) and rule.files.byteorder == "little"]
         if not cuts or len(cuts) < len(slots) or any(one.files is not cuts[0].files for one in cuts):
             return None
         numels = [p.numel for p in self.parameters if p.numel]
-        if cuts[0].files.dtype != dtype or any(one.numel != numel for one, numel in zip(cuts, numels, strict=True)):
+        if cuts[0].files.dtype != self.dtypes[key] or any(
+            one.numel != numel for one, numel in zip(cuts, numels, strict=True)
+        ):
             return None  # a vocabulary's slot may have fewer rows than its parameter
         from zckpt.engine.packs import PackedSlot
         from zckpt.state.cuts import Cuts

@@ -25,7 +25,7 @@ from zckpt.formats.deepspeed.rare.aliases import aliases, joined
 from zckpt.formats.deepspeed.rare.muon import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.rare.zenflow import keeps_zenflow, transposed, upright
 from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard, address_of, section, stage_of
-from zckpt.formats.deepspeed.target import Part, Target, TargetGroup, Unpartitioned
+from zckpt.formats.deepspeed.target import Part, Target, TargetGroup, Unpartitioned, dtype_of
 from zckpt.formats.deepspeed.values import weight_or_master
 from zckpt.formats.torch_files.tensors import arguments_with, as_mapping, slot_of
 from zckpt.formats.torch_files.writer import (
@@ -39,7 +39,6 @@ from zckpt.formats.torch_files.writer import (
     view,
 )
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot, by_key, dict_of, list_of, stated
-from zckpt.state.dtypes import holding_all
 from zckpt.state.partition import shard_numel, shard_share
 from zckpt.torchfile import OrderedMapping, Size, Tensor, TorchFile
 
@@ -322,10 +321,6 @@ def _ordered_like(values: Mapping[Key, object], keys: Iterable[Key]) -> dict[Key
     return {key: values[key] for key in dict.fromkeys([*keys, *values]) if key in values}
 
 
-def _dtype(parameters: Sequence[Parameter], key: str) -> str:
-    return holding_all(p.slots[key].dtype for p in parameters if key in p.slots) or "float32"
-
-
 def _cut(target: Target, mp: Rank, rank: int) -> dict[str, object]:
     """Return the keys of an optimizer file that depend on how it is cut."""
     source, flat, config = mp.members[0], target.stage != 3, target.origin.model.config
@@ -397,12 +392,11 @@ def _cut(target: Target, mp: Rank, rank: int) -> dict[str, object]:
 
 def _partition(part: Part, key: str, position: int, length: int, like: Tensor | None = None) -> Tensor:
     """Return one slot of one rank's part: a storage of all its elements, of which the tensor shows `length`."""
-    dtype = _dtype(part.parameters, key)
-    row = part.row(key, dtype)
+    row = part.row(key)
     contents: list[Content] = [] if row is None else [PackContent(0, row.pack(position))]
     for share in part.shares(position) if row is None else ():
         contents += _contents(part.parameters[share.index], key, share.position, share.start, share.numel)
-    return view(new_storage(dtype, part.numel, contents), (length,), like=like)
+    return view(new_storage(part.dtypes[key], part.numel, contents), (length,), like=like)
 
 
 def whole(parameters: Sequence[Parameter], key: str) -> Tensor:
@@ -412,7 +406,7 @@ def whole(parameters: Sequence[Parameter], key: str) -> Tensor:
     for p in parameters:
         contents += _contents(p, key, at)
         at += p.numel
-    return view(new_storage(_dtype(parameters, key), at, contents), (at,))
+    return view(new_storage(dtype_of(parameters, key), at, contents), (at,))
 
 
 def _contents(
