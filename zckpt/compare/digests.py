@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -53,7 +52,7 @@ Entries = dict[str, dict[str, str]]
 """For each name its entries: digests with type and shape, and single values as text."""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@immutable(repr=False)
 class Fingerprint(Brief):
     """A fingerprint and what it is of.
 

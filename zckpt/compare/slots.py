@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.cast import Array, cast
 from zckpt.engine.scan import SlotSet, scan
 from zckpt.errors import LayoutError
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state import Slot, is_floating
 
 FIGURES_MEMORY = 2
@@ -52,7 +52,7 @@ EXACT = Tolerance()
 """Bits must be equal."""
 
 
-@dataclass(slots=True)
+@mutable
 class Figures:
     """Numbers of what was seen so far; see the module.
 

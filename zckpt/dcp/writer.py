@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -33,7 +33,7 @@ from zckpt.formats.native.files import DOCUMENT_NAME, OWNED
 from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed
 from zckpt.formats.suffixes import check_directory
 from zckpt.formats.torch_files.tensors import TensorItem, encode
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.operations.places import place_of
 from zckpt.operations.shared_target import SharedTarget, shared_target
 from zckpt.optim.ranks import Place
@@ -319,7 +319,7 @@ def _tree(source: str, found: Found, paths: Paths) -> Branch:
     return build(made, {**{key: (key,) for key in found if key not in paths}, **paths}, source)
 
 
-@dataclass(slots=True)
+@mutable
 class Part:
     """What a rank has written, or gives to the coordinator to write.
 

@@ -20,7 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import date, datetime, timedelta
 from functools import partial
 from pathlib import Path, PosixPath, PurePosixPath
@@ -52,6 +52,7 @@ from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, classify
 from zckpt.formats.deepspeed.in_place import Served, is_as_it_is, serve
 from zckpt.formats.survey import checksums_by_path
 from zckpt.formats.torch_files.writer import lay_out
+from zckpt.immutable import mutable
 from zckpt.optim.files import open_for
 from zckpt.optim.ranks import Ranks, check_together
 from zckpt.optim.states.by_parameter import Asked
@@ -89,7 +90,7 @@ _UNPICKLING: ContextVar[bool] = ContextVar("unpickling", default=False)
 """Whether a context around a load lets client state be unpickled; one within another need not say it again."""
 
 
-@dataclass(slots=True)
+@mutable
 class Loading:
     """What was loaded in place, on this rank.
 

@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed.directory import is_own
 from zckpt.formats.latest import LATEST
 from zckpt.formats.native.files import OWNED as OWNED_NATIVE
+from zckpt.immutable import mutable
 from zckpt.operations.small_file import write_text
 from zckpt.optim.ranks import Ranks, written_together
 from zckpt.storage.disk import sync_all
@@ -43,7 +44,7 @@ WRITTEN = ("deepspeed", "zckpt")
 OWNED = Owned(is_own)
 
 
-@dataclass(slots=True)
+@mutable
 class Saves:
     """What engines save within the context, on this rank.
 

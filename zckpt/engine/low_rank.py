@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from threading import Lock
 
 import numpy as np
 
 from zckpt.engine.cast import Array, cast, numpy_dtype
 from zckpt.engine.computed import BLOCK_NBYTES, Input, Inputs
+from zckpt.immutable import immutable
 from zckpt.state import Extent, Slot, itemsize
 
 KEPT_NBYTES = 1 << 25
@@ -52,7 +53,7 @@ class Kept:
         return values
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@immutable(eq=False)
 class LowRank:
     """What a slot is after a product of two matrices has been added to it.
 
@@ -154,7 +155,7 @@ class LowRank:
         return total
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@immutable(eq=False)
 class Norms:
     """The norm of each column of what a slot is after a product has been added to it."""
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state import Extent, Shape, Slot, itemsize
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Checksum:
     offsets: Shape
 
 
-@dataclass(slots=True)
+@mutable
 class TargetFile:
     """A file that is to be written: its name within the target, its size, and what fills it."""
 

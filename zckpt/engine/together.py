@@ -9,13 +9,14 @@ One parameter by itself would take as many reads as it has files, and thousands 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from zckpt.engine.cast import Array, numpy_dtype
 from zckpt.engine.fine import MOST_NBYTES, Cut
 from zckpt.engine.workers import batched
+from zckpt.immutable import immutable
 from zckpt.state import CutFiles, itemsize
 from zckpt.storage.distant import Range, ahead
 from zckpt.storage.files import Sources
@@ -27,7 +28,7 @@ CELLS, NOWHERE = 1 << 14, 1 << 62
 """Lines by ranges of files that are looked at together; where what no line has begins."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(kw_only=True)
 class CutPiece(Cut):
     """Bytes of a target that a rule cuts finely: read together with others, of other targets too.
 

@@ -9,9 +9,9 @@ each parameter may have in any of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state.names import is_number
 
 MOST_DEPTH = 64
@@ -35,7 +35,7 @@ class TooManyOrdersError(Exception):
     """More orders than are looked through."""
 
 
-@dataclass(slots=True)
+@mutable
 class Module:
     """A module: its parameters and modules by name, as yet in no order.
 

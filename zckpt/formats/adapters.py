@@ -24,14 +24,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError, UsageError, listed
 from zckpt.formats.patterns import Patterns
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, are_sizes, are_texts
 from zckpt.state.names import ADDED, PEFT, without_adapter
 from zckpt.storage.files import json_object
@@ -115,7 +115,7 @@ class Product:
         return f"{self.module}.bias"
 
 
-@dataclass(slots=True)
+@mutable
 class Adapter:
     """An adapter that was read.
 
@@ -322,7 +322,7 @@ def _settings(path: Path) -> dict[str, Any]:
     return found
 
 
-@dataclass(slots=True)
+@mutable
 class _Reading:
     checkpoint: Checkpoint
     settings: Mapping[str, Any]

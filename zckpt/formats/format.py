@@ -8,13 +8,13 @@ list of all formats with their options costs milliseconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from zckpt.errors import ShardError, SourceError, UnknownFormatError, UnsupportedError
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 
 if TYPE_CHECKING:
     from zckpt.engine.checking import Sum
@@ -171,7 +171,7 @@ class Job:
     roots: tuple[Path, ...] = ()
 
 
-@dataclass(slots=True)
+@mutable
 class Survey:
     """Files that can be read, errors about the others, and whose files they are, if that can be told."""
 

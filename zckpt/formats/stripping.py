@@ -22,7 +22,7 @@ import os
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.companions import copy_of, files_below
 from zckpt.formats.torch_files.writer import FromFile, NewStorage, SlotContent, lay_out, new_storage
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span, by_key
 from zckpt.state.dtypes import itemsize
 from zckpt.state.ranges import Range, merge, total, without
@@ -234,7 +234,7 @@ class Request:
         return slot == WEIGHT or not self.slots or (self.keep_slots is not None and slot in self.keep_slots)
 
 
-@dataclass(slots=True)
+@mutable
 class Edited:
     """What is left of a file after an edit.
 

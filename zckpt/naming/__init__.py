@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UsageError, about
+from zckpt.immutable import immutable
 from zckpt.naming.renames import names_of, new_names
 from zckpt.state import Checkpoint
 from zckpt.state.names import renamed
@@ -38,7 +39,7 @@ Config = str | os.PathLike[str] | Mapping[str, object]
 """A JSON file with the numbers of a model (`config.json`, `params.json`), a directory of such, or what it holds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(kw_only=True)
 class Naming:
     """What the user wants a checkpoint's tensors to be called, and how they are to be arranged.
 

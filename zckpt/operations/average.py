@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from zckpt.engine.scan import SlotSet, refuse_endless
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.low_bit import codes_in
+from zckpt.immutable import immutable, mutable
 from zckpt.operations.consolidate import NUMBERS, Chosen, Consolidated, as_beside, write_computed
 from zckpt.operations.losses import check_nothing_lost, refuse_beside, refuse_rank_values
 from zckpt.operations.open import Source, opened
@@ -42,7 +43,7 @@ LEAST_SUM = 1e-6
 cancel out."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@immutable(kw_only=True, repr=False)
 class Averaged(Consolidated):
     """What `average` wrote.
 
@@ -225,7 +226,7 @@ Rule = Callable[[tuple[Slot, ...], str], Function]
 """Gets slots of one shape, one of each source, and the type to compute in."""
 
 
-@dataclass(slots=True)
+@mutable
 class Combined:
     """What several checkpoints are together.
 

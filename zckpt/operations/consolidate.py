@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ class Chosen:
                 raise UsageError("a quantised model cannot be written with its optimizer", expected="no --slots")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@immutable(kw_only=True, repr=False)
 class Consolidated(Written):
     """What `consolidate` wrote.
 

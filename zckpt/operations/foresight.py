@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.engine.plan import Copy, FilePlan, Plan
 from zckpt.engine.together import GAP_NBYTES, ranges_of
 from zckpt.engine.workers import BATCH_NBYTES
 from zckpt.errors import TargetError, shown
+from zckpt.immutable import immutable, mutable
 from zckpt.state import ZEROS, Document, Result, itemsize
 from zckpt.state.spans import reach_of
 from zckpt.storage.journal import left_by
@@ -34,7 +34,7 @@ READ_AT_ONCE = 2
 """Strided elements are read with all that is between them where that is not more than this many times as much."""
 
 
-@dataclass(slots=True)
+@mutable
 class Reads:
     """What is read of a source file.
 
@@ -69,7 +69,7 @@ class Reads:
         self._last = offset, end
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@immutable(kw_only=True, repr=False)
 class Foresight(Result):
     """What a run will take, and what there is of it; None: unknown.
 

@@ -11,7 +11,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ class Recorded(Result):
         return {**Result.as_dict(self), "saved": saved}
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@immutable(repr=False)
 class History(Result):
     """The checkpoints of a run; those in one directory are ordered by step.
 

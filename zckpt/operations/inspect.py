@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime, timezone
 from itertools import repeat
 from pathlib import Path
@@ -16,6 +16,7 @@ from zckpt.formats.account import take_inventory
 from zckpt.formats.alike_files import glanced
 from zckpt.formats.low_bit import described
 from zckpt.formats.remainder import jsonable, jsonables
+from zckpt.immutable import immutable
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.operations.salvage import missing_from
@@ -26,7 +27,7 @@ from zckpt.torchfile import FromFile, plain
 FILE_FIELDS = ("path", "nbytes", "role", "dp_rank", "mp_rank", "tensor_nbytes", "unreferenced_nbytes")
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@immutable(repr=False)
 class Inspection(Result):
     """What is in a checkpoint. Lists and mappings are JSON-able.
 

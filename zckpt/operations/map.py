@@ -18,12 +18,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
 from zckpt.errors import UsageError
+from zckpt.immutable import immutable, mutable
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.state import (
@@ -47,7 +48,7 @@ SEVERAL = -2
 NONE = -1
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@immutable(repr=False)
 class Map(Result):
     """Which elements of every slot lie on which rank, or in which file if there are no ranks; JSON-able.
 
@@ -169,7 +170,7 @@ def map(  # noqa: A001  # the verb's name, as `open`
     )
 
 
-@dataclass(slots=True)
+@mutable
 class _Drawing:
     """What is gathered while the spans of all slots are walked once."""
 

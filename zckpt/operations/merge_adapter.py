@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from zckpt.formats.assets import CONFIG_NAME as MODEL_CONFIG
 from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.low_bit import codes_in, settings_of
 from zckpt.formats.low_bit_floats import weights_as_floats
+from zckpt.immutable import immutable
 from zckpt.operations.consolidate import NUMBERS, Chosen, Consolidated, as_beside, write_computed
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, opened
@@ -29,7 +30,7 @@ from zckpt.state.views import concat, narrow, reshape, transpose
 from zckpt.storage.files import read_json
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@immutable(kw_only=True, repr=False)
 class Merged(Consolidated):
     """What `merge_adapter` wrote.
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.compare.digests import changes
 from zckpt.errors import SourceError, UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.units import Unit, units
+from zckpt.immutable import immutable
 from zckpt.operations.diff import diff
 from zckpt.operations.diff.match import Filter
 from zckpt.operations.fingerprint import fingerprint
@@ -21,7 +21,7 @@ from zckpt.storage.packed.mount import mounted_place
 from zckpt.storage.remote import is_url
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@immutable(repr=False)
 class Parting(Result):
     """Where two runs diverge.
 

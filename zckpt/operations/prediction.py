@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from zckpt.engine.plan import Copy, fill
 from zckpt.engine.targets import Hole
 from zckpt.errors import LayoutError
+from zckpt.immutable import mutable
 from zckpt.state import MASTER, WEIGHT, ZEROS, Checkpoint, Extent, Slot, Span, by_key, itemsize
 from zckpt.state.boxes import SpanIndexes
 from zckpt.storage.packed.chunks import AS_IT_IS, TO_BFLOAT16, TO_FLOAT16
@@ -30,7 +31,7 @@ Key = tuple[str, str, str]
 """The path of a state in its checkpoint, a parameter, a slot."""
 
 
-@dataclass(slots=True)
+@mutable
 class Known:
     """The slots of a checkpoint that lies in a store, or is going to.
 

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -48,7 +48,7 @@ class Judged:
         return {**self.checkpoint.as_dict(), "goes": self.goes, "because": self.why}
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@immutable(repr=False)
 class Pruned(Brief):
     """What is removed from a run, and what stays.
 

@@ -7,11 +7,12 @@ is missing and what was filled is listed: {name, slot, shape, ranges: [{offsets,
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 
 from zckpt.errors import ShardError, UnsupportedError, UsageError, listed
 from zckpt.formats import open_checkpoint
 from zckpt.formats.low_bit import codes_in
+from zckpt.immutable import mutable
 from zckpt.operations.losses import refuse_rank_values
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Parameter, Slot, Span, is_floating
 from zckpt.state.boxes import boxes_of
@@ -20,7 +21,7 @@ from zckpt.state.spans import LOST
 from zckpt.state.views import narrow, plain
 
 
-@dataclass(slots=True)
+@mutable
 class Left:
     """What is left of a checkpoint: `missing` is what it has not, and `filled` what it has from `base`."""
 
@@ -108,7 +109,7 @@ def salvage(checkpoint: Checkpoint, given: Mapping[str, object], *, of_optimizer
     return Left(found, (*filling.missing, *nameless), tuple(filling.done), base)
 
 
-@dataclass(slots=True)
+@mutable
 class _Filling:
     """Fills slots of a checkpoint from others, and says what it has and has not filled."""
 

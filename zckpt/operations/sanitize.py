@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.engine.targets import TargetFile
@@ -30,6 +29,7 @@ from zckpt.formats.dcp.strip import without_items
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.stripping import Request
 from zckpt.formats.torch_files.writer import lay_out
+from zckpt.immutable import immutable
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, ReadWritten, Unpack, shares
@@ -60,7 +60,7 @@ NEEDED = {"parts", "tensor", "quantizer", "buffer", "sizes", "strides", "offsets
 """Fields without which a node is nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@immutable(kw_only=True, repr=False)
 class Sanitized(Written):
     """What `sanitize` wrote.
 

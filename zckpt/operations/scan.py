@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from zckpt.errors import SourceError, ZckptError
@@ -12,6 +12,7 @@ from zckpt.formats.companions import unreadable
 from zckpt.formats.dcp.chunks import NOWHERE
 from zckpt.formats.dcp.directory import NAME
 from zckpt.formats.dcp.metadata import read_metadata
+from zckpt.immutable import immutable
 from zckpt.operations.options import Place, Scanning, Unpack, shares
 from zckpt.state import Document, Result
 from zckpt.state.ranges import merge, without
@@ -26,7 +27,7 @@ Items = Mapping[str, Sequence[tuple[int, int, str]]]
 """Where items lie, by the path of their file: offset, length, key."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@immutable(kw_only=True, repr=False)
 class Scanned(Result):
     """What pickles name.
 

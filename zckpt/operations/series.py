@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 
 from zckpt.compare.logical import named
@@ -37,7 +37,7 @@ class Moved:
     change: list[float | None] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@immutable(repr=False)
 class Series(Result):
     """Several checkpoints of one run, and how their slots moved, in the order of the first."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from zckpt.engine.cast import Array, numpy_dtype
 from zckpt.engine.copy import read_extent
 from zckpt.engine.scan import refuse_endless
 from zckpt.errors import UsageError
+from zckpt.immutable import immutable
 from zckpt.operations.open import OpenedCheckpoint, Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.state import Document, Extent, Result, Shape, Slot, is_floating, number
@@ -29,7 +30,7 @@ BLOCK_NUMEL = 1 << 20
 _INDEX = re.compile(r"([+-]?[0-9]{1,18})|([+-]?[0-9]{1,18})?:([+-]?[0-9]{1,18})?")
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@immutable(repr=False)
 class Elements(Result):
     """Elements of one slot.
 

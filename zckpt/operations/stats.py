@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from zckpt.engine.scan import SlotSet, scan, stored_once
 from zckpt.errors import UsageError
 from zckpt.executors.using import using
 from zckpt.formats.floats import with_floats
+from zckpt.immutable import immutable, mutable
 from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Compared, Unpack, naming_of, shares
@@ -29,7 +30,7 @@ _EXPONENTS = {4: (np.uint32, 23, 0xFF, 127), 8: (np.uint64, 52, 0x7FF, 1023)}
 """Of a float of so many bytes: the word, where its exponent lies, which bits it has, and its bias."""
 
 
-@dataclass(slots=True, repr=False)
+@mutable(repr=False)
 class Distribution(Brief):
     """Statistics of one slot of a parameter, or of a layer.
 
@@ -107,7 +108,7 @@ class Distribution(Brief):
         }
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@immutable(repr=False)
 class Statistics(Brief):
     """Statistics of a checkpoint's slots, in the model's order, and of its layers."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.errors import UsageError
@@ -12,6 +11,7 @@ from zckpt.formats import open_checkpoint
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.registry import get
 from zckpt.formats.stripping import Request, Stripping
+from zckpt.immutable import immutable
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, ReadWritten, Unpack, shares
@@ -26,7 +26,7 @@ CHOICES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@immutable(kw_only=True, repr=False)
 class Stripped(Written):
     """What `strip` wrote.
 

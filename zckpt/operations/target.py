@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -31,6 +31,7 @@ from zckpt.formats.consolidated.optimizer import optimizer_path
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.suffixes import check_directory
+from zckpt.immutable import immutable, mutable
 from zckpt.operations.foresight import Foresight, Reads, check_fits, foresee, note_reads
 from zckpt.operations.options import DECIDING, Place, Renamed, Unpack, options_of
 from zckpt.state import Checkpoint, Document, Result
@@ -52,7 +53,7 @@ class Copied(TypedDict, total=False):
     direct: bool
 
 
-@dataclass(slots=True)
+@mutable
 class Proof:
     """What is done with a target before it gets its name.
 
@@ -173,7 +174,7 @@ def record_of(target: Path, owned: Owned | None, proof: Proof | None) -> Path | 
 # --- from a checkpoint
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(kw_only=True)
 class How:
     """How a verb writes: options of `Writing`, as they are given, and what decides what is written, for the journal."""
 
@@ -407,7 +408,7 @@ def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> tuple[int, li
     return compared, drifts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@immutable(kw_only=True, repr=False)
 class Written(Result):
     """What a verb wrote, or with `dry_run` would write.
 

@@ -11,7 +11,7 @@ Nothing is gathered, and no state dict is asked for: that would bring every unit
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state import Extent
 from zckpt.state.names import bare_names
 
@@ -28,7 +28,7 @@ EXTRA_STATE = "_extra_state"
 """The end of the key under which a module keeps what is no tensor."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@immutable(eq=False)
 class Member:
     """A parameter of a unit, as this rank has it.
 
@@ -77,7 +77,7 @@ class Members:
     order: tuple[str, ...] = ()
 
 
-@dataclass(slots=True)
+@mutable
 class Bare:
     """A model's own tensors, not copies: what `state_dict` has, and parameters under all of their names.
 

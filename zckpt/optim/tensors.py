@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zckpt.engine.tensors import memory_of
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.optim.flat_parameters import EXTRA_STATE, Bare, Member, Members, flat_model, is_flat
 from zckpt.state import WEIGHT, Extent, Shape
 from zckpt.state.names import INNER, plain_name
@@ -68,7 +68,7 @@ class Stateful(Protocol):
         """Continue from a state."""
 
 
-@dataclass(slots=True)
+@mutable
 class ModelState:
     """A model's tensors by their first names, a DTensor or a Member where one is sharded.
 

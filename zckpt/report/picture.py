@@ -7,7 +7,7 @@ more ranks than there is room for, neighbours are drawn as one band: what any of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from html import escape
 from importlib import import_module
 from io import BytesIO
@@ -16,7 +16,7 @@ from pathlib import PurePath
 from typing import Any
 
 from zckpt.errors import MissingPackageError
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.report.text import Document, count, size
 
 WIDTH = 1280
@@ -64,7 +64,7 @@ class Shape:
     right: bool = False
 
 
-@dataclass(slots=True)
+@mutable
 class Column:
     """A parameter, or the padding (row, start, numel) of a param group, and where it is on the axis in elements."""
 
@@ -74,7 +74,7 @@ class Column:
     padding: list[tuple[int, int, int]] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@mutable
 class Band:
     """Rows [first, end) that are drawn as one."""
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from typing import Any
 
 from zckpt.errors import SHOWN_PATH, listed, shortened, without_controls
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state.inventory import Claim, Rule
 from zckpt.state.mappings import dict_of, without
 from zckpt.state.spans import Padding, PaddingSpan, Shape, Slot
@@ -60,7 +60,7 @@ def most_steps(values: Iterable[object]) -> int | None:
     return max((int(n) for n in map(as_float, values) if n is not None and n.is_integer()), default=None)
 
 
-@dataclass(slots=True, repr=False)
+@mutable(repr=False)
 class Parameter:
     """A named tensor of the model and all its slots.
 
@@ -122,7 +122,7 @@ class Parameter:
         return without(self.slots, WEIGHT, MASTER)
 
 
-@dataclass(slots=True)
+@mutable
 class ParamGroup:
     """Hyperparameters and the ordered names of the parameters they apply to.
 
@@ -230,7 +230,7 @@ class Duplicate:
     rank: int | None = None
 
 
-@dataclass(slots=True)
+@mutable
 class SourceFile:
     """A file of the checkpoint and what of it is used.
 
@@ -277,7 +277,7 @@ class SourceFile:
     archive: str = ""
 
 
-@dataclass(slots=True, repr=False)
+@mutable(repr=False)
 class Checkpoint:
     """The logical state of a checkpoint, and where every element lies. An adapter creates it.
 

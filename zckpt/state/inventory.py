@@ -16,11 +16,11 @@ An adapter says what it knows with `Rule` and `Claim`; who takes the inventory c
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from fnmatch import fnmatchcase
 
 from zckpt.errors import SourceError
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 
 STATE = "state"
 CARRIED = "carried"
@@ -133,7 +133,7 @@ class Item:
         return {name: getattr(self, name) for name in ("file", "place", "kind", "fate", "about", "nbytes", "count")}
 
 
-@dataclass(slots=True)
+@mutable
 class Inventory:
     """Everything that the files of a checkpoint hold, and what became of it.
 

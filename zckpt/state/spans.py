@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Protocol, TypeVar, overload, runtime_checkable
 
 from zckpt.errors import LayoutError
@@ -213,7 +213,7 @@ class CutFiles:
         return self._indexes.get(path)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@immutable(eq=False)
 class CutSpans(Spans):
     """The spans of a parameter on a line that is cut every `width` elements.
 
@@ -313,7 +313,7 @@ class CutSpans(Spans):
         return self.shape, self.origin, self.width, self.at
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@immutable(repr=False)
 class Slot:
     """One state of a parameter: its model weight, its master, or a tensor of the optimizer.
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, islice, pairwise, product
 from operator import add, mul, sub
 
@@ -108,7 +108,7 @@ def _strided(span: Span, offsets: Shape, sizes: Shape, first: int, strides: Shap
     return replace(span, extent=extent, offset=offset, strides=None if is_dense else strides)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@immutable(eq=False)
 class ViewSpans(Spans):
     """The spans of a view of slots, some of whose spans are a rule.
 

@@ -16,12 +16,12 @@ import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, SourceError, UsageError, about
+from zckpt.immutable import mutable
 from zckpt.storage import distant
 from zckpt.storage.stand_ins import FLAGS as STAND_IN_FLAGS
 
@@ -353,7 +353,7 @@ def too_short(path: str, expected: int, found: int) -> DamagedFileError:
     )
 
 
-@dataclass(slots=True)
+@mutable
 class FileRange:
     """A range of an open file, which a reader takes for a file of its own.
 

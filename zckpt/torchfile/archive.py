@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from struct import Struct, pack, unpack_from
 from typing import Any, NamedTuple
 
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, UnsupportedError
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state.spans import Numbered
 from zckpt.storage.clone import BLOCK_NBYTES
 from zckpt.storage.files import FileRange, opened
@@ -149,7 +148,7 @@ def has_checksums(records: Iterable[Record]) -> bool:
     return any(record.crc32 for record in records)
 
 
-@dataclass(slots=True)
+@mutable
 class Entry:
     """What the central directory says of a record.
 

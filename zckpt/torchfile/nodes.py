@@ -15,13 +15,13 @@ Nodes are compared by identity unless they are plain values (`Global`, `DType`, 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import prod
 from struct import unpack
 from typing import Any
 
 from zckpt.errors import PickleError
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state.boxes import is_row_major
 from zckpt.state.dtypes import itemsize as itemsize_of
 from zckpt.state.spans import Shape, reach_of
@@ -63,7 +63,7 @@ NOTHING: list[Any] = []
 in whatever process an object comes to."""
 
 
-@dataclass(slots=True, eq=False)
+@mutable(eq=False)
 class Object:
     """An object of a class this package knows nothing about.
 
@@ -215,7 +215,7 @@ class Storage:
     offset: int
 
 
-@dataclass(slots=True, eq=False)
+@mutable(eq=False)
 class Tensor:
     """A dense tensor in a file.
 
@@ -296,7 +296,7 @@ class Tensor:
         return 0 in self.shape or is_row_major(self.shape, self.strides)
 
 
-@dataclass(slots=True, eq=False)
+@mutable(eq=False)
 class SparseTensor:
     """A sparse tensor and the dense ones that hold it.
 
@@ -320,7 +320,7 @@ class SparseTensor:
     rebuild: str = "_rebuild_sparse_tensor"
 
 
-@dataclass(slots=True, eq=False)
+@mutable(eq=False)
 class QuantizedTensor:
     """A quantized tensor: integers, and `quantizer`, (scheme, scales, zero points, axis) or shorter."""
 
@@ -328,7 +328,7 @@ class QuantizedTensor:
     quantizer: tuple[object, ...]
 
 
-@dataclass(slots=True, eq=False)
+@mutable(eq=False)
 class NestedTensor:
     """A nested (ragged) tensor: one buffer, and three tensors of sizes, strides and offsets."""
 
@@ -338,7 +338,7 @@ class NestedTensor:
     offsets: object
 
 
-@dataclass(slots=True, eq=False)
+@mutable(eq=False)
 class MetaTensor:
     """A tensor without data: of the meta device, or the shell of a wrapper subclass.
 
@@ -370,7 +370,7 @@ ITEM_CODES = {"b": 1, "i": 8, "u": 8, "f": 16, "c": 32, "S": 1 << 31, "U": 1 << 
 FLOATS = {2: "e", 4: "f", 8: "d"}
 
 
-@dataclass(slots=True, eq=False)
+@mutable(eq=False)
 class NumpyDType:
     """A numpy dtype.
 
@@ -433,7 +433,7 @@ class NumpyScalar:
         return decode(self.dtype, self.data)
 
 
-@dataclass(slots=True, eq=False)
+@mutable(eq=False)
 class NumpyArray:
     """A numpy array.
 
@@ -513,7 +513,7 @@ def decode(dtype: str, data: bytes) -> object:
     return value
 
 
-@dataclass(slots=True, eq=False)
+@mutable(eq=False)
 class DeviceTensor:
     """A tensor of a device without storages (xla, ...), kept as host data with another dtype.
 

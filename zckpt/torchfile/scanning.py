@@ -15,11 +15,10 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 
 from zckpt.errors import DamagedFileError, ZckptError
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.files import FileRange, collector_paused
 from zckpt.torchfile.archive import LOCAL, MAX_16, Record, find_directory, has_checksums, read_archive
@@ -66,7 +65,7 @@ PACKED: dict[bytes, Callable[[bytes], bytes]] = {
 """What compressed files begin with, and what unpacks them."""
 
 
-@dataclass(slots=True)
+@mutable
 class Mention:
     """A global that a pickle names, and how often it is named and called."""
 

@@ -9,10 +9,11 @@ Sizes are in elements of the storage class. Several tensors may mention one key;
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import lru_cache
 
 from zckpt.errors import PickleError, UnsupportedError
+from zckpt.immutable import immutable, mutable
 from zckpt.state.dtypes import DTYPES, FROM_STORAGE, itemsize
 from zckpt.torchfile.archive import Record
 from zckpt.torchfile.nodes import Global, Storage
@@ -128,7 +129,7 @@ class PlainParts:
         return self._answers[id(node)][1]
 
 
-@dataclass(slots=True)
+@mutable
 class TorchFile:
     """The structure of a file that torch.save wrote.
 
@@ -173,7 +174,7 @@ class TorchFile:
     numbers: tuple[int | str, ...] = ()
 
 
-@dataclass(slots=True)
+@mutable
 class PickleFile:
     """A pickle on its own: its object tree, the globals it mentions, and its protocol."""
 
@@ -183,7 +184,7 @@ class PickleFile:
     protocol: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@immutable(eq=False)
 class FromFile:
     """A part of a tree that was read from a file: plain storages below it have their bytes there.
 
@@ -225,7 +226,7 @@ def _mentions(names: tuple[str, ...]) -> bool:
     return any(name.startswith(f"{NUMPY[1]}.multiarray.") for name in names)
 
 
-@dataclass(slots=True)
+@mutable
 class Mentioned:
     """A storage that a pickle mentions.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from zckpt.formats.native.reader import read
 from zckpt.formats.native.writer import IDENTITY_NBYTES, describe, lay_out_document, place
 from zckpt.formats.remainder import RANDOM
 from zckpt.formats.torch_files.optimizer import BESIDE
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.operations.shared_target import SHARED
 from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Place, Ranks, read_together, written_together
@@ -65,7 +65,7 @@ class Piece:
         return f"{self.slot}/{self.name}" if self.slot != "storage" else f"{self.slot}/{self.name}'"
 
 
-@dataclass(slots=True)
+@mutable
 class RankState:
     """What a rank writes, as the first rank has to know it.
 

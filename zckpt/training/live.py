@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from zckpt.engine.tensors import dtype_name
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.states.by_parameter import NamedShare, Snapshot
 from zckpt.optim.states.several import Given, Optimizers, merged_groups, named, one_class
@@ -81,7 +81,7 @@ class Live:
         return on_some or are_parts or isinstance(self.model, (list, tuple))
 
 
-@dataclass(slots=True)
+@mutable
 class Part:
     """What a rank has of a model and its optimizers; of a model in parts, each rank something else.
 

@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from zckpt.engine.checking import Checks, watching
 from zckpt.engine.tensors import TensorRead, check_tensors, dtype_name, read_tensors
 from zckpt.errors import UsageError, as_called, listed, shown
 from zckpt.formats.native.files import headers_shared
+from zckpt.immutable import mutable
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.places import at_path, place_of
 from zckpt.optim.files import open_for
@@ -38,7 +39,7 @@ SPOILED = "weights are in part the checkpoint's and must not be used: load a sou
 LEFT_OVER = "model and optimizer are the checkpoint's already; a scheduler, a grad scaler or a module is not"
 
 
-@dataclass(slots=True, repr=False)
+@mutable(repr=False)
 class Restored(Brief):
     """What a checkpoint had, and what was restored.
 

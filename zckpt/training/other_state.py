@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from zckpt.errors import DamagedFileError
 from zckpt.formats.registry import find_format
 from zckpt.formats.remainder import RANDOM, are_of_save, of_modules
 from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS
+from zckpt.immutable import mutable
 from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, set_extra
 from zckpt.optim.values import Values, value_of
 from zckpt.state import WEIGHT, Checkpoint, Extent, without
@@ -71,7 +72,7 @@ def other_values(
     return nodes(kept), {**of_optimizers, **nodes(trees)}
 
 
-@dataclass(slots=True)
+@mutable
 class OtherState:
     """Values that were read, and what was not there.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from zckpt.errors import UsageError, WorkerError
 from zckpt.formats.suffixes import check_directory
+from zckpt.immutable import mutable
 from zckpt.operations.places import place_of
 from zckpt.optim import files
 from zckpt.optim.ranks import Place, Ranks
@@ -84,7 +85,7 @@ class Saving:
         return None
 
 
-@dataclass(slots=True)
+@mutable
 class _Background:
     """The thread that writes, the save that it has, and the memory from which it writes."""
 
@@ -293,7 +294,7 @@ def _save_as(form: str, path: Place, given: Mapping[str, Any], *, async_: bool, 
     files.save(optimizer, path, model=whole, step=given["step"], beside=others_given(given), overwrite=overwrite)
 
 
-@dataclass(slots=True)
+@mutable
 class _Own:
     """What this rank has; `in_parts`: other ranks have other parts of the model; `sliced`: of slices, what it has."""
 

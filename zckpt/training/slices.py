@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from zckpt.engine.tensors import dtype_name
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.axes.tensor_parallel import cut
 from zckpt.formats.deepspeed.axes.tp_rules import SLICED, Rule, Rules, check_rules, read_rules
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.ranks import Ranks, answering
 from zckpt.optim.states.by_parameter import NamedShare
@@ -47,7 +47,7 @@ Key = tuple[str, str]
 """A parameter and a slot."""
 
 
-@dataclass(slots=True)
+@mutable
 class Several:
     """What a rank has of one slot that is in several boxes: those, and their elements."""
 
@@ -56,7 +56,7 @@ class Several:
     boxes: list[tuple[Box, torch.Tensor]] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@mutable
 class Sliced:
     """What a rank has of slices: shares of whole parameters, those in several boxes, and what is to be compared.
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import reduce
 
 from zckpt.formats.account.fits import Fit, Steps, fit_of, place_of, text_of
 from zckpt.formats.account.ranges import Known, spans_of
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state import Checkpoint, Slot, SourceFile
 from zckpt.state.inventory import (
     ANY,
@@ -51,7 +51,7 @@ FIRST = "first"
 """In the place of a path: the first of the files that share a tree."""
 
 
-@dataclass(slots=True)
+@mutable
 class Taken:
     """What a checkpoint has taken of its files, other than elements.
 
@@ -131,7 +131,7 @@ class LazyTree:
     tensors: Iterable[tuple[Steps, Tensor]]
 
 
-@dataclass(slots=True)
+@mutable
 class _Sum:
     """Items of one kind, fate and reason: the place of the first, and how many there are."""
 

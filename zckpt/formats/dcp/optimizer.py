@@ -6,7 +6,7 @@ By name where the file has names, which is usual; else by number, with names fou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from zckpt.compare.copies import MOST_EXTENTS, sampled
@@ -20,11 +20,12 @@ from zckpt.formats.torch_files.attach import attach as attach_state
 from zckpt.formats.torch_files.attach import names_of
 from zckpt.formats.torch_files.optimizer import OptimizerState, joined, parse, unflattened
 from zckpt.formats.torch_files.tensors import TensorItem, with_scalars
+from zckpt.immutable import mutable
 from zckpt.state import WEIGHT, Checkpoint, GivenNames, by_key
 from zckpt.torchfile import FromFile, walk_tensors
 
 
-@dataclass(slots=True)
+@mutable
 class Optimizer:
     """An optimizer of whatever form.
 

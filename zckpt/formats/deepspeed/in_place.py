@@ -10,7 +10,7 @@ What a live engine of DeepSpeed is, to those who lay out files for it: data only
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cache
 from pathlib import Path
 
@@ -29,12 +29,12 @@ from zckpt.formats.deepspeed.rare.zenflow import DETAIL
 from zckpt.formats.deepspeed.target import Target, Unpartitioned
 from zckpt.formats.deepspeed.trees import form_of
 from zckpt.formats.torch_files import writer as torch_writer
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Shape
 from zckpt.state.names import as_filed
 
 
-@dataclass(slots=True)
+@mutable
 class Served:
     """A checkpoint, cut as a live engine cuts its state.
 
@@ -350,7 +350,7 @@ class Pipeline:
         return replace(options, pipeline_parallel_size=self.stages, stage_bounds=bounds, pipeline_layers=listed)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(kw_only=True)
 class Training:
     """How a live engine cuts its state, and what it has. Names are those of its module.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from zckpt.formats.deepspeed.axes.tp_rules import Rules
 from zckpt.formats.deepspeed.directory import TagDirectory
 from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state import Checkpoint, Topology
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zckpt.formats.deepspeed.target import TargetGroup, Unpartitioned
 
 
-@dataclass(slots=True, repr=False)
+@mutable(repr=False)
 class Rank(Checkpoint):
     """One model-parallel rank: its files, and what they hold before slices and stages are put together.
 

@@ -13,7 +13,7 @@ optimizer file  {optimizer_state_dict: Z, ds_config, ds_version}; Z differs by s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about
@@ -21,6 +21,7 @@ from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.nested import filed_names, flattened
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, scalars_in, slot_of, with_scalars
+from zckpt.immutable import mutable
 from zckpt.state import MASTER, WEIGHT, Shape, Slot, are_sizes, are_texts, dict_of, without
 from zckpt.torchfile import Global, Object, Tensor, TorchFile, brief, plain, read_torchfile
 
@@ -88,7 +89,7 @@ class _OfRank:
         return self.shard.mp_rank or 0
 
 
-@dataclass(slots=True)
+@mutable
 class ModelShard(_OfRank):
     """A model file.
 
@@ -170,7 +171,7 @@ class ModelShard(_OfRank):
         return "float32"
 
 
-@dataclass(slots=True)
+@mutable
 class OptimizerShard(_OfRank):
     """An optimizer file of ZeRO.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import product
 
 from zckpt.codes import DTYPES_DIFFER, WRONG_RANK
@@ -16,7 +16,7 @@ from zckpt.errors import LayoutError, ShardError, SourceError, UnsupportedError,
 from zckpt.formats.fsdp_rank_files.held import DTENSOR, PLAIN, Held, Mesh, RankReader, read_mesh, with_mesh
 from zckpt.formats.lost import absent_boxes, is_lost, tensor_of
 from zckpt.formats.torch_files.tensors import slot_of, unresolved
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state import Checkpoint, CutFiles, CutSpans, Duplicate, Parameter, Shape, Slot, by_key
 from zckpt.state.spans import Chosen
 from zckpt.state.views import placed
@@ -268,7 +268,7 @@ def _rows(cells: Sequence[Cell], shape: Shape) -> int:
     return rows[0] * math.prod(shape[1:]) if are_alike else 0
 
 
-@dataclass(slots=True)
+@mutable
 class Across:
     """What ranks have of one tensor: of those whose files share a tree, what the first has.
 

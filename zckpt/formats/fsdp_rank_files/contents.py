@@ -13,7 +13,7 @@ model's configuration.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from zckpt.formats.torch_files.tensors import (
     identity_of,
     read_scalars,
 )
+from zckpt.immutable import mutable
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, dict_of, number_of, stated, without
 from zckpt.state.inventory import COPY, IMPLIED, REST, STATE, Rule
 from zckpt.storage.files import opened, read_json
@@ -62,7 +63,7 @@ FLAT = "_flat_param"
 """What FSDP1 calls the flat parameter of a unit, where a program saves that (LOCAL_STATE_DICT)."""
 
 
-@dataclass(slots=True)
+@mutable
 class Model:
     """What the model's files have.
 
@@ -284,7 +285,7 @@ Key = int | str
 MEMBERS = ("params", "param_names")
 
 
-@dataclass(slots=True)
+@mutable
 class Optimizer:
     """What the optimizer's files have.
 

@@ -16,7 +16,7 @@ Source: megatron-core 0.16, `_ParamAndGradBuffer`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from math import prod
 
@@ -25,7 +25,7 @@ from zckpt.engine.copy import read_extent
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
 from zckpt.formats.megatron.objects import size_of
 from zckpt.formats.torch_files.tensors import as_mapping, slot_of
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state import MASTER, PaddingSpan, Shape, Slot
 from zckpt.state.boxes import SpanIndex
 from zckpt.state.dtypes import itemsize
@@ -150,7 +150,7 @@ class Line(SpanIndex):
         return reshape(flat, shape)
 
 
-@dataclass(slots=True)
+@mutable
 class Buffer:
     """A buffer of a rank.
 

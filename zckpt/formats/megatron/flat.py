@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 
@@ -46,7 +45,7 @@ from zckpt.formats.megatron.optimizer import HYPERPARAMETERS, SCALER, loss_scale
 from zckpt.formats.megatron.order import orders
 from zckpt.formats.megatron.stages import FURTHER, Chunks, Dealt, Sliced, expert_counts, on_expert_rank
 from zckpt.formats.torch_files.tensors import TensorItem, carried
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot, by_key, dict_of
 from zckpt.state.inventory import ANY, CARRIED, COPY, IMPLIED, REST, Rule
 from zckpt.state.inventory import STATE as AS_STATE
@@ -104,7 +103,7 @@ class Guess:
     numels: tuple[int | None, ...]
 
 
-@dataclass(slots=True)
+@mutable
 class Reading:
     """What a guess makes of the buffers: the slots of every parameter, the copies that there are of them, padding."""
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
@@ -40,7 +40,7 @@ from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, Held, attach, keep
 from zckpt.formats.megatron.own import read_own, restore_own
 from zckpt.formats.megatron.stages import FURTHER
 from zckpt.formats.torch_files.tensors import arguments_of, as_mapping, carried, describe, slot_of
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Slot, SourceFile
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import COPY, IMPLIED, REST, STATE, Rule
@@ -268,7 +268,7 @@ class Numbering:
         return found
 
 
-@dataclass(slots=True)
+@mutable
 class Model:
     """What all ranks have, by the names of the whole model's module.
 
@@ -382,7 +382,7 @@ class Model:
         return reordered(name, slots, splits, heads, float(version))
 
 
-@dataclass(slots=True)
+@mutable
 class Local:
     """A rank's own model and optimizer, by its own names.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from zckpt.compare.logical import parameter_values, single
@@ -41,7 +41,7 @@ from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import arguments_of
 from zckpt.formats.torch_files.writer import ValueTensor, value_node
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, stated
 from zckpt.torchfile import node_of, put_back
 
@@ -71,7 +71,7 @@ FACTORS = {WEIGHT_DECAY: 1.0, "lr_mult": 1.0, EXPERTS: False, "is_decoupled_lr":
 """By what Megatron-Core tells groups, and what each is in a group that says nothing of it."""
 
 
-@dataclass(slots=True)
+@mutable
 class Group:
     """A group that is to be written: its hyperparameters, and the names of its parameters."""
 

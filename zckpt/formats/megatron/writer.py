@@ -21,7 +21,7 @@ import heapq
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
@@ -40,6 +40,7 @@ from zckpt.formats.megatron.write_common import CONTENT, DISTRIBUTED, FLATTENED,
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import arguments_of
 from zckpt.formats.torch_files.writer import SlotTensor
+from zckpt.immutable import mutable
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Shape, Slot
 from zckpt.state.views import narrow, reshape
 
@@ -55,7 +56,7 @@ EMPTY = [None]
 _MODULE = re.compile(r"(.+\.(?:linear_\w+|\w*norm|eh_proj))\.weight")
 
 
-@dataclass(slots=True)
+@mutable
 class Items:
     """What goes into the files: the pieces of every tensor by key with its shape and type, and objects by theirs."""
 

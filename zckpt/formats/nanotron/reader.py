@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from zckpt.formats.torch_files.optimizer import (
     shared_values,
 )
 from zckpt.formats.torch_files.tensors import as_mapping, describe, scalars_in, slot_of
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state import (
     MASTER,
     Checkpoint,
@@ -79,7 +79,7 @@ class Boxes:
     pairs: tuple[tuple[Shape, Shape, Shape], ...]
 
 
-@dataclass(slots=True)
+@mutable
 class Weight:
     """A tensor of the model: its parts, by rank; None: it is whole. `ranks`: tensor- and expert-parallel ones."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile, end_of
 from zckpt.errors import DamagedFileError, ShardError
 from zckpt.formats.safetensors.file import METADATA_KEY, read_header
 from zckpt.formats.safetensors.layout import ALIGNMENT, header_of
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state import Extent, Shape, Slot
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.storage.crc32 import crc32
@@ -109,7 +109,7 @@ def listed(file: TargetFile) -> Listed:
     return Listed(file.name, file.nbytes, len(header), crc32(header))
 
 
-@dataclass(slots=True)
+@mutable
 class RankFile:
     """A rank's file that is there: its tensors by name, and those that something has taken."""
 

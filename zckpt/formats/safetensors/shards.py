@@ -15,13 +15,14 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, about
 from zckpt.evidence import is_trainable
 from zckpt.formats.safetensors.file import INDEX_NAME, METADATA_KEY, RULES, read_header, source_file
+from zckpt.immutable import mutable
 from zckpt.state import WEIGHT, Checkpoint, Extent, Shape, Slot, Span, are_sizes
 from zckpt.state.inventory import IMPLIED, Rule
 
@@ -36,7 +37,7 @@ PIECE_RULES = (
 _SHARD = re.compile(r"shard-([0-9]{1,9})-model-([0-9]{1,9})-of-([0-9]{1,9})\.safetensors")
 
 
-@dataclass(slots=True)
+@mutable
 class Pieces:
     """A tensor whose pieces are being collected: its element type, and spans by where they begin."""
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -39,6 +39,7 @@ from zckpt.formats.torch_files.optimizer import (
     with_rest,
 )
 from zckpt.formats.torch_files.tensors import identity_of
+from zckpt.immutable import mutable
 from zckpt.state import Shape, are_texts, dict_of, without
 from zckpt.state.inventory import STATE, Rule
 from zckpt.state.names import aligned
@@ -60,7 +61,7 @@ Shapes = Mapping[str, Shape]
 """Of a model's parameters, by name; a tied one once."""
 
 
-@dataclass(slots=True)
+@mutable
 class Held:
     """An optimizer of a file: where it is, what it is called among several, and its state."""
 
@@ -79,7 +80,7 @@ class Held:
         return optimizer_rules(*place, rest=self.state.rest, at=self.state.at.get(None, ()))
 
 
-@dataclass(slots=True)
+@mutable
 class Content:
     """What a file has.
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -88,7 +88,7 @@ class PackContent:
 Content = SlotContent | ValueContent | PackContent
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@immutable(eq=False)
 class NewStorage(Storage):
     """A storage that is to be written: `contents` in their order, and zeros elsewhere. `new_storage` returns one.
 
@@ -99,7 +99,7 @@ class NewStorage(Storage):
     start: int | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@immutable(eq=False)
 class SlotTensor:
     """A slot that is to be a tensor of the file. The same object twice in a tree is one storage, shared."""
 
@@ -108,7 +108,7 @@ class SlotTensor:
     label: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@immutable(eq=False)
 class ValueTensor:
     """A tensor of which the bytes are known, such as a step count."""
 

@@ -18,10 +18,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from zckpt.immutable import mutable
 
 ROOT = "."
 
@@ -40,7 +42,7 @@ _SHARED, _EMBEDDING = (re.compile(rf"(?:^|\.){name}\.weight$") for name in ("sha
 """The embedding of encoder and decoder, and what each of the two calls it."""
 
 
-@dataclass(slots=True)
+@mutable
 class Architecture:
     """What is known of the models of one type.
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from zckpt.errors import UsageError
 from zckpt.evidence import Evidence, in_order
 from zckpt.evidence.modules import Search, TooManyOrdersError
 from zckpt.formats.torch_files.optimizer import OptimizerState
 from zckpt.formats.transformers_trainer.architectures import Architecture
+from zckpt.immutable import mutable
 from zckpt.state import GivenNames, Shape
 from zckpt.state.names import MAGNITUDE, PEFT
 
@@ -45,7 +46,7 @@ def group_of(name: str, known: Architecture, undecayed: re.Pattern[str] = BY_NAM
     return UNDECAYED if undecayed.search(name.lower()) or module in known.layer_norms else DECAYED
 
 
-@dataclass(slots=True)
+@mutable
 class Weights:
     """What a model's files tell of its parameters.
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from zckpt.formats.lost import stand_in, tensor_of
 from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of, span_of
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, value_node, view
 from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX, parameter_file
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Shape, Slot, SourceFile, dict_of
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import STATE, Rule
@@ -95,7 +95,7 @@ class Stored:
         return slot_of(name, tensor, self.path)
 
 
-@dataclass(slots=True)
+@mutable
 class StoredFolder:
     """What the folder of a parameter holds; `tensors` by the slot's name."""
 
@@ -164,7 +164,7 @@ TAKEN = (MASTER_STEM, WEIGHT, MASTER)
 """Names that a slot of an optimizer cannot have here."""
 
 
-@dataclass(slots=True)
+@mutable
 class Folder:
     """The folder of one parameter.
 
@@ -184,7 +184,7 @@ class Folder:
     filled: list[str] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@mutable
 class Folders:
     """What is to be known of all folders before they are written: how many files, their stems, what is in none.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from zckpt.compare.slots import DECADES, Difference, Tolerance, differences, pair
 from zckpt.errors import UsageError
@@ -47,7 +47,7 @@ class Changed:
         }
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@immutable(repr=False)
 class Compared(Brief):
     """What `diff` found.
 

@@ -7,12 +7,12 @@ model file of the masters' type has no masters. Such a slot is held against what
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from fnmatch import fnmatchcase
 
 from zckpt.compare.logical import named, own_weight, parameter_values, single
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, is_floating
 from zckpt.torchfile import Tensor
 
@@ -55,7 +55,7 @@ class Filter:
         return not self.slots or slot in self.slots
 
 
-@dataclass(slots=True)
+@mutable
 class Matches:
     """All that is to be compared of two checkpoints.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from zckpt.formats.low_bit import codes_in
 from zckpt.formats.remainder import RANDOM as RANDOM_STATES
 from zckpt.formats.remainder import are_of_save
 from zckpt.formats.transformers_trainer.directory import APART
+from zckpt.immutable import immutable
 from zckpt.operations.resume_check.parts import (
     BUFFERS,
     CUSTOM,
@@ -49,7 +50,7 @@ CORE = {WEIGHTS: ANY, FROZEN: ANY, BUFFERS: ANY, MASTERS: ANY, STATE: ANY, SETTI
 """What every load of a model and its optimizer takes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(kw_only=True)
 class Way:
     """One way in which a program resumes.
 
@@ -87,7 +88,7 @@ class Way:
     returns: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(kw_only=True)
 class Make:
     """A command that makes what a program resumes from.
 
@@ -117,7 +118,7 @@ class Make:
     of_masters: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(kw_only=True)
 class Program:
     """What is known of a program.
 

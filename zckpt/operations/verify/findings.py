@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from zckpt.codes import (
     BAD_PICKLE,
@@ -114,7 +114,7 @@ class Checked(Result):
     checksums: int = 0
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@immutable(repr=False)
 class Verification(Brief):
     """What `verify` found.
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import count
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ import numpy.typing as npt
 from zckpt.compare.weights import comparable, steps_weights
 from zckpt.engine.checking import Checks, Sum
 from zckpt.engine.scan import stored_once
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state import (
     MASTER,
     WEIGHT,
@@ -148,7 +148,7 @@ class Scattered:
         return (span.path for slot in self.slots for spans in slot.sets for span in spans)
 
 
-@dataclass(slots=True)
+@mutable
 class Inventory:
     """All that is to be looked at.
 

@@ -16,7 +16,7 @@ first rank writes, and which is in its place again when `load_state_dict` gets i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from zckpt.errors import DamagedFileError, UnsupportedError, UsageError, listed
 from zckpt.formats.torch_files.optimizer import BESIDE
+from zckpt.immutable import mutable
 from zckpt.optim.param_groups import Group, Names, hyperparameters
 from zckpt.optim.values import PLAIN, inside, value_of
 from zckpt.state import dict_of, without
@@ -37,7 +38,7 @@ STATE, GROUPS = "state", "param_groups"
 Values = dict[str, Any]
 
 
-@dataclass(slots=True)
+@mutable
 class Beside:
     """All that a state dict has beside what goes by names; `at` is None where nothing in it does."""
 
@@ -59,7 +60,7 @@ class Beside:
         return made
 
 
-@dataclass(slots=True)
+@mutable
 class Declared:
     """What an optimizer's state dict has; `holder` is the optimizer, of those it holds, that has the state."""
 

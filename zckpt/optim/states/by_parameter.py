@@ -6,7 +6,7 @@ And all optimizers with their interface.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from functools import cached_property
 from itertools import chain
@@ -21,7 +21,7 @@ from zckpt.engine.tensors import TensorRead, check_tensors, read_tensors
 from zckpt.errors import UnsupportedError, UsageError, about, listed
 from zckpt.formats.torch_files.optimizer import BESIDE
 from zckpt.formats.torch_files.quantised import NESTED
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.naming import AS_IT_IS, Naming
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.param_groups import (
@@ -46,7 +46,7 @@ NamedShare = tuple[str, str, Share]
 """A parameter, a slot, and what this rank has of it."""
 
 
-@dataclass(slots=True)
+@mutable
 class Snapshot:
     """What this rank has of one optimizer, or of all, at one moment; tensors are theirs, not copies.
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +22,7 @@ from zckpt.engine.tensors import TensorRead
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.torch_files.quantised import CLASSES, PACKED, Moment, is_quantised, of_torchao, slots_of
 from zckpt.formats.torch_files.tensors import TORCHAO
+from zckpt.immutable import mutable
 from zckpt.optim.states.by_parameter import OptimizerState, Snapshot
 from zckpt.optim.tensors import Share, share_of
 from zckpt.state import Extent, Parameter, Slot, without
@@ -131,7 +131,7 @@ def _not_cut(what: str, block: int) -> UnsupportedError:
 # --- on the way back
 
 
-@dataclass(slots=True)
+@mutable
 class _Anew:
     """Floats that torchao is to quantise when they have been read: blocks of a share, from `block` on."""
 

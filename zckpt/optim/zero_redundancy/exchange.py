@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zckpt.engine.workers import batched
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.optim import tensors
 from zckpt.optim.param_groups import copied_to_cpu
 from zckpt.optim.ranks import all_gather_flat, broadcast, wait_for
@@ -42,7 +42,7 @@ Shares = Sequence[Sequence[torch.Tensor]]
 """The parameters of each rank."""
 
 
-@dataclass(slots=True)
+@mutable
 class Bucket:
     """Parameters that one rank of the process group sends together.
 
@@ -70,7 +70,7 @@ class Bucket:
         return first.detach().new_empty(sum(p.numel() for p in self.parameters))
 
 
-@dataclass(slots=True)
+@mutable
 class Exchange:
     """All that is sent after a step.
 
@@ -283,7 +283,7 @@ class OverlapStatus(enum.IntEnum):
     INITIALIZED = 2
 
 
-@dataclass(slots=True, eq=False)
+@mutable(eq=False)
 class BucketAssignment:
     """Neighbours among a bucket's parameters that one rank steps.
 
@@ -302,7 +302,7 @@ class BucketAssignment:
         return self.tensor
 
 
-@dataclass(slots=True, eq=False)
+@mutable(eq=False)
 class OverlapInfo:
     """What the hooks and the optimizer know together; under the names of torch's class, which torch's hooks use.
 

@@ -17,7 +17,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
 from zckpt.errors import UnsupportedError, UsageError
@@ -25,7 +25,7 @@ from zckpt.formats.deepspeed.axes.gpt_model import arguments_in, is_gpt
 from zckpt.formats.deepspeed.axes.pipeline import TIED, layer_names, layer_of, tied_key
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, Rank
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state.mappings import are_distinct
 from zckpt.state.names import is_number
 
@@ -201,7 +201,7 @@ def _dealt(method: str, layers: Sequence[Layer], count: int, weights: Weights) -
     return Stages(balanced(of_type, count), uses)
 
 
-@dataclass(slots=True)
+@mutable
 class _Evidence:
     """What the files tell of the layers.
 

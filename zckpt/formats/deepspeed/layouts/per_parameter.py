@@ -18,7 +18,7 @@ from zckpt.formats.deepspeed.axes.expert_ranks import Spread
 from zckpt.formats.deepspeed.layouts.layout import Layout
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.values import Case, Line, Slots, copies_of_buffers, element_slots, quantised_keys
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.state import MASTER, WEIGHT, Padding, PaddingSpan, Parameter, Slot, Topology, by_key
 from zckpt.state.partition import shard_numel, shard_paddings, shard_share
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zckpt.state.cuts import Ranges
 
 
-@dataclass(slots=True)
+@mutable
 class Cut:
     """What the shards of all ranks make up: shape, slots and sub-group of each parameter, and the padding."""
 
