@@ -19,7 +19,7 @@ from tests.plans import write_directory
 from zckpt.engine.plan import plan
 from zckpt.engine.targets import Hole, TargetFile
 from zckpt.engine.tasks import Portions
-from zckpt.engine.workers import LEAST_BUFFER_NBYTES, QUEUED, READERS, WRITERS, Workers, budget, running_on
+from zckpt.engine.workers import LEAST_BUFFER_NBYTES, QUEUED, THREADS, Workers, budget, running_on
 from zckpt.state import Extent, Slot, Span
 
 MEBIBYTE = 1 << 20
@@ -44,7 +44,7 @@ class Processes(Executor):
 @pytest.mark.parametrize("memory", [1, 100_000, 64 * 10**6])
 def test_a_budget_is_divided_among_all_that_run_at_once(executor, memory):
     with running_on(executor):
-        share = budget(memory, WRITERS, buffers=4, most=8 * MEBIBYTE)
+        share = budget(memory, THREADS, buffers=4, most=8 * MEBIBYTE)
     assert share.at_once * share.nbytes * 4 <= max(memory, 4 * LEAST_BUFFER_NBYTES)
     if memory > MEBIBYTE and executor is not None:
         assert share.at_once == getattr(executor, "workers", None) or executor._max_workers
@@ -63,7 +63,7 @@ def test_no_more_run_at_once_than_a_budget_has_buffers_for():
             running -= 1
 
     for executor in (None, ThreadPoolExecutor(8)):
-        with running_on(executor), Workers(WRITERS, at_once=3) as workers:
+        with running_on(executor), Workers(THREADS, at_once=3) as workers:
             assert len(list(workers.run(work, range(30), Portions()))) == 30
     assert most == 3
 
@@ -77,7 +77,7 @@ def test_a_few_batches_for_each_worker_are_made_ahead_of_what_is_done():
             most = max(most, made - done)
             yield made
 
-    with Workers(WRITERS, at_once=2) as workers:
+    with Workers(THREADS, at_once=2) as workers:
         for _ in workers.run(lambda _: None, batches(), Portions()):
             done += 1
     assert done == made == 200
@@ -135,5 +135,5 @@ def test_digests_and_a_deep_look_stay_within_the_budget(tmp_path):
             assert peak() < block + BESIDES
     assert zckpt.fingerprint(tmp_path / "m.pt", memory=1, executor=ThreadPoolExecutor(12)).text == expected
     with running_on(ThreadPoolExecutor(12)):
-        assert budget(2 * MEBIBYTE, READERS, buffers=4, most=block, least=block).at_once == 1
+        assert budget(2 * MEBIBYTE, THREADS, buffers=4, most=block, least=block).at_once == 1
     assert found is not None

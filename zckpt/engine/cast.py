@@ -192,5 +192,6 @@ def mean(arrays: Iterable[Array], dtype: str) -> Array:
     for array in remaining:
         total += cast(array, "float32")
         count += 1
+        del array  # before the next is read
     total /= np.float32(count)
     return cast(total, dtype)

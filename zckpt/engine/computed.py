@@ -19,8 +19,10 @@ from zckpt.state.spans import position
 if TYPE_CHECKING:
     from zckpt.engine.cast import Array
 
-BLOCK_NBYTES = 1 << 20
-"""Computed at once where a function leaves it open: what it needs of several inputs stays in the cache of a core."""
+BLOCK_NBYTES = 1 << 21
+"""Computed at once where a function leaves it open: so much that the calls of numpy, after each of which threads wait
+for each other, cost little.
+"""
 
 
 @immutable

@@ -76,7 +76,7 @@ def in_blocks(slot: Slot, block: tuple[int, int], what: str, *, scales: bool) ->
     values = partial(_in_blocks, block=block, columns=columns, what=what, scales=scales)
     count, together = (-(-rows // block[0]), 1) if scales else (rows, block[0])
     together *= max(BLOCK_NBYTES // np.float32().itemsize // size, 1)
-    return Scaled((Portion(0, count, 0, (part,), values),), unit, together)
+    return Scaled((Portion(0, count, 0, (part,), values),), unit, together, BLOCK_NBYTES)
 
 
 def _in_blocks(

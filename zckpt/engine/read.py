@@ -15,7 +15,7 @@ from zckpt.engine.copy import overflowed, pieces_of, ranges_read, read_piece
 from zckpt.engine.plan import Piece, fill
 from zckpt.engine.targets import Hole
 from zckpt.engine.tasks import Portions
-from zckpt.engine.workers import READERS, Workers, batched
+from zckpt.engine.workers import THREADS, Workers, batched
 from zckpt.errors import about
 from zckpt.state import ZEROS, itemsize
 from zckpt.state.boxes import SpanIndexes
@@ -64,7 +64,7 @@ def run_watched(
         for batch in batches:
             checks.add(look(batch))
         return
-    with Workers(READERS, here=True) as workers, closing(workers.run(look, batches, Portions())) as results:
+    with Workers(THREADS, here=True) as workers, closing(workers.run(look, batches, Portions())) as results:
         for _, seen in results:
             checks.add(seen)
 

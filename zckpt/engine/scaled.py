@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from zckpt.engine.cast import CACHED_NUMEL, Array, cast, cast_into, numpy_dtype
+from zckpt.engine.cast import Array, cast, cast_into, numpy_dtype
 from zckpt.engine.computed import BLOCK_NBYTES, Input, Inputs
 from zckpt.errors import UnsupportedError
 from zckpt.immutable import immutable
@@ -45,11 +45,6 @@ class Part:
     dtype: str = "float32"
     start: int = 0
     end: int = sys.maxsize
-
-    def of(self, array: Array, begin: int, first: int, end: int) -> Array:
-        """Return what some units need, of what those from `begin` on need."""
-        low, high = first // self.per, -(-end // self.per)
-        return array[(low - begin // self.per) * self.width : (high - begin // self.per) * self.width]
 
 
 def whole(slot: Slot, dtype: str = "float32") -> Part:
@@ -79,24 +74,19 @@ class Scaled:
     unit : int, elements
     together : int or None
         A block has a multiple of so many units, and begins at one; None: any number of them.
-    cached : int or None
-        Units of a block that are computed at once, so that what is between codes and numbers stays in the cache.
+    width : int, bytes
+        An element takes so much in a buffer: by default a float32; `BLOCK_NBYTES`, if no more units may be together.
     """
 
     portions: tuple[Portion, ...]
     unit: int = 1
     together: int | None = None
-    cached: int | None = None
+    width: int = 4
 
     @property
     def step(self) -> int | None:
         """Elements of the units that are computed together."""
         return None if self.together is None else self.together * self.unit
-
-    @property
-    def width(self) -> int:
-        """Bytes of a float32, or of what is read and returned of `cached` units; what must be together is a block."""
-        return 2 if self.cached else 4 if self.together is None else BLOCK_NBYTES
 
     def _within(self, start: int, numel: int) -> Iterator[tuple[Portion, int, int, int]]:
         """Yield portions with some of the elements, at which of these, and which units of its parts: first, and end."""
@@ -125,18 +115,14 @@ class Scaled:
         into: Array = (np.empty if is_whole else np.zeros)(numel, numpy_dtype(dtype))
         for one, at, begin, end in every:
             arrays = [next(read)() for _ in one.parts]
-            step = self.cached or end - begin
-            for first in range(begin, end, step):
-                last, low = min(first + step, end), at + (first - begin) * self.unit
-                some = [part.of(array, begin, first, last) for part, array in zip(one.parts, arrays, strict=True)]
-                one.values(some, first, last, into[low : low + (last - first) * self.unit])
+            one.values(arrays, begin, end, into[at : at + (end - begin) * self.unit])
         return into
 
 
 def alone(count: int, parts: tuple[Part, ...], values: Values, together: int | None = None) -> Scaled:
     """Return so many elements that are each of all parts."""
     portions = (Portion(0, count, 0, parts, values),)
-    return Scaled(portions, together=together) if together else Scaled(portions, cached=CACHED_NUMEL)
+    return Scaled(portions, together=together, width=BLOCK_NBYTES) if together else Scaled(portions)
 
 
 def matrices(
@@ -151,9 +137,7 @@ def matrices(
     for number in range(math.prod(shape[:-2])):
         own = (replace(one, start=number * -(-rows // one.per) * one.width) for one in parts)
         portions.append(Portion(number * rows, rows, 0, (*own, *shared), values))
-    whole_words = math.gcd(least, 32)
-    cached = -(-max(CACHED_NUMEL // columns, 1) // whole_words) * whole_words
-    return Scaled(tuple(portions), columns, least, cached)
+    return Scaled(tuple(portions), columns, least)
 
 
 def as_they_are(arrays: list[Array], first: int, end: int, into: Array) -> None:  # noqa: ARG001

@@ -25,11 +25,11 @@ from zckpt.storage.memory import buffers_within, confine_threads, give_back
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-WRITERS = range(4, 9)
-"""Fewest and most threads where elements are written: some wait for the disk, and one disk is kept busy by few."""
+THREADS = range(2, 9)
+"""Fewest and most threads: more than there are cores get in each other's way."""
 
-READERS = range(2, 9)
-"""Fewest and most where elements are only read; more than there are cores get in each other's way."""
+DIRECT_THREADS = range(4, 9)
+"""Fewest and most that read or write past the page cache: each waits for the disk, which few keep busy."""
 
 BATCH_NBYTES = 8 << 20
 """Moved by one task: large enough to cost nothing, small enough to keep all workers busy and progress moving."""
@@ -102,7 +102,7 @@ def budget(memory: int, threads: range, *, buffers: int, most: int, least: int =
     """
     memory = buffers_within(memory)
     at_once = max(min(_at_once(_EXECUTOR.get(), threads), memory // (buffers * least)), 1)
-    nbytes = min(memory // at_once // buffers, most)
+    nbytes = min((memory - memory // 64) // at_once // buffers, most)  # besides, there are objects of Python
     return Budget(at_once, max(nbytes - nbytes % LEAST_BUFFER_NBYTES, least))
 
 
@@ -117,7 +117,7 @@ class Workers:
     Parameters
     ----------
     threads : range
-        `WRITERS` or `READERS`: between its ends, as many as there are cores.
+        `THREADS` or `DIRECT_THREADS`: between its ends, as many as there are cores.
     here : bool
         What is run needs the memory of this process: the executor is used only if it has threads of it.
     at_once : int, optional

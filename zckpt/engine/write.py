@@ -31,7 +31,7 @@ from zckpt.engine.plan import FilePlan, Piece, Plan
 from zckpt.engine.targets import Checksum, Hole, Literal, end_of
 from zckpt.engine.tasks import Portions
 from zckpt.engine.together import CutPiece, arrays_of
-from zckpt.engine.workers import BATCH_ITEMS, BATCH_NBYTES, WRITERS, Workers, batched, budget
+from zckpt.engine.workers import BATCH_ITEMS, BATCH_NBYTES, DIRECT_THREADS, THREADS, Workers, batched, budget
 from zckpt.errors import SourceError, TargetError
 from zckpt.immutable import immutable
 from zckpt.state import by_key, is_floating, itemsize
@@ -101,8 +101,9 @@ def write(
         journal = None
     with reporting(reporter, plan.copy_nbytes) as progress:
         held = BUFFERS_PER_WORKER + BUFFERS_OF_DIRECT * direct
-        share = budget(memory, WRITERS, buffers=held, most=BATCH_NBYTES)
-        with Workers(WRITERS, at_once=share.at_once) as workers:
+        threads = DIRECT_THREADS if direct else THREADS
+        share = budget(memory, threads, buffers=held, most=BATCH_NBYTES)
+        with Workers(threads, at_once=share.at_once) as workers:
             large = LARGE_LITERAL_NBYTES if workers.are_here else sys.maxsize  # memory is not sent to processes
             files = _Files(zip(paths, plan.files, strict=True), large, resumes=journal is not None and journal.resumes)
             buffer = min(share.nbytes, DIRECT_NBYTES if direct else BUFFER_NBYTES)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
@@ -23,9 +23,9 @@ from zckpt.engine.cast import Array, cast, numpy_dtype, swapped
 from zckpt.engine.checking import Checks, Seen, Sum
 from zckpt.engine.copy import read_extent
 from zckpt.engine.tasks import Portions
-from zckpt.engine.workers import WRITERS, Workers, batched, budget
+from zckpt.engine.workers import DIRECT_THREADS, THREADS, Workers, batched, budget
 from zckpt.errors import LayoutError, SourceError, UnsupportedError
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.operations.verify.inventory import (
     BUFFER,
     PADDING,
@@ -194,7 +194,7 @@ Pair = tuple[Subject, str, str, Sum | None, Sum | None]
 """Of a comparison: the subject, the file of the masters and that of the weights, and their checksums."""
 
 
-@dataclass(slots=True)
+@mutable
 class Outcome:
     """What was found.
 
@@ -256,7 +256,8 @@ def run(
 
     `direct`: past the page cache.
     """
-    share = budget(memory, WRITERS, buffers=BUFFERS_PER_WORKER + BUFFERS_OF_DIRECT * direct, most=BLOCK_NBYTES)
+    threads, besides = (DIRECT_THREADS, BUFFERS_OF_DIRECT) if direct else (THREADS, 0)
+    share = budget(memory, threads, buffers=BUFFERS_PER_WORKER + besides, most=BLOCK_NBYTES)
     work: list[Work] = [*blocks(inventory, checks, paths, share.nbytes), *inventory.apart]
     outcome = Outcome(_nbytes(work))
     portions: Portions[Batch] = Portions(
@@ -265,7 +266,7 @@ def run(
     look = partial(_run_batch, share.nbytes, [], share.nbytes if direct else 0)
     with (
         reporting(reporter, outcome.nbytes) as progress,
-        Workers(WRITERS, at_once=share.at_once) as workers,
+        Workers(threads, at_once=share.at_once) as workers,
         closing(workers.run(look, batched(work, attrgetter("nbytes")), portions)) as results,
     ):
         for batch, found in results:
