@@ -47,7 +47,8 @@ from zckpt.errors import LeftOutError, SourceError, UnsupportedError, UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.formats.companions import copy_of
-from zckpt.formats.consolidated.model import model_tree, trained_tensors
+from zckpt.formats.consolidated.model import model_tree
+from zckpt.formats.consolidated.tensors import trained_tensors
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, classify
 from zckpt.formats.deepspeed.in_place import Served, is_as_it_is, serve
 from zckpt.formats.survey import checksums_by_path

@@ -29,6 +29,9 @@ OWN_MODEL = (
 )
 """A pattern of the files of a model's directory that are safetensors, or their index, as zckpt writes it."""
 
+IN_DIRECTORY = "optimizer.safetensors"
+"""The name of the optimizer's file in a model's directory."""
+
 A_MODEL = "a model of another program"
 
 OTHERS = {
@@ -88,3 +91,13 @@ def check_directory(target: Path) -> None:
             found=suffix,
             advice=f"name it {target.stem or 'differently'}",
         )
+
+
+def optimizer_path(model: Path) -> Path:
+    """Return where the optimizer's file of a model goes that is one file."""
+    return model.with_name(f"{model.stem}.optimizer{model.suffix}")
+
+
+def is_optimizers(name: str) -> bool:
+    """Tell the name of a file of `<slot>/<parameter>` tensors in a directory that holds a model."""
+    return name == IN_DIRECTORY or name.endswith(f".{IN_DIRECTORY}")

@@ -22,19 +22,13 @@ from zckpt.evidence.solver import NAMES_ADVICE
 from zckpt.formats import open_checkpoint
 from zckpt.formats.adapters import has_live_adapter, names_in_files, of_modules
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter, stem_of
-from zckpt.formats.consolidated.model import (
-    Tensors,
-    model_tensors,
-    model_tree,
-    optimizer_slots,
-)
+from zckpt.formats.consolidated.tensors import Tensors, model_tensors, optimizer_slots
 from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_hyperparameters
 from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.low_bit import codes_in
-from zckpt.formats.low_bit_codes import block_of, in_block_fp8
 from zckpt.formats.safetensors import layout as safetensors_layout
-from zckpt.formats.suffixes import DIRECTORY, OWN_MODEL, SAFETENSORS, TORCH, kind_of_model
+from zckpt.formats.suffixes import DIRECTORY, IN_DIRECTORY, OWN_MODEL, SAFETENSORS, TORCH, kind_of_model, optimizer_path
 from zckpt.immutable import immutable
 from zckpt.naming import TRANSFORMERS
 from zckpt.operations.losses import check_nothing_lost, refuse_beside, refuse_rank_values, without_rank_values
@@ -100,6 +94,8 @@ class Chosen:
         if self.max_shard_size < 1:
             raise UsageError("--memory and sizes must be positive", found=self.max_shard_size)
         if self.quantize is not None:
+            from zckpt.formats.low_bit_codes import block_of
+
             block_of(self.quantize)
             if self.slots:
                 raise UsageError("a quantised model cannot be written with its optimizer", expected="no --slots")
@@ -263,6 +259,8 @@ def lay_out(
     types = Counter(type_ for slot, type_ in tensors.values() if isinstance(slot, Computed))
     dtype = types.most_common(1)[0][0] if types and chosen.dequantize else None
     if chosen.quantize is not None:
+        from zckpt.formats.low_bit_codes import block_of, in_block_fp8
+
         if CONFIG_NAME not in assets:
             raise UsageError(
                 "--quantize needs a config.json in the target directory", path=path, advice="give --config DIR"
@@ -292,6 +290,7 @@ def _model_files(
 ) -> list[TargetFile]:
     kind = kind_of_model(path)
     if kind == TORCH:
+        from zckpt.formats.consolidated.model import model_tree
         from zckpt.formats.torch_files import writer as torch_writer
 
         return [torch_writer.lay_out(path.name, model_tree(checkpoint, tensors))]
@@ -306,12 +305,7 @@ def _model_files(
 
 
 def _optimizer_file(checkpoint: Checkpoint, path: Path, chosen: list[str], dtype: str | None) -> TargetFile:
-    from zckpt.formats.consolidated.optimizer import (
-        IN_DIRECTORY,
-        optimizer_path,
-        optimizer_safetensors,
-        optimizer_torch,
-    )
+    from zckpt.formats.consolidated.optimizer import optimizer_safetensors, optimizer_torch
 
     available = [name for name in checkpoint.slot_names() if name != WEIGHT]
     if chosen == ["all"]:

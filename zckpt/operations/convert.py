@@ -10,7 +10,7 @@ from pathlib import Path
 from zckpt.errors import UnsupportedError, UsageError, about, listed
 from zckpt.evidence import refuse_ungrouped
 from zckpt.formats.assets import CONFIG_NAME, find_assets, is_adapter
-from zckpt.formats.consolidated.model import optimizer_slots
+from zckpt.formats.consolidated.tensors import optimizer_slots
 from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.format import Format, Job, TargetFiles
 from zckpt.formats.low_bit import codes_in

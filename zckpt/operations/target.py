@@ -27,10 +27,9 @@ from zckpt.engine.write import write
 from zckpt.errors import TargetExistsError, UsageError, about, as_called, shown
 from zckpt.executors.using import using
 from zckpt.formats.account import take_inventory
-from zckpt.formats.consolidated.optimizer import optimizer_path
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.low_bit import refuse_casts
-from zckpt.formats.suffixes import check_directory
+from zckpt.formats.suffixes import check_directory, optimizer_path
 from zckpt.immutable import immutable, mutable
 from zckpt.operations.foresight import Foresight, Reads, check_fits, foresee, note_reads
 from zckpt.operations.options import DECIDING, Place, Renamed, Unpack, options_of

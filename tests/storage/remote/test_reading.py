@@ -302,9 +302,11 @@ def test_a_server_that_stalls_is_told_of_and_given_up(served, proxies, monkeypat
         done = run("consolidate", f"{url}/bucket/run", tmp_path / "m.safetensors")
         quiet = run("consolidate", f"{url}/bucket/run", tmp_path / "m.safetensors", "--quiet")
     proxy.released.set()
-    told, line = done.stderr.splitlines()
-    assert "Timeout" in told
-    assert told.startswith(f"zckpt: waiting for {url}: ")
+    *told, line = done.stderr.splitlines()
+    assert told
+    for one in told:  # a busy machine is told of more than once
+        assert "Timeout" in one
+        assert one.startswith(f"zckpt: waiting for {url}: ")
     assert "cannot be read" in line
     assert " times in " in line
     assert done.returncode == quiet.returncode == 3

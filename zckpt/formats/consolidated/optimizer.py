@@ -42,19 +42,6 @@ _RULES = (
     ),
 )
 
-IN_DIRECTORY = "optimizer.safetensors"
-"""The name of the optimizer's file in a model's directory."""
-
-
-def optimizer_path(model: Path) -> Path:
-    """Return where the optimizer's file of a model goes that is one file."""
-    return model.with_name(f"{model.stem}.optimizer{model.suffix}")
-
-
-def is_optimizers(name: str) -> bool:
-    """Tell the name of a file of `<slot>/<parameter>` tensors in a directory that holds a model."""
-    return name == IN_DIRECTORY or name.endswith(f".{IN_DIRECTORY}")
-
 
 def _owners(checkpoint: Checkpoint) -> dict[str, Parameter]:
     """Return every parameter that an optimizer owns, by the name or number its group has for it.

@@ -21,8 +21,9 @@ from dataclasses import replace
 from typing import Any
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.consolidated.model import model_tensors, model_tree, optimizer_slots
+from zckpt.formats.consolidated.model import model_tree
 from zckpt.formats.consolidated.optimizer import optimizer_tree
+from zckpt.formats.consolidated.tensors import model_tensors, optimizer_slots
 from zckpt.formats.remainder import of_modules
 from zckpt.formats.torch_files.optimizer import flattened, with_names
 from zckpt.formats.torch_files.readable import MAPPINGS, MAXIMUM_DEPTH, MAXIMUM_NODES, VALUES, is_readable

@@ -21,8 +21,8 @@ from zckpt.engine.targets import Lazily, TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.evidence import refuse_unnamed
 from zckpt.formats.companions import copy_of, files_below
-from zckpt.formats.consolidated.model import trained_tensors
 from zckpt.formats.consolidated.optimizer import optimizer_tree
+from zckpt.formats.consolidated.tensors import trained_tensors
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.fsdp_rank_files.directory import (
     CONFIG_NAME,

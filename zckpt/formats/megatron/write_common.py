@@ -19,7 +19,7 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.evidence import refuse_ungrouped, refuse_unnamed
 from zckpt.formats.companions import copy_of, files_below
-from zckpt.formats.consolidated.model import model_tensors
+from zckpt.formats.consolidated.tensors import model_tensors
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.megatron.directory import (
     AS_IT_IS,

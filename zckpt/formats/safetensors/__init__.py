@@ -53,8 +53,9 @@ class Safetensors(Format):
         """
         from zckpt.evidence.order import put_in_order
         from zckpt.formats.companions import warned
-        from zckpt.formats.consolidated.optimizer import IN_DIRECTORY, attach_optimizer
+        from zckpt.formats.consolidated.optimizer import attach_optimizer
         from zckpt.formats.safetensors import file, shards
+        from zckpt.formats.suffixes import IN_DIRECTORY
 
         path = search.path
         checkpoint = shards.read(path) if found.place == "shards" else file.read(path)

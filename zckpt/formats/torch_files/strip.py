@@ -15,11 +15,10 @@ from pathlib import Path
 
 from zckpt.errors import SourceError
 from zckpt.formats.companions import files_below
-from zckpt.formats.consolidated.optimizer import is_optimizers
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, completed, gone, replaced, rewrite
-from zckpt.formats.suffixes import READ_SUFFIXES
+from zckpt.formats.suffixes import READ_SUFFIXES, is_optimizers
 from zckpt.formats.torch_files.optimizer import GROUPS_KEY, STATE_KEY, looks_flattened, looks_like_optimizer
 from zckpt.state import Checkpoint, without
 from zckpt.torchfile import Tensor, TorchFile, children, each, is_leaf, read_torchfile, walk_tensors
