@@ -1109,13 +1109,14 @@ def test_joined_keys_of_an_optimizer_among_those_of_its_model_are_its_own(tmp_pa
 def test_an_optimizer_without_groups_is_known_by_its_names(tmp_path):
     """As torchrec 1.8 saves it: a row-wise sum, for each shard of columns, beside a dense model's moments."""
     model = {"t0.weight": torch.randn(6, 8), "t1.weight": torch.randn(4, 8), "over.weight": torch.randn(2, 8)}
-    rows = {"t0.weight": torch.rand(6), "t1.weight": torch.rand(8)}
+    rows = {"t0.weight": torch.rand(6), "t1.weight": torch.rand(12)}
     state = {name: {f"{name[:2]}.momentum1": one} for name, one in rows.items()}
     moments = {"step": torch.tensor(3.0), "exp_avg": torch.rand(2, 8), "exp_avg_sq": torch.rand(2, 8)}
     dcp.save({"model": model, "optimizer": {"state": {**state, "over.weight": moments}}}, checkpoint_id=tmp_path / "c")
-    for to in ("zckpt", "dcp", "consolidated"):
+    targets = ("zckpt", "dcp", "consolidated", "accelerate", "zero-redundancy")
+    for to in targets:
         zckpt.convert(tmp_path / "c", tmp_path / to, to=to)
-    for path in map(tmp_path.joinpath, ("c", "zckpt", "dcp", "consolidated")):
+    for path in map(tmp_path.joinpath, ("c", *targets)):
         found = zckpt.open(path)
         assert set(found.parameters) == set(model)
         for name, one in rows.items():

@@ -20,6 +20,7 @@ from zckpt.evidence.solver import (
     agree,
     in_order,
     in_order_or_sorted,
+    is_per_row,
     is_trainable,
     keep_number,
     may_be_trained,

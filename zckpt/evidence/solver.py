@@ -86,7 +86,8 @@ class Evidence(Generic[Number]):
     def fits(self, number: Number, name: str) -> bool:
         """Tell whether a number can be a candidate."""
         shape, whole = self.shapes.get(number), self.candidates[name]
-        alike = shape is None or shape == whole or (self.factored and agree(shape, whole))
+        alike = shape is None or shape == whole
+        alike = alike or (self.factored and (agree(shape, whole) or is_per_row(shape, whole)))
         frozen = shape is not None and self.is_original(name)
         return alike and not frozen and all(rule(number, name) for rule in self.rules)
 
@@ -185,6 +186,11 @@ def agree(state: Shape, parameter: Shape) -> bool:
     if len(state) == len(parameter):
         return all(own in (1, whole) for own, whole in zip(state, parameter, strict=True))
     return len(state) < max(len(parameter), 1) and set(state) <= set(parameter)
+
+
+def is_per_row(state: Shape, parameter: Shape) -> bool:
+    """Tell whether state is of rows, once for each shard of their columns, as torchrec's row-wise optimizers have."""
+    return len(state) == 1 and len(parameter) == 2 and state[0] >= parameter[0] > 0 and not state[0] % parameter[0]
 
 
 def shown_shape(state: Mapping[str, Iterable[Shape]]) -> Shape | None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import cache
 
 from zckpt.errors import DamagedFileError, UsageError, about, listed
-from zckpt.evidence import Evidence, Orders, agree, in_order_or_sorted, keep_number, note_numbers
+from zckpt.evidence import Evidence, Orders, agree, in_order_or_sorted, is_per_row, keep_number, note_numbers
 from zckpt.formats.torch_files.optimizer import (
     BESIDE,
     OPTIMIZER,
@@ -33,7 +33,6 @@ from zckpt.state import (
     Checkpoint,
     GivenNames,
     ParamGroup,
-    Shape,
     dict_of,
     without,
 )
@@ -263,7 +262,7 @@ def _by_name(said: Evidence[int], optimizer: OptimizerState) -> dict[int, str]:
     wrong += [
         (name, shape)
         for name, key, shape in shown
-        if key in told and not agree(shape, said.candidates[name]) and not _is_per_row(shape, said.candidates[name])
+        if key in told and not agree(shape, said.candidates[name]) and not is_per_row(shape, said.candidates[name])
     ]
     if wrong:
         name, seen = wrong[0]
@@ -273,11 +272,6 @@ def _by_name(said: Evidence[int], optimizer: OptimizerState) -> dict[int, str]:
             found=seen,
         )
     return found
-
-
-def _is_per_row(state: Shape, parameter: Shape) -> bool:
-    """Tell whether state is of rows, once for each shard of their columns, as torchrec's row-wise optimizers have."""
-    return len(state) == 1 and len(parameter) == 2 and state[0] >= parameter[0] > 0 and not state[0] % parameter[0]
 
 
 def _labels(optimizer: OptimizerState, names: GivenNames) -> dict[int, str]:

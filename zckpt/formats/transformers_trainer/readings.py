@@ -113,7 +113,7 @@ def read_names(optimizer: OptimizerState, weights: Weights, names: GivenNames = 
 def said_by(names: Sequence[str], said: Evidence[int], weights: Weights) -> tuple[list[str], dict[int, str]]:
     """Return names as the candidates have them, and what they tell in the optimizer's order, or all in the model's."""
     order = said.known(names)
-    found = said.recorded(order)
+    found = replace(said, factored=True).recorded(order)
     if not found and {*order} >= {*said.candidates}:
         found = names_in_order(said, [name for name in dict.fromkeys(order) if name in said.candidates], weights)
     return order, found
