@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,46 @@ def test_two_models_and_the_optimizer_of_each(tmp_path):
     zckpt.load(path, model=again, optimizer=others)
     ours = optimizers["optimizer_d"].state[models["discriminator"][1].bias]
     assert torch.equal(others["optimizer_d"].state[again["discriminator"][1].bias]["exp_avg"], ours["exp_avg"])
+
+
+DEEPER: dict[str, tuple[str, Callable[[list[Any], list[Any]], object]]] = {
+    "a list": ("0.", lambda m, o: [{"model": m[0], "optimizer": o[0]}, {"model": m[1], "optimizer": o[1]}, 7]),
+    "dicts": ("models.0.", lambda m, o: {"checkpoint": {"models": m, "optimizers": o}, "epoch": 7}),
+    "pairs": ("g.", lambda m, o: {"agent": {"all": {"g": m[0], "d": m[1], "opt_g": o[0], "opt_d": o[1]}}, "epoch": 7}),
+    "parts": ("g.", lambda m, o: {"run": {k: {"net": m[i], "opt": o[i]} for i, k in enumerate("gd")}, "epoch": 7}),
+}
+
+
+@pytest.mark.parametrize("form", DEEPER)
+def test_models_and_optimizers_that_lie_deeper(form, tmp_path):
+    prefix, make = DEEPER[form]
+    models, optimizers = gan()
+    states = [[one.state_dict() for one in every.values()] for every in (models, optimizers)]
+    torch.save(make(*states), tmp_path / "c.pt")
+    opened = zckpt.open(tmp_path / "c.pt")
+    model, optimizer = next(iter(models.values())), next(iter(optimizers.values()))
+    for name, one in model.named_parameters():
+        assert torch.equal(opened.read(f"{prefix}{name}", "weight"), one)
+        assert torch.equal(opened.read(f"{prefix}{name}", "exp_avg"), optimizer.state[one]["exp_avg"])
+    assert 7 in opened.metadata.values()
+    assert zckpt.verify(tmp_path / "c.pt", deep=True).sound
+    for to in ("zckpt", "dcp"):
+        zckpt.convert(tmp_path / "c.pt", tmp_path / to, to=to)
+        assert zckpt.diff(tmp_path / "c.pt", tmp_path / to).equal
+    zckpt.strip(tmp_path / "c.pt", tmp_path / "s.pt", optimizer=True)
+    assert zckpt.open(tmp_path / "s.pt").slot_names() == ["weight"]
+
+
+def test_a_list_of_a_model_and_its_optimizer(tmp_path):
+    model = body(5, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    stepped(model, optimizer)
+    torch.save((model.state_dict(), optimizer.state_dict(), 3), tmp_path / "c.pt")
+    assert_state(tmp_path / "c.pt", model, {None: optimizer})
+    again = body(5, 4)
+    its = torch.optim.Adam(again.parameters())
+    zckpt.load(tmp_path / "c.pt", model=again, optimizer=its)
+    assert torch.equal(its.state[again[0].bias]["exp_avg"], optimizer.state[model[0].bias]["exp_avg"])
 
 
 @pytest.mark.parametrize("keys", [("model", "optimizer"), ("models", "optimizers")])

@@ -87,7 +87,8 @@ class Evidence(Generic[Number]):
         """Tell whether a number can be a candidate."""
         shape, whole = self.shapes.get(number), self.candidates[name]
         alike = shape is None or shape == whole
-        alike = alike or (self.factored and (agree(shape, whole) or is_per_row(shape, whole)))
+        if shape is not None and self.factored:
+            alike = alike or agree(shape, whole) or is_per_row(shape, whole)
         frozen = shape is not None and self.is_original(name)
         return alike and not frozen and all(rule(number, name) for rule in self.rules)
 

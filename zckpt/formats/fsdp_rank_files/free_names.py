@@ -103,8 +103,7 @@ def places_of(root: object, path: str) -> tuple[Place | None, Place | None]:
     """
     whole = _whole(root)
     content = content_of(dict_of(whole), Path(path))
-    base: Place = () if content.base_key is None else (content.base_key,)
-    models = [base if key is None else (*base, key) for key in content.keys]
+    models = [content.place if key is None else (*content.place, key) for key in content.keys]
     models = [place for place in models if any(True for _ in shares(value_at(root, place)))] or models
     optimizers = [one.path for one in content.optimizers]
     if max(len(models), len(optimizers)) > 1 or not models + optimizers:

@@ -92,7 +92,7 @@ class Content:
         Under which the models are.
     optimizers : list of Held
     root, base : mapping
-        The whole file, and the dict in which all these are; the same, or under `base_key` in it.
+        The whole file, and the dict in which all these are: the same, or what is at `place` in it.
     beside : dict of str to mapping
         Where models lie in dicts with their optimizers, what else is in these.
     """
@@ -102,7 +102,7 @@ class Content:
     optimizers: list[Held] = field(default_factory=list)
     root: Node = field(default_factory=dict)
     base: Node = field(default_factory=dict)
-    base_key: object = None
+    place: Place = ()
     beside: dict[object, Node] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -131,9 +131,17 @@ class Content:
         """
         if any(not one.path for one in self.optimizers):
             return {}  # the file is an optimizer, and nothing else
+        rest = self._rest
+        for deep in reversed(range(len(self.place))):
+            rest = {**dict_of(value_at(self.root, self.place[:deep])), self.place[deep]: rest}
+        return rest
+
+    @property
+    def _rest(self) -> dict[object, object]:
+        """What the base has of that."""
         if self.beside:
-            return {key: self.beside.get(key, value) for key, value in self.root.items() if self.beside.get(key) != {}}
-        first = 0 if self.base_key is None else 1
+            return {key: self.beside.get(key, value) for key, value in self.base.items() if self.beside.get(key) != {}}
+        first = len(self.place)
         gone = {one.path[first] for one in self.optimizers}
         inner = {one.path[first : first + 2] for one in self.optimizers}
         rest: dict[object, object] = {}
@@ -147,27 +155,28 @@ class Content:
             elif (key,) not in inner and isinstance(value, Mapping):  # single values beside an optimizer
                 single = {step: one for step, one in value.items() if (key, step) not in inner and is_leaf(one)}
                 rest.update({key: single} if single else {})
-        if self.base_key is None:
-            return rest
-        return {key: value if key != self.base_key else rest for key, value in self.root.items()}
+        return rest
 
 
-def content_of(root: Node, path: Path) -> Content:
-    """Find models and optimizers. Raises DamagedFileError: what looks like an optimizer is none."""
-    found = Content(root=root, base=root)
-    models, optimizers = _models(root), _optimizers(root, (), path)
-    if not _trained(models) and not optimizers:
-        every = [key for key, value in root.items() if key not in models and isinstance(value, dict) and _models(value)]
-        below = every if models else _no_averages(every) or every
-        if len(below) == 1:
-            inner = root[below[0]]
-            found.base = dict_of(inner)
-            found.base_key = below[0]
-            models, optimizers = _models(found.base), _optimizers(found.base, (below[0],), path)
-        elif below:
-            parts = {key: content_of(dict_of(root[key]), path) for key in below}
+def content_of(root: Node, path: Path, *, spreads: bool = False) -> Content:
+    """Find models and optimizers.
+
+    `spreads`: models in a list, or in a dict of them alone, are several. Raises DamagedFileError: what looks like an
+    optimizer is none.
+    """
+    base = _one_by_one(root) if spreads else root
+    found = Content(root=base, base=base)
+    while True:
+        models, optimizers = _models(found.base), _optimizers(found.base, found.place, path)
+        below = [] if _trained(models) or optimizers else _below(found.base, models)
+        if len(below) > 1:
+            parts = {key: content_of(dict_of(found.base[key]), path) for key in below}
             if all(part.models and part.optimizers for part in parts.values()):
-                return _together(root, parts)
+                return _together(found, parts)
+        if len(below) != 1:
+            break
+        base = dict_of(found.base[below[0]])
+        found.base, found.place = _one_by_one(base) if spreads else base, (*found.place, below[0])
     shapes = {key: shapes_of(model) for key, model in models.items()}
     _choose_optimizers(found, optimizers, shapes)
     _choose_models(found, models, shapes)
@@ -180,9 +189,17 @@ def content_of(root: Node, path: Path) -> Content:
 def _warned_of_rest(found: Content, known: Iterable[object] = ()) -> Content:
     """Warn of models and optimizers in what is carried; of those `known` it has been said."""
     others = without(found.others, *found.keys, *known)
-    if carried := [str(key) for key, value in others.items() if _holds_more({key: value})]:
+    if carried := [str(key) for key, value in others.items() if _holds({key: value}, _is_more)]:
         found.warnings.append(f"more models or optimizers are carried as they are, and not read: {listed(carried)}")
     return found
+
+
+def _below(base: Node, models: Mapping[object, Node]) -> list[object]:
+    """Return what of a dict has models in it, beside some of which none is trained, or else an optimizer further in."""
+    dicts = {key: value for key, value in base.items() if key not in models and isinstance(value, dict)}
+    every = [key for key, value in dicts.items() if _models(value)]
+    every = every or [key for key, value in dicts.items() if _holds(value, _is_optimizer)]
+    return every if models else _no_averages(every) or every
 
 
 def _trained(models: Mapping[object, Node]) -> bool:
@@ -198,13 +215,19 @@ def _no_averages(keys: Iterable[object]) -> list[object]:
     return [key for key in keys if not words(key) & AVERAGES]
 
 
-def _holds_more(node: object, deep: int = 4) -> bool:
-    """Tell whether a model of more than single numbers, or an optimizer, is somewhere in a dict's dicts."""
-    below = dict_of(node).values() if deep else ()
-    return any(_is_optimizer(one) or _has_elements(dict_of(one)) or _holds_more(one, deep - 1) for one in below)
+def _holds(node: object, what: Callable[[object], bool], deep: int = 4) -> bool:
+    """Tell whether something is somewhere in dicts and lists."""
+    inside = node if isinstance(node, (list, tuple)) else dict_of(node).values()
+    below = (one for one in inside if isinstance(one, (dict, list, tuple))) if deep else ()
+    return any(what(one) or _holds(one, what, deep - 1) for one in below)
 
 
-def one_by_one(root: Node) -> dict[object, object]:
+def _is_more(node: object) -> bool:
+    """Tell a model of more than single numbers, or an optimizer."""
+    return _is_optimizer(node) or _has_elements(dict_of(node))
+
+
+def _one_by_one(root: Node) -> dict[object, object]:
     """Return a dict with each model of a list, or of a dict of models alone, under a key of its own, `models.0`.
 
     Where there is no other model, or only an average.
@@ -226,12 +249,12 @@ def one_by_one(root: Node) -> dict[object, object]:
     return found
 
 
-def _together(root: Node, parts: dict[object, Content]) -> Content:
-    found = Content(root=root, base=root, beside={key: part.others for key, part in parts.items()})
+def _together(found: Content, parts: dict[object, Content]) -> Content:
+    found.beside = {key: part.others for key, part in parts.items()}
     for key, part in parts.items():
         found.models |= {f"{key}.{prefix}": model for prefix, model in part.models.items()}
         for held in part.optimizers:
-            held.path, held.scope = (key, *held.path), f"{key}.{held.scope}"
+            held.path, held.scope = (*found.place, key, *held.path), f"{key}.{held.scope}"
             held.name = f"{key}.{held.name}" if held.name else str(key)
         found.optimizers += part.optimizers
         found.warnings += part.warnings

@@ -20,17 +20,18 @@ from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.remainder import KEY, names_in, remainder_rules, restore
 from zckpt.formats.safetensors.file import refuse_twice
 from zckpt.formats.torch_files.attach import attach
-from zckpt.formats.torch_files.content import content_of, dtypes_of, is_state_dict, one_by_one
+from zckpt.formats.torch_files.content import content_of, dtypes_of, is_state_dict
 from zckpt.formats.torch_files.optimizer import OptimizerState, innermost, optimizer_rules, parse, with_rest
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
 from zckpt.state import WEIGHT, Checkpoint, GivenNames, Parameter, dict_of, without
-from zckpt.state.inventory import IMPLIED, Rule
+from zckpt.state.inventory import CARRIED, IMPLIED, Rule
 from zckpt.torchfile import (
     MAX_DEPTH,
     Object,
     Tensor,
     TorchFile,
     brief,
+    is_leaf,
     is_tensor,
     oddity,
     read_torchfile,
@@ -75,10 +76,12 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
         )
         error.exit_status = SourceError.exit_status  # loading it makes that object, whatever it is: it is unsafe
         raise error
+    if isinstance(root, (list, tuple)) and any(isinstance(one, dict) for one in root):
+        root = dict(enumerate(root))
     if not isinstance(root, dict) or not root:
         raise UnsupportedError("holds no state dict", path=path, found=type(root).__name__)
     rest = root.get(KEY)
-    content = content_of(one_by_one(without(root, KEY)), path)
+    content = content_of(without(root, KEY), path, spreads=True)
     if not content.models and not content.optimizers:
         strange = _without_elements(root)
         raise UnsupportedError(
@@ -100,6 +103,8 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
     if isinstance(rest, dict):
         restore(checkpoint, rest, file)
     rules = [rule for one in content.optimizers for rule in one.rules]
+    if isinstance(file.root, (list, tuple)):  # single values of a list have no keys by which they are known
+        rules += [Rule((key,), CARRIED, key) for key, one in checkpoint.metadata.items() if is_leaf(one)]
     checkpoint.files.append(describe(file, "model", rules=(*of_objects, *rules, *remainder_rules(KEY))))
     return checkpoint
 
