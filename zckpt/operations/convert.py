@@ -18,8 +18,6 @@ from zckpt.formats.options import choose
 from zckpt.formats.registry import find_format, formats, get
 from zckpt.formats.transformers_trainer.architectures import lacks_tied_name
 from zckpt.naming import AS_IT_IS, Naming
-from zckpt.naming.inside import follow_names
-from zckpt.naming.sizes import read_config
 from zckpt.operations.losses import check_nothing_lost, keeps_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Converted, Filled, Place, Unpack, naming_of, others, shares
@@ -119,6 +117,8 @@ def convert(
     recorded = written.fingerprinted if fingerprint is None else fingerprint
     looked_for: tuple[str, ...] = ()  # by programs, and not in the target
     if written.every_name:
+        from zckpt.naming.sizes import read_config
+
         names = [one.name for one in checkpoint.tensors()]
         config: Mapping[str, object] = {}
         with suppress(UsageError):  # one that cannot be read
@@ -197,7 +197,11 @@ def _as_expected(found: Checkpoint, written: Format, naming: Naming) -> tuple[Ch
 def under_names(checkpoint: Checkpoint, naming: Naming) -> tuple[Checkpoint, tuple[str, ...]]:
     """Return a checkpoint under other names, inside what it carries along, too, and what to know about them."""
     changed, notes, followed = naming.traced(checkpoint)
-    return changed, (*notes, *follow_names(changed, checkpoint, followed)) if naming.changes else notes
+    if naming.changes:
+        from zckpt.naming.inside import follow_names
+
+        notes = (*notes, *follow_names(changed, checkpoint, followed))
+    return changed, notes
 
 
 def round_means(checkpoint: Checkpoint) -> None:
