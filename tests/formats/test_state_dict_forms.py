@@ -294,6 +294,16 @@ def test_models_and_optimizers_that_lie_deeper(form, tmp_path):
     assert zckpt.open(tmp_path / "s.pt").slot_names() == ["weight"]
 
 
+def test_a_dict_that_lies_in_itself_is_looked_into_once(tmp_path):
+    models, optimizers = gan()
+    model, optimizer = next(iter(models.values())), next(iter(optimizers.values()))
+    root: dict[str, Any] = {"run": {"last": {"net": model.state_dict(), "opt": optimizer.state_dict()}}}
+    root |= {f"again{at}": root for at in range(20)}
+    torch.save(root, tmp_path / "c.pt")
+    opened = zckpt.open(tmp_path / "c.pt")
+    assert torch.equal(opened.read("0.weight", "exp_avg"), optimizer.state[model[0].weight]["exp_avg"])
+
+
 def test_a_list_of_a_model_and_its_optimizer(tmp_path):
     model = body(5, 4)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)

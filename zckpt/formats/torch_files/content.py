@@ -158,25 +158,31 @@ class Content:
         return rest
 
 
-def content_of(root: Node, path: Path, *, spreads: bool = False) -> Content:
+def content_of(root: Node, path: Path, *, spreads: bool = False, seen: set[int] | None = None) -> Content:
     """Find models and optimizers.
 
-    `spreads`: models in a list, or in a dict of them alone, are several. Raises DamagedFileError: what looks like an
-    optimizer is none.
+    `spreads`: models in a list, or in a dict of them alone, are several; `seen`: dicts of dicts that were looked into,
+    each once, since some may lie in themselves. Raises DamagedFileError: what looks like an optimizer is none.
     """
+    seen = set() if seen is None else seen
     base = _one_by_one(root) if spreads else root
     found = Content(root=base, base=base)
-    while True:
+    models: dict[object, Node] = {}
+    optimizers: dict[object, list[Held]] = {}
+    while id(root) not in seen:
         models, optimizers = _models(found.base), _optimizers(found.base, found.place, path)
-        below = [] if _trained(models) or optimizers else _below(found.base, models)
+        if _trained(models) or optimizers:
+            break
+        seen.add(id(root))
+        below = _below(found.base, models, seen)
         if len(below) > 1:
-            parts = {key: content_of(dict_of(found.base[key]), path) for key in below}
+            parts = {key: content_of(dict_of(found.base[key]), path, seen=seen) for key in below}
             if all(part.models and part.optimizers for part in parts.values()):
                 return _together(found, parts)
         if len(below) != 1:
             break
-        base = dict_of(found.base[below[0]])
-        found.base, found.place = _one_by_one(base) if spreads else base, (*found.place, below[0])
+        root = dict_of(found.base[below[0]])
+        found.base, found.place = _one_by_one(root) if spreads else root, (*found.place, below[0])
     shapes = {key: shapes_of(model) for key, model in models.items()}
     _choose_optimizers(found, optimizers, shapes)
     _choose_models(found, models, shapes)
@@ -194,9 +200,10 @@ def _warned_of_rest(found: Content, known: Iterable[object] = ()) -> Content:
     return found
 
 
-def _below(base: Node, models: Mapping[object, Node]) -> list[object]:
+def _below(base: Node, models: Mapping[object, Node], seen: set[int]) -> list[object]:
     """Return what of a dict has models in it, beside some of which none is trained, or else an optimizer further in."""
-    dicts = {key: value for key, value in base.items() if key not in models and isinstance(value, dict)}
+    new = {key: value for key, value in base.items() if key not in models and id(value) not in seen}
+    dicts = {key: value for key, value in new.items() if isinstance(value, dict)}
     every = [key for key, value in dicts.items() if _models(value)]
     every = every or [key for key, value in dicts.items() if _holds(value, _is_optimizer)]
     return every if models else _no_averages(every) or every
@@ -216,10 +223,20 @@ def _no_averages(keys: Iterable[object]) -> list[object]:
 
 
 def _holds(node: object, what: Callable[[object], bool], deep: int = 4) -> bool:
-    """Tell whether something is somewhere in dicts and lists."""
-    inside = node if isinstance(node, (list, tuple)) else dict_of(node).values()
-    below = (one for one in inside if isinstance(one, (dict, list, tuple))) if deep else ()
-    return any(what(one) or _holds(one, what, deep - 1) for one in below)
+    """Tell whether something is somewhere in dicts and lists, so deep; each is looked at once."""
+    level, seen = [node], {id(node)}
+    for _ in range(deep):
+        below: list[object] = []
+        for one in level:
+            inside = one if isinstance(one, (list, tuple)) else dict_of(one).values()
+            for child in inside:
+                if isinstance(child, (dict, list, tuple)) and id(child) not in seen:
+                    seen.add(id(child))
+                    below.append(child)
+        if any(map(what, below)):
+            return True
+        level = below
+    return False
 
 
 def _is_more(node: object) -> bool:

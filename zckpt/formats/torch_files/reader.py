@@ -81,7 +81,7 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
     if not isinstance(root, dict) or not root:
         raise UnsupportedError("holds no state dict", path=path, found=type(root).__name__)
     rest = root.get(KEY)
-    content = content_of(without(root, KEY), path, spreads=True)
+    content = content_of(without(root, KEY), path, spreads=True, seen={id(root)})
     if not content.models and not content.optimizers:
         strange = _without_elements(root)
         raise UnsupportedError(
