@@ -28,7 +28,7 @@ from zckpt.engine.plan import Piece
 from zckpt.engine.targets import Hole
 from zckpt.engine.tasks import Portions
 from zckpt.engine.together import CutPiece, arrays_of
-from zckpt.engine.workers import DIRECT_THREADS, THREADS, Workers, batched, budget
+from zckpt.engine.workers import Workers, batched, budget, threads_for
 from zckpt.errors import UnsupportedError
 from zckpt.immutable import immutable
 from zckpt.state import Extent, Shape, Slot, itemsize
@@ -165,7 +165,7 @@ def scan(
             refuse_endless(slot, one.label)
     total = sum(one.numel * itemsize(one.dtypes[0]) for one in sets)
     with reporting(reporter, total) as progress:
-        threads, besides = (DIRECT_THREADS, BUFFERS_OF_DIRECT) if direct else (THREADS, 0)
+        threads, besides = threads_for((), direct=direct), BUFFERS_OF_DIRECT * direct
         if numel is None:
             share = budget(memory, threads, buffers=BUFFERS_PER_WORKER + besides, most=BLOCK_NBYTES)
         else:

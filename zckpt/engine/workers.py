@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 from zckpt.engine.tasks import Portions, results_of, settled, tasks_of, worker_errors, workers_of
 from zckpt.immutable import immutable
 from zckpt.state.context import during
+from zckpt.storage.distant import found
 from zckpt.storage.memory import buffers_within, confine_threads, give_back
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 THREADS = range(2, 9)
 """Fewest and most threads: more than there are cores get in each other's way."""
 
-DIRECT_THREADS = range(4, 9)
-"""Fewest and most that read or write past the page cache: each waits for the disk, which few keep busy."""
+WAITING_THREADS = range(4, 9)
+"""Fewest and most that wait: past the page cache each for the disk, or for a store, which few keep busy."""
 
 BATCH_NBYTES = 8 << 20
 """Moved by one task: large enough to cost nothing, small enough to keep all workers busy and progress moving."""
@@ -47,6 +48,11 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _EXECUTOR: ContextVar[Executor | None] = ContextVar("executor", default=None)
+
+
+def threads_for(paths: Iterable[str], *, direct: bool) -> range:
+    """Return how many threads read these files, and write: fewest and most; `direct`: past the page cache."""
+    return WAITING_THREADS if direct or any(found(one) is not None for one in paths) else THREADS
 
 
 def running_on(executor: Executor | None) -> AbstractContextManager[None]:
@@ -117,7 +123,7 @@ class Workers:
     Parameters
     ----------
     threads : range
-        `THREADS` or `DIRECT_THREADS`: between its ends, as many as there are cores.
+        `THREADS` or `WAITING_THREADS`: between its ends, as many as there are cores.
     here : bool
         What is run needs the memory of this process: the executor is used only if it has threads of it.
     at_once : int, optional

@@ -31,7 +31,7 @@ from zckpt.engine.plan import FilePlan, Piece, Plan
 from zckpt.engine.targets import Checksum, Hole, Literal, end_of
 from zckpt.engine.tasks import Portions
 from zckpt.engine.together import CutPiece, arrays_of
-from zckpt.engine.workers import BATCH_ITEMS, BATCH_NBYTES, DIRECT_THREADS, THREADS, Workers, batched, budget
+from zckpt.engine.workers import BATCH_ITEMS, BATCH_NBYTES, Workers, batched, budget, threads_for
 from zckpt.errors import SourceError, TargetError
 from zckpt.immutable import immutable
 from zckpt.state import by_key, is_floating, itemsize
@@ -101,7 +101,7 @@ def write(
         journal = None
     with reporting(reporter, plan.copy_nbytes) as progress:
         held = BUFFERS_PER_WORKER + BUFFERS_OF_DIRECT * direct
-        threads = DIRECT_THREADS if direct else THREADS
+        threads = threads_for(plan.sources, direct=direct)
         share = budget(memory, threads, buffers=held, most=BATCH_NBYTES)
         with Workers(threads, at_once=share.at_once) as workers:
             large = LARGE_LITERAL_NBYTES if workers.are_here else sys.maxsize  # memory is not sent to processes

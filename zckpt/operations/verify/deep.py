@@ -23,7 +23,7 @@ from zckpt.engine.cast import Array, cast, numpy_dtype, swapped
 from zckpt.engine.checking import Checks, Seen, Sum
 from zckpt.engine.copy import read_extent
 from zckpt.engine.tasks import Portions
-from zckpt.engine.workers import DIRECT_THREADS, THREADS, Workers, batched, budget
+from zckpt.engine.workers import Workers, batched, budget, threads_for
 from zckpt.errors import LayoutError, SourceError, UnsupportedError
 from zckpt.immutable import immutable, mutable
 from zckpt.operations.verify.inventory import (
@@ -256,8 +256,8 @@ def run(
 
     `direct`: past the page cache.
     """
-    threads, besides = (DIRECT_THREADS, BUFFERS_OF_DIRECT) if direct else (THREADS, 0)
-    share = budget(memory, threads, buffers=BUFFERS_PER_WORKER + besides, most=BLOCK_NBYTES)
+    threads = threads_for(paths, direct=direct)
+    share = budget(memory, threads, buffers=BUFFERS_PER_WORKER + BUFFERS_OF_DIRECT * direct, most=BLOCK_NBYTES)
     work: list[Work] = [*blocks(inventory, checks, paths, share.nbytes), *inventory.apart]
     outcome = Outcome(_nbytes(work))
     portions: Portions[Batch] = Portions(
