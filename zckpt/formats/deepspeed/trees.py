@@ -81,11 +81,8 @@ def model_tree(target: Target, mp: Rank, rank: int) -> object:
     # DeepSpeed has one list of these for all ranks, under rank 0's numbers of experts: each rank would load rank 0's.
     # Without it, all ranks have loaded what is frozen with the rest of the model, from their experts' files.
     listed_anew = target.stage == 3 or not any(p.frozen and p.name in in_files for p in mp.parameters.values())
-    if (
-        target.stage in (0, 1)
-        or not target.lists_frozen
-        or not (listed_anew and (frozen or mp.model.frozen_shapes is not None or mp.members[0].stage == 1))
-    ):
+    listed_anew &= bool(frozen) or mp.model.frozen_shapes is not None  # ZeRO-1 lists none, and some may be left out
+    if target.stage in (0, 1) or not target.lists_frozen or not listed_anew:
         written["frozen_param_shapes"] = written["frozen_param_fragments"] = None
     else:
         written["frozen_param_shapes"] = shapes_of(frozen)
