@@ -81,7 +81,8 @@ def model_tree(target: Target, mp: Rank, rank: int) -> object:
     # DeepSpeed has one list of these for all ranks, under rank 0's numbers of experts: each rank would load rank 0's.
     # Without it, all ranks have loaded what is frozen with the rest of the model, from their experts' files.
     listed_anew = target.stage == 3 or not any(p.frozen and p.name in in_files for p in mp.parameters.values())
-    listed_anew &= bool(frozen) or mp.model.frozen_shapes is not None  # ZeRO-1 lists none, and some may be left out
+    # DeepSpeed looks for all of its own in it, and ZeRO-1, which has none, does not tell whether some were left out.
+    listed_anew &= mp.model.frozen_shapes is not None or bool(frozen)
     if target.stage in (0, 1) or not target.lists_frozen or not listed_anew:
         written["frozen_param_shapes"] = written["frozen_param_fragments"] = None
     else:
@@ -147,12 +148,15 @@ def carried_from(mp: Rank, rank: int) -> ModelShard:
 
 
 def _shared(source: ModelShard, mp: Rank, rank: int) -> object:
-    """Return the list of tied parameters; DeepSpeed lets the first rank of all write it, others have an empty one."""
+    """Return the list of tied parameters; DeepSpeed lets the first rank of all write it, others have an empty one.
+
+    It is made anew: some writers leave it empty, DeepSpeed takes empty parameters for tied ones, and it does not list
+    all that are.
+    """
     listed = source.content.get("shared_params")
-    first = mp.mp_rank == 0 and rank == 0
-    if listed == {} and first and source is mp.model:  # some writers leave it empty where parameters are tied
-        return mp.aliases
-    return listed if first or listed is None or source is not mp.model else {}
+    if listed is None or source is not mp.model:
+        return listed
+    return mp.aliases if mp.mp_rank == 0 and rank == 0 else {}
 
 
 def shapes_of(parameters: Iterable[Parameter], *, tuples: bool = False) -> OrderedMapping:
