@@ -157,7 +157,7 @@ def _refuse(checkpoint: Checkpoint, *, staged: bool) -> None:
     every = checkpoint.grouped
     if (
         checkpoint.is_numbered
-        and not any(own.master or own.optimizer_slots for own in map(checkpoint.owner, every))
+        and not any(own.master or own.optimizer_slots or own.state for own in map(checkpoint.owner, every))
         and len({tuple(order) for order in in_order_or_sorted(0, every)}) > 1
     ):
         raise UnsupportedError(
