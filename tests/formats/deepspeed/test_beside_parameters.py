@@ -150,6 +150,17 @@ def test_second_name_in_a_module_is_tied_though_the_list_has_other_ties_alone(na
     assert (found["again"].tied_to, found["head.weight"].tied_to) == ("prime", "emb.weight")
 
 
+def test_name_without_elements_that_no_list_has_stays_under_zero3(tmp_path):
+    """So ZeRO-3 files the second name that one module has for a parameter, and DeepSpeed looks for it."""
+    tag = copy("s3_bf16_dp2", tmp_path)
+    for rank in (0, 1):
+        edit(model_file(tag, rank), lambda content: content["module"].update(again=torch.empty(0)))
+    assert any("the values of again" in warning for warning in zckpt.open(tag).warnings)
+    zckpt.reshard(tag, tmp_path / "cut", world_size=3, verify=True)
+    for path in (tmp_path / "cut").rglob("*model_states.pt"):
+        assert list(content_of(path)["module"]) == list(content_of(model_file(tag, 0))["module"])
+
+
 def test_alias_of_a_parameter_that_was_not_saved_has_its_own_weight(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
 

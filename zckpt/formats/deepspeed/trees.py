@@ -199,6 +199,8 @@ def _module(target: Target, mp: Rank, source: ModelShard) -> object:
                 weights[owner.name] = single(target, owner)
             # Each name gets a tensor of its own, as a view of what it shares with others.
             module[name] = replace(weights[owner.name]) if not apart else single(target, owner)
+        elif target.stage == 3 and name in source.module and source.module[name].shape == (0,):
+            module[name] = view(new_storage(source.module[name].dtype, 0), (0,))  # whose, no file says; DeepSpeed asks
     filed = {name: own for files in target.origin.ranks for name, own in files.model.filed.items()}
     if target.origin.is_foreign:
         filed = {name: unwrapped(name) for name in (*mp.parameters, *mp.buffers)}
