@@ -71,6 +71,7 @@ def test_every_option_that_a_verb_has_in_python_too_is_named_by_its_keyword(verb
         ("--groups=one, --slots=exp_avg,master, --fsdp-size=2", 'groups="one", slots=["exp_avg", "master"], '
             'fsdp_size=2'),
         ("write --drop 'a/*.pt'; --stage-bounds 0,N,...: all", "write drop=['a/*.pt']; stage_bounds=0,N,...: all"),
+        ("--drop 'RMS' or --drop FILE", "drop=['RMS'] or drop=[...]"),
         ("`zckpt reshard A B --world-size 2` does", "`zckpt reshard A B --world-size 2` does"),
         ("a--b and -- and `--to=dcp`", 'a--b and -- and `to="dcp"`'),
     ],

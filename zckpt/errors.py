@@ -130,8 +130,10 @@ def as_keywords(text: str) -> str:
             value = literal if literal.isdecimal() else ", ".join(f'"{one}"' for one in literal.split(","))
         if value is None or not name.endswith("="):
             return name if value is None else f"{name} {value}"
-        several = name[:-1] in _SEVERAL
-        return f"{name}[{'...' if value.isupper() else value}]" if several else f"{name}{value}"
+        if name[:-1] not in _SEVERAL:
+            return f"{name}{value}"
+        stands_for_some = value.isupper() and not value.startswith("'")
+        return f"{name}[{'...' if stands_for_some else value}]"
 
     return _OPTION.sub(keyword, text)
 

@@ -201,3 +201,37 @@ def test_what_is_cut_anew_has_no_list_of_some_frozen_parameters(tmp_path):
     with pytest.raises(UnsupportedError, match="all frozen parameters or none"):
         zckpt.reshard(tmp_path / "saved", tmp_path / "there", world_size=3, stage=3)
     assert not (tmp_path / "there").exists()
+
+
+class Adapter(nn.Module):
+    """A frozen layer and a trained one, which share nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(5, 5).requires_grad_(False)
+        self.adapter = nn.Linear(5, 5)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.adapter(self.base(rows))
+
+
+def save_adapter(rank, world_size, folder: Path) -> dict[str, torch.Tensor]:
+    engine = engine_of(Adapter, "AdamW", 1, 1)
+    step(engine, 0)
+    engine.save_checkpoint(str(folder), exclude_frozen_parameters=True)
+    return weights_of(engine)
+
+
+def load_adapter(rank, world_size, folder: Path, stage: int) -> dict[str, torch.Tensor]:
+    engine = engine_of(Adapter, "AdamW", stage, 2)
+    engine.load_checkpoint(str(folder), load_module_strict=False)
+    return weights_of(engine)
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.nightly)])
+def test_zero1_without_frozen_parameters_is_loaded_at_another_stage(stage, tmp_path):
+    """ZeRO-1 does not list them, so there may be some that were left out, of which a list would lack them."""
+    was = run(save_adapter, 2, tmp_path / "saved")[0]
+    zckpt.convert(tmp_path / "saved", tmp_path / "other", to="deepspeed", stage=stage)
+    found = run(load_adapter, 2, tmp_path / "other", stage)[0]
+    assert all(torch.equal(found[name], was[name]) for name in ("adapter.weight", "adapter.bias"))

@@ -238,3 +238,14 @@ def test_stages_have_the_bounds_that_deepspeed_gives_them(weights, stages):
 
     assert balanced(weights, stages) == tuple(int(n) for n in partition_balanced(weights, stages))
     assert uniform(len(weights), stages) == tuple(int(n) for n in partition_uniform(len(weights), stages))
+
+
+def test_recomputed_layers_of_bf16_optimizer_without_zero_have_their_shapes(made):
+    """Its files have names with the wrapper and numbers of elements, the layers' have shapes and names without it."""
+    folder = made(pipeline("pp2_s0_recomputed", 2, stage=0, dtype="bf16", recomputed=True, steps=1))
+    found, truth = zckpt.open(folder), Truth(folder).tensors
+    wrapped = [key for key in truth if "_checkpoint_wrapped_module" in key and key.startswith("fp32/")]
+    assert wrapped
+    for key in wrapped:
+        name = key.removeprefix("fp32/").replace("_checkpoint_wrapped_module.", "")
+        assert_same(found.read(name, "master"), truth[key], key)

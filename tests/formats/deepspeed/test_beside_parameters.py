@@ -139,6 +139,28 @@ def test_tied_parameters_that_no_list_names_are_tied_by_their_storage(name, tmp_
     assert zckpt.open(tmp_path / "cut").parameters["head.weight"].tied_to == "emb.weight"
 
 
+@pytest.mark.parametrize("name", ["s1_bf16_dp2", "s2_bf16_dp2"])
+def test_second_name_in_a_module_is_tied_though_the_list_has_other_ties_alone(name, tmp_path):
+    """DeepSpeed lists no two names that one module has for a parameter."""
+    tag = copy(name, tmp_path)
+    edit(model_file(tag), lambda content: content["module"].update(again=content["module"]["prime"]))
+    assert zckpt.open(tag).parameters["again"].tied_to == "prime"
+    zckpt.reshard(tag, tmp_path / "cut", world_size=3, stage=3)
+    found = zckpt.open(tmp_path / "cut").parameters
+    assert (found["again"].tied_to, found["head.weight"].tied_to) == ("prime", "emb.weight")
+
+
+def test_name_without_elements_that_no_list_has_stays_under_zero3(tmp_path):
+    """So ZeRO-3 files the second name that one module has for a parameter, and DeepSpeed looks for it."""
+    tag = copy("s3_bf16_dp2", tmp_path)
+    for rank in (0, 1):
+        edit(model_file(tag, rank), lambda content: content["module"].update(again=torch.empty(0)))
+    assert any("the values of again" in warning for warning in zckpt.open(tag).warnings)
+    zckpt.reshard(tag, tmp_path / "cut", world_size=3, verify=True)
+    for path in (tmp_path / "cut").rglob("*model_states.pt"):
+        assert list(content_of(path)["module"]) == list(content_of(model_file(tag, 0))["module"])
+
+
 def test_alias_of_a_parameter_that_was_not_saved_has_its_own_weight(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
 

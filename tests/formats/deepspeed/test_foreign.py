@@ -156,6 +156,19 @@ def test_group_of_which_nothing_has_state_gets_none(tmp_path):
     assert zckpt.fingerprint(tmp_path / "out").text == zckpt.fingerprint(tmp_path / "m.pt").text
 
 
+def test_order_of_parameters_without_any_state_is_not_guessed(tmp_path):
+    """Masters lie in it, and DeepSpeed looks at no names: it would load others' without a word."""
+    model = torch.nn.Linear(3, 5)
+    save_both(model, torch.optim.SGD([model.bias, model.weight]), tmp_path / "m.pt")  # the model has the weight first
+    with refusing(zckpt.UnsupportedError, "no state that could tell their order.*--names FILE"):
+        converted(tmp_path / "m.pt", tmp_path / "out", 2)
+    names = ["bias", "weight"]
+    zckpt.convert(tmp_path / "m.pt", tmp_path / "out", to="deepspeed", world_size=1, stage=2, names=names)
+    (path,) = tag_of(tmp_path / "out").glob("*optim_states.pt")
+    flat = torch.load(path, weights_only=False)["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
+    assert torch.equal(flat[:20], torch.cat([model.bias, model.weight.flatten()]))
+
+
 def nadam(folder: Path, form: str, *, late: bool = False) -> Path:
     """A checkpoint of NAdam, which has two numbers for each parameter; a parameter is a number itself."""
     torch.manual_seed(0)

@@ -510,3 +510,23 @@ def test_an_order_of_endless_ranges_is_not_taken():
     text = f"{zlib.crc32(b'0.weight'):08x};{','.join(['0-999999'] * 2000)}"
     checkpoint.details = {"origin": {"stage_orders": text}}
     assert known_orders(checkpoint) == []
+
+
+def test_names_that_torch_keeps_in_groups_do_not_part_the_stages_groups(tmp_path):
+    """Each stage has those of its own parameters, and a tied layer is in the groups of two."""
+    tag = copy(PLAIN, tmp_path)
+    for path in tag.glob("*optim_states.pt"):
+
+        def name(content: dict[str, Any]) -> None:
+            z = content["optimizer_state_dict"]
+            groups = z["base_optimizer_state"]["param_groups"]
+            for group, mapping in zip(groups, z["param_slice_mappings"], strict=True):
+                group["param_names"] = list(mapping)
+
+        edit(path, name)
+    found = zckpt.open(tag)
+    assert [group.parameters for group in found.param_groups] == [
+        group.parameters for group in zckpt.open(run_of(PLAIN)).param_groups
+    ]
+    zckpt.convert(tag, tmp_path / "dcp", to="dcp")
+    assert zckpt.diff(tag, tmp_path / "dcp").equal

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zckpt.errors import UnsupportedError, listed
-from zckpt.evidence import refuse_unnamed
+from zckpt.evidence import NAMES_ADVICE, in_order_or_sorted, refuse_unnamed
 from zckpt.formats.deepspeed.axes.auto_ep import listed_entries
 from zckpt.formats.deepspeed.axes.experts import (
     check_split,
@@ -154,6 +154,17 @@ def _refuse(checkpoint: Checkpoint, *, staged: bool) -> None:
         )
     refuse_several(checkpoint, "a checkpoint of ZeRO has")
     refuse_unnamed(checkpoint, "by which a checkpoint of ZeRO has them")
+    every = checkpoint.grouped
+    if (
+        checkpoint.is_numbered
+        and not any(own.master or own.optimizer_slots or own.state for own in map(checkpoint.owner, every))
+        and len({tuple(order) for order in in_order_or_sorted(0, every)}) > 1
+    ):
+        raise UnsupportedError(
+            "the optimizer only numbers its parameters, and has no state that could tell their order, in which a "
+            "checkpoint of ZeRO has masters",
+            advice=NAMES_ADVICE,
+        )
     if not any(group.hyperparameters for group in checkpoint.param_groups):
         raise UnsupportedError(
             "holds no hyperparameters, which a ZeRO checkpoint needs",

@@ -424,7 +424,7 @@ def _base_state(
         if type(key) is int or isinstance(one, dict)
     }
     groups = [as_mapping(group, expected="a param group") for group in _items(listed, "param_groups")]
-    return states, [with_scalars(group, path) for group in groups], elastic
+    return states, [with_scalars(without(group, "param_names"), path) for group in groups], elastic
 
 
 def _address(node: object) -> tuple[int, int]:

@@ -81,11 +81,9 @@ def model_tree(target: Target, mp: Rank, rank: int) -> object:
     # DeepSpeed has one list of these for all ranks, under rank 0's numbers of experts: each rank would load rank 0's.
     # Without it, all ranks have loaded what is frozen with the rest of the model, from their experts' files.
     listed_anew = target.stage == 3 or not any(p.frozen and p.name in in_files for p in mp.parameters.values())
-    if (
-        target.stage in (0, 1)
-        or not target.lists_frozen
-        or not (listed_anew and (frozen or mp.model.frozen_shapes is not None or mp.members[0].stage == 1))
-    ):
+    # DeepSpeed looks for all of its own in it, and ZeRO-1, which has none, does not tell whether some were left out.
+    listed_anew &= mp.model.frozen_shapes is not None or bool(frozen)
+    if target.stage in (0, 1) or not target.lists_frozen or not listed_anew:
         written["frozen_param_shapes"] = written["frozen_param_fragments"] = None
     else:
         written["frozen_param_shapes"] = shapes_of(frozen)
@@ -150,12 +148,15 @@ def carried_from(mp: Rank, rank: int) -> ModelShard:
 
 
 def _shared(source: ModelShard, mp: Rank, rank: int) -> object:
-    """Return the list of tied parameters; DeepSpeed lets the first rank of all write it, others have an empty one."""
+    """Return the list of tied parameters; DeepSpeed lets the first rank of all write it, others have an empty one.
+
+    It is made anew: some writers leave it empty, DeepSpeed takes empty parameters for tied ones, and it does not list
+    all that are.
+    """
     listed = source.content.get("shared_params")
-    first = mp.mp_rank == 0 and rank == 0
-    if listed == {} and first and source is mp.model:  # some writers leave it empty where parameters are tied
-        return mp.aliases
-    return listed if first or listed is None or source is not mp.model else {}
+    if listed is None or source is not mp.model:
+        return listed
+    return mp.aliases if mp.mp_rank == 0 and rank == 0 else {}
 
 
 def shapes_of(parameters: Iterable[Parameter], *, tuples: bool = False) -> OrderedMapping:
@@ -198,6 +199,8 @@ def _module(target: Target, mp: Rank, source: ModelShard) -> object:
                 weights[owner.name] = single(target, owner)
             # Each name gets a tensor of its own, as a view of what it shares with others.
             module[name] = replace(weights[owner.name]) if not apart else single(target, owner)
+        elif target.stage == 3 and name in source.module and source.module[name].shape == (0,):
+            module[name] = view(new_storage(source.module[name].dtype, 0), (0,))  # whose, no file says; DeepSpeed asks
     filed = {name: own for files in target.origin.ranks for name, own in files.model.filed.items()}
     if target.origin.is_foreign:
         filed = {name: unwrapped(name) for name in (*mp.parameters, *mp.buffers)}

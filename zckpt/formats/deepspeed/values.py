@@ -73,6 +73,7 @@ def shard_rules(*, first: bool) -> tuple[Rule, ...]:
     )
     return (
         *(Rule((*where, "*", "params", "**"), IMPLIED, "numbers of flat groups") for where in groups),
+        *(Rule((*where, "*", "param_names", "**"), IMPLIED, "names of the parameters") for where in groups),
         *(
             Rule((*where, "*", "*", "**"), STATE, "hyperparameters")
             if first

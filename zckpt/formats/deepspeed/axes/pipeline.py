@@ -192,7 +192,8 @@ def with_shapes(
             for index in range(len(members[0].masters)):
                 shapes.append({})
                 for name, numel in mapped_numels(members, index).items():
-                    fitting, key = {weights[name]} if name in weights else set[Shape](), within(name)
+                    filed = unwrapped(name)
+                    fitting, key = {weights[filed]} if filed in weights else set[Shape](), within(filed)
                     if not fitting:
                         of_key = {shape for n, shape in weights.items() if n.partition(".")[2] == key}
                         fitting = {shape for shape in of_key if math.prod(shape) == numel}

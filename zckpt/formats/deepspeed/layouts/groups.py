@@ -46,22 +46,23 @@ def tied_names(
     Notes
     -----
     DeepSpeed takes empty parameters for aliases of each other, for they share no memory at the same address;
-    they are not. Files before 2023 have no `shared_params`, and what DeepSpeed's own Python writer writes has an empty
-    one: there, two names of the same bytes are one parameter.
+    they are not. It lists no two names that one module has for a parameter (`named_parameters` in its
+    `_get_shared_params`); files before 2023 have no `shared_params`, and what its own Python writer writes has an empty
+    one. So two names of the same bytes are one parameter, too.
     """
     found: dict[str, str] = dict(others)
     module = models[0].module
     for model in models:
         found.update(model.shared)
-    if not parameterwise and not any(model.shared for model in models):
+    if not parameterwise:
         owners: dict[tuple[object, ...], str] = {}
-        ordered = sorted(module, key=lambda name: name not in trained)
+        ordered = sorted(module, key=lambda name: (name not in trained, name in found))
         for name in ordered:
             t = module[name]
             if t.numel and name not in models[0].buffer_names:
                 owner = owners.setdefault(identity_of(t), name)
                 if owner != name and name not in trained:
-                    found[name] = owner
+                    found.setdefault(name, owner)
     result = {}
     for pair in found.items():
         alias, owner = pair if pair[0] not in trained or pair[1] in trained else pair[::-1]
