@@ -149,6 +149,34 @@ def test_weights_that_a_class_wraps_are_read_as_in_dcp(under, tmp_path):
     assert not [item for item in take_inventory(found).items if item.fate == "left out"]
 
 
+@pytest.mark.parametrize("program", ["Lightning", "mmengine"])
+def test_an_average_that_a_program_saves_in_the_models_place_is_not_taken_for_it(program, tmp_path):
+    """Lightning's WeightAveraging and mmengine's EMAHook do, and swap both when they resume."""
+    model, average = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    saved = {"state_dict": average.state_dict(), "optimizer_states": [optimizer.state_dict()]}
+    if program == "Lightning":
+        saved |= {"current_model_state": model.state_dict(), "averaging_state": {"n_averaged": torch.tensor(3)}}
+    else:
+        trained = {"steps": torch.tensor(3), **{f"module.{name}": one for name, one in model.state_dict().items()}}
+        saved |= {"meta": {"mmengine_version": "0.10.7"}, "ema_state_dict": trained}
+    torch.save(saved, tmp_path / "x.pth")
+    checkpoint = zckpt.open(tmp_path / "x.pth")
+    assert ["weights in training" in one for one in checkpoint.warnings] == [True]
+    for name, one in model.named_parameters():
+        assert torch.equal(checkpoint.read(name), one)
+        assert torch.equal(checkpoint.read(name, "exp_avg"), optimizer.state[one]["exp_avg"])
+    zckpt.convert(tmp_path / "x.pth", tmp_path / "dcp", to="dcp")
+    for source in (tmp_path / "x.pth", tmp_path / "dcp"):
+        again = torch.nn.Linear(4, 4)
+        zckpt.load(source, model=again, optimizer=torch.optim.AdamW(again.parameters()))
+        assert torch.equal(again.weight, model.weight)
+    rest = checkpoint.metadata
+    assert {"state_dict", "averaging_state" if program == "Lightning" else "ema_state_dict"} <= rest.keys()
+
+
 def test_averaged_copy_beside_the_model_is_named_in_a_warning(tmp_path):
     model = network().state_dict()
     ema = {name: tensor * 0 for name, tensor in model.items()}

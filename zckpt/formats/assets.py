@@ -14,7 +14,7 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import UsageError
 from zckpt.formats.companions import copy_of
 from zckpt.state import Checkpoint, without
-from zckpt.state.names import ADDED, PEFT, without_adapter
+from zckpt.state.names import ADDED, PEFT, PROMPT, without_adapter
 from zckpt.storage.files import entries_of, read_head
 
 CONFIG_NAME = "config.json"
@@ -28,6 +28,9 @@ STEM, DIFFUSERS_STEM = "model", "diffusion_pytorch_model"
 _DIFFUSERS_KEY = b'"_diffusers_version"'
 _LIVE = frozenset({"default", "modules_to_save", "original_module"})
 """Parts of names in a live model of PEFT that its files do not have."""
+
+_MODEL = "base_model."
+"""What all names begin with where a kind has something once for all modules: VeRA's projections, a bank of vectors."""
 
 _NAMES = re.compile(
     r"(?:config|generation_config|adapter_config|preprocessor_config|processor_config|video_preprocessor_config"
@@ -85,10 +88,14 @@ def is_adapter(names: Iterable[str], assets: Collection[str]) -> bool:
     """
     every = {name: name.split(".") for name in names}
     live = any(_LIVE & {*parts} for parts in every.values())
-    if not every or live or not all(name.startswith(PEFT) for name in every):
+    if not every or live:
+        return False
+    if ADAPTER_CONFIG in assets and (PROMPT in every or all(name.startswith(_MODEL) for name in every)):
+        return True
+    if not all(name.startswith(PEFT) for name in every):
         return False
     own = [name for name, parts in every.items() if any(part.startswith(ADDED) for part in parts)]
-    return ADAPTER_CONFIG in assets or (bool(own) and all(without_adapter(name) == name for name in own))
+    return bool(own) and all(without_adapter(name) == name for name in own)
 
 
 def stem_of(assets: Mapping[str, Path]) -> str:

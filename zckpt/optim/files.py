@@ -204,6 +204,10 @@ def _in_order(found: OpenedCheckpoint, order: Order) -> OpenedCheckpoint:
         return name not in found.parameters and is_number(name.rpartition(".")[2])
 
     groups = [group.parameters for group in found.param_groups]
+    if all(name in found.parameters for some in groups for name in some):
+        return found
+    filed = {ours: its for its, ours in aligned([name for own in order for name in own], found.parameters).items()}
+    order = [[filed.get(name, name) for name in own] for own in order]  # an adapter's have other names in files
     names = {its: ours for some, own in zip(groups, order, strict=False) for its, ours in zip(some, own, strict=False)}
     numbers = {its: ours for its, ours in names.items() if its != ours}
     owners = {its: found.parameters.get(ours) for its, ours in numbers.items()}

@@ -65,8 +65,18 @@ def without_wrappers(name: str) -> str:
     return name
 
 
-ADDED = ("lora_", "ia3_", "hada_", "lokr_", "oft_", "vera_", "boft_", "trainable_tokens_")
-"""How what PEFT adds to a module is called; in memory the adapter's name is behind it."""
+ADDED = (
+    "lora_", "ia3_", "hada_", "lokr_", "oft_", "vera_", "boft_", "trainable_tokens_", "adamss_", "beft_", "bone_",
+    "c3a_", "deft_", "delora_", "fourierft_", "frod_", "glora_", "gralora_", "hira_", "hra_", "lily_", "ln_tuning_",
+    "miss_", "osf_", "peanut_", "poly_", "psoft_", "pvera_", "randlora_", "road_", "shira_", "supertuning_",
+    "tinylora_", "unilora_", "vblora_", "waveft_",
+)  # fmt: skip
+"""How what PEFT adds to a module is called; in memory the adapter's name is behind it (PEFT 0.21, `mapping`)."""
+
+PROMPT = "prompt_embeddings"
+"""What a prompt is in PEFT's files that has nothing else to train: the embedding of `prompt_encoder` in memory."""
+
+_PROMPT = re.compile(r"prompt_encoder\.[^.]+\.embedding\.weight")
 
 
 MAGNITUDE = "lora_magnitude_vector"
@@ -162,6 +172,9 @@ def aligned(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
 def _of_adapter(names: Mapping[str, str]) -> dict[str, str]:
     """Return names that say an adapter by those without; none where several adapters have one."""
     found = {name: without_adapter(short) for short, name in names.items()}
+    prompts = {short: name for short, name in names.items() if short.startswith("prompt_encoder.")}
+    if len(prompts) == 1 and _PROMPT.fullmatch(next(iter(prompts))):
+        found[next(iter(prompts.values()))] = PROMPT
     uses = Counter(found.values())
     return {short: name for name, short in found.items() if short not in names and uses[short] == 1}
 

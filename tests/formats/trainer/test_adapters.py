@@ -166,6 +166,64 @@ def test_names_tell_what_peft_has_in_files(names, told):
     assert is_adapter([f"base_model.model.{name}" for name in names], {}) == told
 
 
+KINDS_IN_MEMORY = {
+    "prompt": {"prompt_encoder.default.embedding.weight": (4, 8)},
+    "vera": {**{f"base_model.model.l.{n}.vera_lambda_{one}.default": (4,) for n in (0, 1) for one in "bd"},
+             "base_model.vera_A.default": (4, 8)},
+    "hra": {f"base_model.model.l.{n}.hra_u.default": (8, 2) for n in (0, 1)},
+    "layer norms": {f"base_model.model.l.{n}.ln_tuning_layers.default.weight": (8,) for n in (0, 1)},
+    "psoft": {f"base_model.model.l.0.psoft_R.default.{one}": (4,) for one in ("vector_a", "vector_b")},
+}  # fmt: skip
+"""What some of PEFT's kinds have in memory. In its files a prompt is `prompt_embeddings`, and `default` is left out."""
+
+
+class Nested(torch.nn.Module):
+    """A frozen base, and parameters by their dotted names."""
+
+    def __init__(self, shapes):
+        super().__init__()
+        for name, shape in {"base_model.model.base": (3,), **shapes}.items():
+            module, *steps = self, *name.split(".")
+            for step in steps[:-1]:
+                if step not in module._modules:
+                    module.add_module(step, torch.nn.Module())
+                module = module._modules[step]
+            is_trained = "base" not in name.rpartition(".")[2] and "vera_A" not in name
+            module.register_parameter(steps[-1], torch.nn.Parameter(torch.randn(shape), requires_grad=is_trained))
+
+
+@pytest.mark.parametrize("through", [None, "zckpt", "dcp"])
+@pytest.mark.parametrize("kind", KINDS_IN_MEMORY)
+def test_every_kind_of_adapter_is_loaded_into_the_model_in_memory(kind, through, tmp_path):
+    """Numbers too, where several of the file's tensors have a shape."""
+
+    def made():
+        model = Nested(KINDS_IN_MEMORY[kind])
+        return model, torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3)
+
+    model, optimizer = made()
+    sum((one * torch.randn_like(one)).sum() for one in model.parameters()).backward()
+    optimizer.step()
+    source = tmp_path / "run"
+    source.mkdir()
+    tensors = {"prompt_embeddings" if "prompt" in name else name.replace(".default", ""): one.detach().clone()
+               for name, one in model.named_parameters() if "base_model.model.base" not in name}  # fmt: skip
+    save_file(tensors, source / "adapter_model.safetensors")
+    (source / "adapter_config.json").write_text(json.dumps({"peft_type": kind}))
+    torch.save(optimizer.state_dict(), source / "optimizer.pt")
+    (source / "trainer_state.json").write_text(json.dumps({"global_step": 1, "train_batch_size": 2}))
+    zckpt.consolidate(source, tmp_path / "whole")
+    assert (tmp_path / "whole" / "adapter_model.safetensors").is_file()
+    if through is not None:
+        zckpt.convert(source, tmp_path / through, to=through)
+    again, its = made()
+    zckpt.load(tmp_path / (through or "run"), model=again, optimizer=its, strict=False)
+    for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert not one.requires_grad or torch.equal(one, other), name
+        for key, value in optimizer.state[one].items():
+            assert torch.equal(its.state[other][key], value), (name, key)
+
+
 def test_several_adapters_name_what_to_give_and_a_pipeline_is_its_models(tmp_path):
     adapter("lora", tmp_path / "two" / "one", config=False)
     adapter("lora", tmp_path / "two" / "other", config=False)

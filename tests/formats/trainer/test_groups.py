@@ -62,6 +62,35 @@ def test_an_older_trainers_groups_stay_as_they_are(tmp_path):
         assert torch.equal(ours["state"][number]["exp_avg"], state["exp_avg"])
 
 
+def test_groups_of_a_program_with_others_stay_as_they_are(tmp_path):
+    """ms-swift drops the empty one of an adapter's, LLaMA-Factory's LoRA+ has four, of which two are empty."""
+    names = [f"base_model.model.model.layers.{n}.q_proj.lora_{one}.weight" for n in (0, 1) for one in "AB"]
+    model = {name: torch.nn.Parameter(torch.randn((2, 16) if "_A." in name else (16, 2))) for name in names}
+    halves = [[model[name] for name in names if half in name] for half in ("_A.", "_B.")]
+    for case, rates in {"one": [1e-3], "four": [1e-3, 1e-2, 1e-2, 1e-6]}.items():
+        parts = [list(model.values())] if case == "one" else [*halves, [], []]
+        groups = [{"params": part, "lr": rate} for part, rate in zip(parts, rates, strict=True)]
+        optimizer = torch.optim.AdamW(groups)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        sum((one * torch.randn_like(one)).sum() for one in model.values()).backward()
+        optimizer.step()
+        source, again = tmp_path / case, tmp_path / f"{case}_again"
+        source.mkdir()
+        save_file({name: one.detach() for name, one in model.items()}, source / "adapter_model.safetensors")
+        (source / "adapter_config.json").write_text(
+            json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]})
+        )
+        (source / "trainer_state.json").write_text(json.dumps({"global_step": 1, "train_batch_size": 2}))
+        torch.save(optimizer.state_dict(), source / "optimizer.pt")
+        torch.save(schedule.state_dict(), source / "scheduler.pt")
+        zckpt.convert(source, again, to="transformers-trainer")
+        ours, theirs = (torch.load(one / "optimizer.pt") for one in (again, source))
+        assert [one["params"] for one in ours["param_groups"]] == [one["params"] for one in theirs["param_groups"]]
+        assert [one["lr"] for one in ours["param_groups"]] == rates
+        assert zckpt.diff(source, again).equal
+        assert torch.load(again / "scheduler.pt")["base_lrs"] == rates
+
+
 def test_other_groups_keep_their_numbers(tmp_path):
     trained(tmp_path, ("bias", "model.norm"))
     assert zckpt.open(tmp_path).unnamed

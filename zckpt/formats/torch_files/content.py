@@ -42,7 +42,7 @@ from zckpt.formats.torch_files.tensors import identity_of
 from zckpt.immutable import mutable
 from zckpt.state import Shape, are_texts, dict_of, without
 from zckpt.state.inventory import STATE, Rule
-from zckpt.state.names import aligned
+from zckpt.state.names import FRONT, aligned
 from zckpt.torchfile import Place, Tensor, is_leaf, is_tensor, value_at
 
 STATE_DICT_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state", "net", "network", "weights")
@@ -148,7 +148,8 @@ class Content:
         for key, value in self.base.items():
             if key in self.keys:
                 items = value.items() if isinstance(value, Mapping) else ()
-                extra = {name: one for name, one in items if not is_tensor(one)}
+                read = self.models.get("", self.models.get(f"{key}.", {}))
+                extra = {name: one for name, one in items if not is_tensor(one) or name not in read}
                 rest.update({key: extra} if extra else {})
             elif key not in gone and not (None in self.keys and is_tensor(value)):
                 rest[key] = value
@@ -389,7 +390,8 @@ def _choose_models(found: Content, models: Mapping[object, Node], shapes: Mappin
     What has nothing that may be trained but single numbers, such as random states, is none beside a model.
     """
     models = {key: model for key, model in models.items() if any(shapes[key].values())} or models
-    usual = [key for key in STATE_DICT_KEYS if key in models]
+    swapped = [key for key in _swapped(found.base) if key in models]
+    usual = swapped or [key for key in STATE_DICT_KEYS if key in models]
     plain = [key for key in models if not words(key) & AVERAGES]
     one = next(iter(usual or (plain if len(plain) == 1 else [])), None)
     several = [held for held in found.optimizers if len(models) > 1]
@@ -399,10 +401,14 @@ def _choose_models(found: Content, models: Mapping[object, Node], shapes: Mappin
         one = None if together and not can_have(shapes[one], states) else one
     if len(models) == 1 or one is not None:
         key = next(iter(models)) if one is None else one
-        found.models, found.keys = {"": models[key]}, {key}
+        counted = swapped and any(str(name).startswith(FRONT) for name in models[key])  # mmengine's `steps` beside it
+        its = {name: it for name, it in models[key].items() if not counted or str(name).startswith(FRONT)}
+        found.models, found.keys = {"": its}, {key}
         if len(models) > 1:
+            average = ": the program swapped the weights in training with their average" if swapped else ""
+            every = ", ".join(map(str, models))
             found.warnings.append(
-                f"there are several dicts of tensors ({', '.join(map(str, models))}); {key!r} is used as the model"
+                f"there are several dicts of tensors ({every}); {key!r} is used as the model{average}"
             )
         _by_children(found.optimizers, shapes[key])
         return
@@ -411,6 +417,15 @@ def _choose_models(found: Content, models: Mapping[object, Node], shapes: Mappin
         _warned(found, models)
     for held in found.optimizers if models else ():
         _find_model(found, held, shapes)
+
+
+def _swapped(base: Node) -> list[str]:
+    """Return where the weights in training are if a program puts their average under the model's key for inference.
+
+    Lightning's WeightAveraging and mmengine's EMAHook do so, and swap both when they resume.
+    """
+    mmengine = "mmengine_version" in dict_of(base.get("meta"))
+    return ["current_model_state", *(["ema_state_dict"] if mmengine else [])]
 
 
 def _warned(found: Content, models: Iterable[object]) -> Content:

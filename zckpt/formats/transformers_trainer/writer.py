@@ -12,7 +12,6 @@ rng_state*.pth        the Trainer's or Accelerate's; else none, and the Trainer 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,7 +32,7 @@ from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.transformers_trainer.architectures import Architecture, architecture
 from zckpt.formats.transformers_trainer.directory import ADAPTER_STEM, STATE_NAME
 from zckpt.formats.transformers_trainer.reader import FORMAT
-from zckpt.formats.transformers_trainer.readings import BIASES, BY_NAME, DECAYED, UNDECAYED, group_of, shortened
+from zckpt.formats.transformers_trainer.readings import DECAYED, UNDECAYED, group_of, shortened
 from zckpt.formats.transformers_trainer.states import FILES, random_states, scheduler
 from zckpt.state import Checkpoint, ParamGroup, without
 from zckpt.storage.files import read_json
@@ -160,12 +159,17 @@ Members = list[list[str]]
 def as_the_trainer_has_them(checkpoint: Checkpoint, known: Architecture, notes: list[str]) -> Checkpoint:
     """Return a checkpoint with the two param groups that the Trainer has, one of which may be empty.
 
-    Groups that are the Trainer's stay as they are. Others are parted and joined by its rule, where those that come to
-    be in one group have the same hyperparameters. `known`: of the model; `notes`: gets what was done. Raises
-    UnsupportedError: the Trainer's groups cannot be told, or have no hyperparameters that hold for all in one.
+    Groups that are the Trainer's stay as they are, as do those of a Trainer's directory: a program whose Trainer has
+    others (LLaMA-Factory's LoRA+, ms-swift, which drops an empty one) asks for as many. Others are parted and joined by
+    its rule, where those that come to be in one group have the same hyperparameters. `known`: of the model; `notes`:
+    gets what was done. Raises UnsupportedError: the Trainer's groups cannot be told, or have no hyperparameters that
+    hold for all in one.
     """
     groups = checkpoint.param_groups
     members = [list(group.parameters) for group in groups]
+    if checkpoint.format == FORMAT and "trainer_state" in checkpoint.metadata:
+        _check_order(members, known)
+        return checkpoint
     if len(groups) == 1 and not any(group_of(name, known) == UNDECAYED for name in members[0]):
         members.append([])
     if not _are_the_trainers(checkpoint, members, known):
@@ -195,17 +199,14 @@ def as_the_trainer_has_them(checkpoint: Checkpoint, known: Architecture, notes: 
 
 def _are_the_trainers(checkpoint: Checkpoint, members: Members, known: Architecture) -> bool:
     """Tell whether groups are the Trainer's; one-dimensional tensors of classes that are not known may be in either."""
-
-    def are_by(undecayed: re.Pattern[str]) -> bool:
-        for at, names in enumerate(members):
-            for name in names:
-                group = group_of(name, known, undecayed)
-                if group != at and (group == UNDECAYED or len(checkpoint.parameters[name].shape) != 1):
-                    return False
-        return True
-
-    rules = [BY_NAME, BIASES] if checkpoint.format == FORMAT else [BY_NAME]  # an older Trainer's stay as they are
-    return len(members) == 2 and any(map(are_by, rules))
+    if len(members) != 2:
+        return False
+    for at, names in enumerate(members):
+        for name in names:
+            group = group_of(name, known)
+            if group != at and (group == UNDECAYED or len(checkpoint.parameters[name].shape) != 1):
+                return False
+    return True
 
 
 def _parted(checkpoint: Checkpoint, known: Architecture) -> Members:
