@@ -27,6 +27,7 @@ from tests.fsdp_training.training import STEPS, made, step, truth
 from tests.gloo import run
 from tests.refusals import refusing
 from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
+from zckpt.formats.torch_files.attach import further_keys
 
 
 def body(*sizes: int) -> nn.Sequential:
@@ -297,11 +298,13 @@ def test_models_and_optimizers_that_lie_deeper(form, tmp_path):
 def test_a_dict_that_lies_in_itself_is_looked_into_once(tmp_path):
     models, optimizers = gan()
     model, optimizer = next(iter(models.values())), next(iter(optimizers.values()))
-    root: dict[str, Any] = {"run": {"last": {"net": model.state_dict(), "opt": optimizer.state_dict()}}}
+    state = optimizer.state_dict() | {"seen": 3}
+    root: dict[str, Any] = {"run": {"last": {"net": model.state_dict(), "opt": state}}}
     root |= {f"again{at}": root for at in range(20)}
     torch.save(root, tmp_path / "c.pt")
     opened = zckpt.open(tmp_path / "c.pt")
     assert torch.equal(opened.read("0.weight", "exp_avg"), optimizer.state[model[0].weight]["exp_avg"])
+    assert further_keys(opened.optimizer_metadata) == ["seen"]
 
 
 def test_a_list_of_a_model_and_its_optimizer(tmp_path):

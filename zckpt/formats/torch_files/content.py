@@ -166,15 +166,16 @@ def content_of(root: Node, path: Path, *, spreads: bool = False, seen: set[int] 
     each once, since some may lie in themselves. Raises DamagedFileError: what looks like an optimizer is none.
     """
     seen = set() if seen is None else seen
+    node = root
     base = _one_by_one(root) if spreads else root
     found = Content(root=base, base=base)
     models: dict[object, Node] = {}
     optimizers: dict[object, list[Held]] = {}
-    while id(root) not in seen:
+    while id(node) not in seen:
         models, optimizers = _models(found.base), _optimizers(found.base, found.place, path)
         if _trained(models) or optimizers:
             break
-        seen.add(id(root))
+        seen.add(id(node))
         below = _below(found.base, models, seen)
         if len(below) > 1:
             parts = {key: content_of(dict_of(found.base[key]), path, seen=seen) for key in below}
@@ -182,8 +183,10 @@ def content_of(root: Node, path: Path, *, spreads: bool = False, seen: set[int] 
                 return _together(found, parts)
         if len(below) != 1:
             break
-        root = dict_of(found.base[below[0]])
-        found.base, found.place = _one_by_one(root) if spreads else root, (*found.place, below[0])
+        node = dict_of(found.base[below[0]])
+        found.base, found.place = _one_by_one(node) if spreads else node, (*found.place, below[0])
+    if found.place and not models:  # of a rank's file of another program, say
+        optimizers = {}
     shapes = {key: shapes_of(model) for key, model in models.items()}
     _choose_optimizers(found, optimizers, shapes)
     _choose_models(found, models, shapes)
