@@ -123,7 +123,7 @@ class Workers:
     Parameters
     ----------
     threads : range
-        `THREADS` or `WAITING_THREADS`: between its ends, as many as there are cores.
+        Those of `threads_for`: between its ends, as many as there are cores.
     here : bool
         What is run needs the memory of this process: the executor is used only if it has threads of it.
     at_once : int, optional

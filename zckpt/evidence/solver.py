@@ -88,7 +88,7 @@ class Evidence(Generic[Number]):
         shape, whole = self.shapes.get(number), self.candidates[name]
         alike = shape is None or shape == whole
         if shape is not None and self.factored:
-            alike = alike or agree(shape, whole) or is_per_row(shape, whole)
+            alike = alike or can_be_of(shape, whole)
         frozen = shape is not None and self.is_original(name)
         return alike and not frozen and all(rule(number, name) for rule in self.rules)
 
@@ -189,8 +189,13 @@ def agree(state: Shape, parameter: Shape) -> bool:
     return len(state) < max(len(parameter), 1) and set(state) <= set(parameter)
 
 
-def is_per_row(state: Shape, parameter: Shape) -> bool:
-    """Tell whether state is of rows, once for each shard of their columns, as torchrec's row-wise optimizers have."""
+def can_be_of(state: Shape, parameter: Shape) -> bool:
+    """Tell whether state of this shape can belong to a parameter that is named.
+
+    It agrees, or is of rows, once for each shard of their columns, as torchrec's row-wise optimizers have.
+    """
+    if agree(state, parameter):
+        return True
     return len(state) == 1 and len(parameter) == 2 and state[0] >= parameter[0] > 0 and not state[0] % parameter[0]
 
 

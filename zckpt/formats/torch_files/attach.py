@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import cache
 
 from zckpt.errors import DamagedFileError, UsageError, about, listed
-from zckpt.evidence import Evidence, Orders, agree, in_order_or_sorted, is_per_row, keep_number, note_numbers
+from zckpt.evidence import Evidence, Orders, can_be_of, in_order_or_sorted, keep_number, note_numbers
 from zckpt.formats.torch_files.optimizer import (
     BESIDE,
     OPTIMIZER,
@@ -260,9 +260,7 @@ def _by_name(said: Evidence[int], optimizer: OptimizerState) -> dict[int, str]:
     told = {key for key in every if 2 * same[key] > every[key]} or every.keys()
     wrong = [(name, said.shapes[number]) for number, name in found.items() if uses[name] > 1]
     wrong += [
-        (name, shape)
-        for name, key, shape in shown
-        if key in told and not agree(shape, said.candidates[name]) and not is_per_row(shape, said.candidates[name])
+        (name, shape) for name, key, shape in shown if key in told and not can_be_of(shape, said.candidates[name])
     ]
     if wrong:
         name, seen = wrong[0]
