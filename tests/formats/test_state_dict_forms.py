@@ -271,6 +271,14 @@ DEEPER: dict[str, tuple[str, Callable[[list[Any], list[Any]], object]]] = {
     "a list": ("0.", lambda m, o: [{"model": m[0], "optimizer": o[0]}, {"model": m[1], "optimizer": o[1]}, 7]),
     "dicts": ("models.0.", lambda m, o: {"checkpoint": {"models": m, "optimizers": o}, "epoch": 7}),
     "pairs": ("g.", lambda m, o: {"agent": {"all": {"g": m[0], "d": m[1], "opt_g": o[0], "opt_d": o[1]}}, "epoch": 7}),
+    "a buffer": (
+        "g.",
+        lambda m, o: {
+            "run": {k: {"net": m[i], "opt": o[i]} for i, k in enumerate("gd")},
+            "epoch": 7,
+            "replay": {"obs": {"x": torch.ones(3, 4)}},
+        },
+    ),
     "parts": ("g.", lambda m, o: {"run": {k: {"net": m[i], "opt": o[i]} for i, k in enumerate("gd")}, "epoch": 7}),
 }
 

@@ -205,11 +205,16 @@ def _warned_of_rest(found: Content, known: Iterable[object] = ()) -> Content:
 
 
 def _below(base: Node, models: Mapping[object, Node], seen: set[int]) -> list[object]:
-    """Return what of a dict has models in it, beside some of which none is trained, or else an optimizer further in."""
+    """Return what of a dict has models in it, beside some of which none is trained, or else an optimizer further in.
+
+    A model with its optimizer, further in, comes before tensors without one, a replay buffer's say.
+    """
     new = {key: value for key, value in base.items() if key not in models and id(value) not in seen}
     dicts = {key: value for key, value in new.items() if isinstance(value, dict)}
     every = [key for key, value in dicts.items() if _models(value)]
-    every = every or [key for key, value in dicts.items() if _holds(value, _is_optimizer)]
+    trained = [key for key, value in dicts.items() if _holds(value, _is_optimizer)]
+    if not {*every} & {*trained}:
+        every = [key for key in trained if _holds([dicts[key]], _is_pair)] or every or trained
     return every if models else _no_averages(every) or every
 
 
@@ -243,6 +248,11 @@ def _holds(node: object, what: Callable[[object], bool], deep: int = 4) -> bool:
     return False
 
 
+def _is_pair(node: object) -> bool:
+    inside = dict_of(node).values()
+    return any(map(is_state_dict, inside)) and any(map(_is_optimizer, inside))
+
+
 def _is_more(node: object) -> bool:
     """Tell a model of more than single numbers, or an optimizer."""
     return _is_optimizer(node) or _has_elements(dict_of(node))
@@ -251,10 +261,10 @@ def _is_more(node: object) -> bool:
 def _one_by_one(root: Node) -> dict[object, object]:
     """Return a dict with each model of a list, or of a dict of models alone, under a key of its own, `models.0`.
 
-    Where there is no other model, or only an average.
+    Where there is no other model, or only an average; nor, further in, one with its optimizer.
     """
     found: dict[object, object] = {}
-    if _trained(_models(root)) or _is_optimizer(root):
+    if _trained(_models(root)) or _is_optimizer(root) or _holds(root, _is_pair):
         return dict(root)
     for key, value in root.items():
         several = dict(enumerate(value)) if isinstance(value, (list, tuple)) else dict_of(value)
