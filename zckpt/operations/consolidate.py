@@ -151,7 +151,7 @@ def consolidate(
     naming = naming_of(shared)
     whole = opened(source, **shared)
     found, values, drop = without_rank_values(whole, shared["drop"])
-    dropped = (*values, *check_nothing_lost([whole], drop, salvages=True))
+    dropped = (*values, *check_nothing_lost([whole], drop, salvages=True, of_model=not slots))
     left = salvage(found, shared, of_optimizer=bool(slots))
     found = left.checkpoint
     left_out: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ from zckpt.formats.account import take_inventory
 from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS
 from zckpt.state import Checkpoint
 from zckpt.state.checkpoint import how_to_drop, keys_listed
-from zckpt.state.inventory import FILE
+from zckpt.state.inventory import FILE, UNNAMED_STATE
 from zckpt.torchfile import node_of
 
 SHOWN = 3
@@ -27,6 +27,7 @@ def check_nothing_lost(
     copied: Collection[str] = (),
     kept: Collection[str] = (),
     salvages: bool = False,
+    of_model: bool = False,
 ) -> tuple[str, ...]:
     """Raise unless everything in sources arrives, or is to be dropped; return what is dropped, and why it is not read.
 
@@ -41,6 +42,8 @@ def check_nothing_lost(
         Files that arrive or are known to go; what is in them may still be lost.
     salvages : bool
         What nobody can read any more, for other files are lost, goes, too.
+    of_model : bool
+        Nothing of an optimizer is wanted, and one that no one could read as a whole is none that is lost.
 
     Raises
     ------
@@ -58,7 +61,8 @@ def check_nothing_lost(
         others = [
             item
             for item in lost
-            if item.error is not None or (item.file not in copied and (item.kind != FILE or item.file not in kept))
+            if not (of_model and item.about == UNNAMED_STATE)
+            and (item.error is not None or (item.file not in copied and (item.kind != FILE or item.file not in kept)))
         ]
         if others:
             names, said = [item.name for item in others], [f"{item.name} ({item.about})" for item in others]

@@ -28,6 +28,9 @@ COPY = "copy"
 IMPLIED = "implied"
 FOREIGN = "foreign"
 LEFT_OUT = "left out"
+UNNAMED_STATE = "of which parameter it is the optimizer's state is uncertain"
+"""Why that of an optimizer is left out as a whole; the model is known without it."""
+
 FATES = (STATE, CARRIED, COPY, IMPLIED, FOREIGN, LEFT_OUT)
 
 FILE, RECORD, TENSOR, VALUE = "file", "record", "tensor", "value"

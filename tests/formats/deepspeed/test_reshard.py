@@ -300,6 +300,21 @@ def test_the_clients_own_keys_stay_as_they_are(world_size, options, tmp_path):
     assert plain(new["nested"]["set"]) == plain(old["nested"]["set"])
 
 
+def test_client_keys_that_are_numbers_and_sparse_tensors_arrive(tmp_path):
+    tag = copy("s2_fp32_dp2", tmp_path)
+    edit(model_file(tag), lambda content: content.update({7: torch.ones(2), "mask": torch.eye(3).to_sparse()}))
+    zckpt.reshard(tag.parent, tmp_path / "cut", world_size=3)
+    zckpt.convert(tmp_path / "cut", tmp_path / "sharded", to="deepspeed", stage=3)
+    zckpt.convert(tmp_path / "sharded", tmp_path / "again", to="deepspeed", stage=2, world_size=2)
+    zckpt.convert(tag.parent, tmp_path / "u", to="universal")
+    for name in ("cut", "sharded", "again"):
+        for path in tag_of(tmp_path / name).glob("*model_states.pt"):
+            content = torch.load(path, weights_only=False)
+            assert torch.equal(content["mask"].to_dense(), torch.eye(3))
+            assert torch.equal(content[7], torch.ones(2))
+    assert "mask" in zckpt.open(tmp_path / "u").metadata
+
+
 # --- what every rank of ZeRO-3 saved for itself
 
 

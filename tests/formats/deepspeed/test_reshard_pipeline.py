@@ -15,7 +15,7 @@ from tests.formats.deepspeed.contents import alike, content_of, cut, run_of, sta
 from tests.formats.deepspeed.shards import FIXTURES, copy, edit, optimizer_file
 from tests.refusals import refusing
 from tests.truth import Truth, assert_consolidated, assert_same
-from zckpt.errors import LayoutError, ShardError, UnsupportedError, UsageError
+from zckpt.errors import LayoutError, LeftOutError, ShardError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed import target_groups
 from zckpt.formats.deepspeed.axes.stage_order import goes_by_modules, known_orders
 from zckpt.state import Checkpoint, ParamGroup
@@ -254,6 +254,15 @@ def _without_mappings(content: dict[str, Any]) -> None:
 def test_without_zero_stages_stay_until_names_are_known(options, tmp_path):
     with refusing(UnsupportedError, "which parameters each rank's optimizer numbers"):
         cut(run_of("pp2_s0_fp32_dp2"), tmp_path / "cut", 1, **options)
+
+
+def test_a_model_is_consolidated_whatever_its_optimizers_number(tmp_path):
+    run = run_of("pp2_s0_fp32_dp2")
+    zckpt.consolidate(run, tmp_path / "model.safetensors")
+    model, known = zckpt.open(tmp_path / "model.safetensors"), zckpt.open(run)
+    assert all(torch.equal(model.read(one.name, "weight"), known.read(one.name, "weight")) for one in known.tensors())
+    with refusing(LeftOutError, "of which parameter it is the optimizer's state is uncertain"):
+        zckpt.consolidate(run, tmp_path / "all.safetensors", slots="all")
 
 
 def test_names_of_the_modules_by_renaming(tmp_path):

@@ -220,7 +220,7 @@ class FileAccount:
             self._value(node, steps, fit.rule)
             return _NOTHING
         seen.add(id(node))
-        if self._take(node, steps):
+        if self._take(node, steps, fit.rule):
             return _NOTHING
         if isinstance(node, Slot):
             self._elements([span.reach for span in spans_of(node)], steps, None)
@@ -259,12 +259,14 @@ class FileAccount:
                 continue
             yield step, child
 
-    def _take(self, node: object, steps: Steps) -> bool:
+    def _take(self, node: object, steps: Steps, rule: Rule | None) -> bool:
         """Account for a node that the checkpoint has taken, or cannot have, with the tensors below it, if it is one."""
         nodes = self.taken.nodes
         fate, about = next((nodes[path, id(node)] for path in self._paths if (path, id(node)) in nodes), ("", ""))
         odd = None if fate else oddity(node)
-        if odd is not None:
+        if odd is not None and rule is not None and rule.tensors:
+            fate, about = rule.fate, rule.about
+        elif odd is not None:
             fate, about = LEFT_OUT, f"a tensor {odd}, which zckpt does not write densely"
         if not fate:
             return False
@@ -326,6 +328,9 @@ class FileAccount:
         return False
 
     def _add(self, kind: str, fate: str, about: str, steps: Steps, nbytes: int = 0) -> None:
+        if fate == LEFT_OUT:
+            self._lose(kind, about, steps, nbytes)
+            return
         one = self._sums.get((kind, fate, about))
         if one is None:
             one = self._sums[kind, fate, about] = _Sum(place_of(steps))

@@ -23,7 +23,7 @@ def alone_among_frozen(target: Target) -> list[str]:
     """Return frozen parameters for which a target of ZeRO-3 has no place, for others of the model are not there."""
     if target.stage != 3 or target.lists_frozen:
         return []
-    return [p.name for mp in target.ranks for p in mp.parameters.values() if p.frozen and p.slots and p.numel]
+    return [p.name for mp in target.ranks for p in mp.parameters.values() if p.frozen and p.slots]
 
 
 def rank_notes(target: Target) -> list[str]:

@@ -62,7 +62,7 @@ from zckpt.formats.deepspeed.values import (
 )
 from zckpt.formats.torch_files.tensors import as_mapping, carried, describe
 from zckpt.state import WEIGHT, Checkpoint, GivenNames, Topology, as_float, dict_of
-from zckpt.state.inventory import Rule
+from zckpt.state.inventory import LEFT_OUT, UNNAMED_STATE, Rule
 from zckpt.torchfile import Object, read_torchfile
 
 OPTIMIZER_METADATA_KEYS = (*SCALING_KEYS, "clip_grad")
@@ -332,8 +332,13 @@ class _Files:
             contents = [(file, one) for file, one in held if isinstance(one, dict)]
             keys = (str(key) for _, one in contents for key in one if key not in STATE_KEYS)
             compressed = {m.path for m in models if compresses(m.content.get("optimizer"))}
+            unread = not checkpoint.param_groups and not checkpoint.unnamed
+            rule = Rule((where, "**"), LEFT_OUT, UNNAMED_STATE, tensors=True)
+            numbered = {m.path for m in models if unread and m.optimizer is not None}
+            numbered |= {file.path for _, file in self.of_experts if unread}
             for file in checkpoint.files:
-                file.rules = (*(ONE_BIT_RULES if file.path in compressed else ()), *file.rules)
+                own_rules = (rule,) * (file.path in numbered) + ONE_BIT_RULES * (file.path in compressed)
+                file.rules = (*own_rules, *file.rules)
         own, of_optimizers = keep_others(contents, keys, where)
         checkpoint.optimizer_metadata |= own
         found.append(of_optimizers)

@@ -90,7 +90,7 @@ def model_tree(target: Target, mp: Rank, rank: int) -> object:
         written["frozen_param_fragments"] = _frozen_shards(target, frozen, rank if target.stage == 3 else None)
     if target.stage == 0:
         written |= dict.fromkeys(_OF_ZERO)
-    content = restated(source.file, source.content, written)
+    content = restated(source.file, dict_of(source.file.root), written)  # keys that are no texts, too
     if mp.unpartitioned is not None:
         content["optimizer"] = stage0_optimizer(mp, mp.unpartitioned)
     arguments = arguments_in(source.content)

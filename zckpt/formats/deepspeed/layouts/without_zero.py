@@ -37,7 +37,7 @@ from zckpt.formats.deepspeed.trees import batch_of, form_of, restated
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import holds_tensors
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, dict_of
 from zckpt.state.partition import check_world_size
 from zckpt.torchfile import FromFile
 
@@ -67,7 +67,7 @@ def copied(job: Job, origin: Origin) -> TargetFiles:
             config = {**config, **batch_of(config, ranks)}
         said: dict[str, object] = {"dp_world_size": ranks, "ds_config": FromFile.of(model.file, config)}
         said |= listed_layers(model, {}, ranks)
-        files.append(torch_writer.lay_out(name, restated(model.file, model.content, said)))
+        files.append(torch_writer.lay_out(name, restated(model.file, dict_of(model.file.root), said)))
     written = TargetFiles(files, notes=[COPIED_RANKS.format(ranks)], restated=None, copied={one.name for one in files})
     return in_run(written, job, tag, ranks * len(origin.ranks))
 
