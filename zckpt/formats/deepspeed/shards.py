@@ -370,8 +370,9 @@ def _optimizer(shard: Shard, file: TorchFile) -> OptimizerShard:
         else:
             scalars[index][key] = value
     common = None if stage == 3 else z.get("base_optimizer_state_step")
-    for one in scalars if common is not None else ():
-        one.setdefault("step", common)
+    for one, own in zip(scalars, tensors, strict=True):
+        if common or (common is not None and own):  # 0 without state: there was no step yet
+            one.setdefault("step", common)
     counts = z.get("partition_count")
     if stage == 3 and not isinstance(counts, int):
         raise DamagedFileError("unreadable partition_count", expected="a number", found=brief(counts))

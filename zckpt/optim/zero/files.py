@@ -136,10 +136,8 @@ def _model(
     tensors: dict[str, torch.Tensor],
 ) -> dict[str, Any]:
     """Return the content of the model's file, but for the configuration."""
-    shapes = [
-        OrderedDict((names[p], p.shape) for p in group["params"] if p in optimizer._place)
-        for group in optimizer.param_groups
-    ]
+    # In the order of the flat buffers, which `round_robin_gradients` makes another one than the groups'.
+    shapes = [OrderedDict((names[p], p.shape) for p in group.parameters) for group in optimizer.groups]
     slices = model_rank(optimizer.model_parallel)[1]
     trained = {p: name for p, name in names.items() if p in optimizer._place}
     tied, rest, buffers = its.roles(trained)
