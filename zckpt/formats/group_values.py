@@ -10,8 +10,6 @@ from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.state import Checkpoint, ParamGroup, Scalar, number_of
 from zckpt.torchfile import alike, node_of
 
-STEP = "step"
-
 
 def refuse_several(checkpoint: Checkpoint, what: str) -> None:
     """Raise UnsupportedError where a checkpoint has several optimizers, and what is to be written has one."""

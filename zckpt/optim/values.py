@@ -6,7 +6,7 @@ And values of an optimizer that are no tensors of elements: as a file has them, 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeGuard
@@ -19,7 +19,7 @@ from zckpt.engine.tensors import TensorRead, dtype_name, memory_of, read_tensors
 from zckpt.errors import UnsupportedError
 from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.torch_files.tensors import description, holds_tensors, slot_of
-from zckpt.state import Checkpoint, Extent, Parameter, Scalar, Slot
+from zckpt.state import Checkpoint, Extent, Scalar, Slot
 from zckpt.torchfile import (
     MAX_DEPTH,
     DefaultMapping,
@@ -303,23 +303,13 @@ def as_stored(value: object, key: str = "") -> object:
     return value
 
 
-def read_numbers(every: Sequence[dict[str, object]], owners: Sequence[Parameter | None]) -> None:
-    """Put single numbers in the place of tensors that hold one for a whole parameter.
-
-    A parameter that is a single number itself has one of each kind; `step` is none for each element.
-    """
-    pairs = [(values, owner.shape) for values, owner in zip(every, owners, strict=True) if owner is not None]
-    numbers = {"step"} | {
-        key
-        for values, shape in pairs
-        for key, value in values.items()
-        if isinstance(value, Slot) and not value.shape and shape
-    }
+def read_numbers(every: Sequence[dict[str, object]], keys: Collection[str]) -> None:
+    """Put single numbers in the place of tensors that hold one for a whole parameter, which have these keys."""
     found = [
         (values, key, value)
-        for values, _ in pairs
+        for values in every
         for key, value in values.items()
-        if key in numbers and isinstance(value, Slot) and not value.shape
+        if key in keys and isinstance(value, Slot) and not value.shape
     ]
     for (values, key, _), number in zip(found, read_scalars([slot for _, _, slot in found]), strict=True):
         values[key] = number

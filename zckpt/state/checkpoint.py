@@ -453,6 +453,18 @@ class Checkpoint:
         """Names of the parameters in param groups, group by group."""
         return [name for group in self.param_groups for name in group.parameters]
 
+    @property
+    def number_keys(self) -> frozenset[str]:
+        """The optimizer's keys under which some parameter has one number for all of its elements.
+
+        What a parameter that is a single number has under another key is of its one element.
+        """
+        found = {"step"}
+        for own in self.owners:
+            if own.shape:
+                found |= own.state.keys() | {key for key, slot in own.slots.items() if not slot.shape}
+        return frozenset(found)
+
     def place(self, name: str, weight: Slot, *, trained: bool) -> None:
         """Add a tensor of the model, as a parameter or a buffer."""
         (self.parameters if trained else self.buffers)[name] = Parameter.of(name, weight)

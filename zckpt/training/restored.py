@@ -243,7 +243,7 @@ class _Held(Meeting):
         names = list(dict.fromkeys([*of_group, *(name for name, _ in state.holding())]))
         owners = {name: owner_of(self.source.checkpoint, name) for name in names}
         read: list[dict[str, Any]] = [{} if one is None else {**state.values(one)} for one in owners.values()]
-        read_numbers(read, list(owners.values()))
+        read_numbers(read, self.source.checkpoint.number_keys)
         expected = dict(zip(names, read, strict=True))
         masters = {name for name, slot, _ in snapshot.shares if slot == MASTER} | state.publishes
         self.stepped |= {*names} - masters

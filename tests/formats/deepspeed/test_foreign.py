@@ -13,11 +13,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import zckpt
+from tests import gloo
 from tests.formats.deepspeed.contents import content_of, run_of, state_of, tag_of
 from tests.formats.deepspeed.shards import edit, model_file
 from tests.live import save_both
 from tests.refusals import refusing
 from zckpt.compare.logical import parameter_values, single
+from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 from zckpt.torchfile import Object, plain
 
 STAGE0 = {"cur_scale": 512.0, "cur_iter": 5, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 3}
@@ -204,6 +206,31 @@ def test_numbers_that_all_parameters_of_a_group_have_alike_are_the_groups(form, 
         (mu,) = {float(one["mu_product"]) for one in states_of(source)}
         assert float(state["mu_product"]) == mu
         assert zckpt.diff(source, tmp_path / f"{stage}").as_dict()["different"] == []
+
+
+def nadam_of_ranks(rank, world_size, folder: Path) -> float:
+    """Save from an optimizer of which a rank has a parameter that is a number, and no other; load into flat ones."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2, bias=False)
+    model.scale = torch.nn.Parameter(torch.tensor(0.5))
+    groups = [{"params": [("scale", model.scale)]}, {"params": [("weight", model.weight)]}]
+    optimizer = ZeroRedundancyOptimizer(groups, torch.optim.NAdam)
+    (model(torch.ones(4, 3)).sum() * model.scale).backward()
+    optimizer.step()
+    zckpt.save(folder / "c", model=model, optimizer=optimizer, step=1)
+    zckpt.convert(folder / "c", folder / "a", to="accelerate") if rank == 0 else None
+    torch.distributed.barrier()
+    flat = ZeroOptimizer(groups, torch.optim.NAdam)
+    zckpt.load(folder / "a", model=model, optimizer=flat)
+    return flat.optim.state[flat.optim.param_groups[0]["params"][0]]["mu_product"].item()
+
+
+def test_a_number_of_a_parameter_that_is_one_is_a_number(tmp_path):
+    numbers = gloo.run(nadam_of_ranks, 2, tmp_path)
+    (mu,) = {float(one["mu_product"]) for one in states_of(tmp_path / "c")}
+    assert numbers == [mu, mu]
+    zckpt.convert(tmp_path / "c", tmp_path / "z", to="deepspeed", world_size=2, stage=2)
+    assert zckpt.diff(tmp_path / "c", tmp_path / "z").as_dict()["different"] == []
 
 
 def test_none_that_all_parameters_have_is_one_for_a_group(tmp_path):

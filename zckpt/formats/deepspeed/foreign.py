@@ -30,7 +30,7 @@ from zckpt.formats.deepspeed.nested import ordered
 from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard, model_of
 from zckpt.formats.deepspeed.values import weight_or_master
-from zckpt.formats.group_values import STEP, group_values, refuse_several, same
+from zckpt.formats.group_values import group_values, refuse_several, same
 from zckpt.formats.latest import is_name
 from zckpt.formats.remainder import of_modules, origin
 from zckpt.formats.torch_files.writer import new_storage, view
@@ -68,8 +68,7 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf
     parameters = dict(checkpoint.parameters)
     groups: list[ParamGroup] = []
     totals = experts_per_rank(parameters)
-    # The optimizer's keys whose slots are one number for a whole parameter, in some parameter at least.
-    numbers = {STEP, *(key for p in parameters.values() for key, one in p.slots.items() if p.shape and not one.shape)}
+    numbers = checkpoint.number_keys
     for index, group in enumerate(checkpoint.param_groups):
         values = group_values(checkpoint, group, numbers)
         for own in (parameters[name] for name in group.parameters):

@@ -8,7 +8,7 @@ elements of it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -65,6 +65,10 @@ class OfMembers(OptimizerState):
         plain = {name for tensor, name in self.called.items() if tensor not in members and not is_trained(tensor)}
         return plain | {name for every in members.values() for name, one in every if not one.is_trained}
 
+    @cached_property
+    def _number_keys(self) -> frozenset[str]:
+        return self.source.checkpoint.number_keys
+
     def _add(self, number: int, parameter: torch.Tensor, group: Group) -> None:
         if parameter not in self.held:
             super()._add(number, parameter, group)
@@ -89,7 +93,7 @@ class OfMembers(OptimizerState):
         """
         every = list(owners.values())
         held = [{} if one is None else parameter_values(self.source.checkpoint, one) for one in every]
-        read_numbers(held, every)
+        read_numbers(held, self._number_keys)
         for name, values in zip(owners, held, strict=True):
             check_keys(self.holder, group, name, of.dim(), values)
         state: dict[str, Any] = {}
