@@ -328,6 +328,8 @@ def test_flat_buffers_are_left_out_and_nothing_is_written(tmp_path):
     with refusing(zckpt.LeftOutError, "would be lost"):
         zckpt.convert(source, tmp_path / "out", to="zckpt")
     assert not (tmp_path / "out").exists()
+    zckpt.consolidate(source, tmp_path / "model.safetensors")  # to which they do not matter
+    assert zckpt.open(tmp_path / "model.safetensors").parameters.keys() == opened.parameters.keys()
 
 
 def test_master_of_another_place_is_noticed_and_nothing_is_written(tmp_path):

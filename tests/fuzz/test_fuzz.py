@@ -30,7 +30,7 @@ def test_what_was_found_once(path):
         check_error(error)
 
 
-@pytest.mark.parametrize("seconds", some([15], [60]))
+@pytest.mark.parametrize("seconds", some([6], [60]))
 def test_every_target_runs(seconds, tmp_path):
     pytest.importorskip("atheris", reason="there is no wheel of atheris for this Python")
     command = [sys.executable, "-m", "tests.fuzz.run", "--time", str(seconds), "--jobs", "3", "--out", str(tmp_path)]

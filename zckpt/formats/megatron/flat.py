@@ -47,7 +47,7 @@ from zckpt.formats.megatron.stages import FURTHER, Chunks, Dealt, Sliced, expert
 from zckpt.formats.torch_files.tensors import TensorItem, carried
 from zckpt.immutable import immutable, mutable
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot, by_key, dict_of
-from zckpt.state.inventory import ANY, CARRIED, COPY, IMPLIED, REST, Rule
+from zckpt.state.inventory import ANY, CARRIED, COPY, IMPLIED, LEFT_OUT, REST, UNNAMED_STATE, Rule
 from zckpt.state.inventory import STATE as AS_STATE
 from zckpt.state.views import concat
 from zckpt.torchfile import walk_tensors
@@ -132,6 +132,10 @@ def with_flat(
             f"the optimizer's state is in {len(items) + len(known.of(STATE))} flat buffers without names, which "
             f"could not be read: {error.message} (save it as fully_reshardable with the program that wrote it)"
         )
+        keys = (*items, *(key for key in objects if _OBJECT.fullmatch(key)))
+        unread = [Rule((text_of(key), REST), LEFT_OUT, UNNAMED_STATE, tensors=True) for key in keys]
+        for file in checkpoint.files:
+            file.rules = (*unread, *file.rules)
         return common
     for name, its in reading.slots.items():
         checkpoint.parameters[name].slots.update(its)
