@@ -274,6 +274,8 @@ class Live:
                 return {"master": main, **optimizer.optimizer.state[main]}
             state: dict[str, torch.Tensor] = dict(optimizer._get_main_param_and_optimizer_states(one))
             return {"master" if key == "param" else key: value for key, value in state.items()}
+        if not hasattr(optimizer, "float16_groups"):  # FP32Optimizer has no masters
+            return dict(optimizer.optimizer.state.get(one, {}))
         for groups, masters in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
             for mine, master in zip(groups, masters, strict=True):
                 if mine is one:

@@ -42,6 +42,16 @@ def test_what_another_version_and_other_ranks_wrote_is_loaded(tmp_path):
         assert all(0 < one < 10 for one in losses)
 
 
+def test_an_optimizer_without_masters_is_none_within_another(tmp_path):
+    spec = Spec(distributed=False, bf16=False)
+    gloo.run(saved, 1, spec, tmp_path / "run", fresh=True)
+    zckpt.convert(tmp_path / "run", tmp_path / "again", to="megatron", verify=True, world_size=2)
+    folders = [tmp_path / name / STEP for name in ("run", "again")]
+    [[(theirs, before), (ours, after)]] = gloo.run(loaded, 1, [(spec, one) for one in folders], fresh=True)
+    assert_equal_state(ours, theirs)
+    assert after == before
+
+
 @pytest.mark.nightly
 def test_a_run_goes_to_hugging_face_and_back_to_one_rank(tmp_path):
     spec = Spec(tp=2, pp=2, layers=4)

@@ -36,7 +36,7 @@ from zckpt.formats.megatron.names import by_itself
 from zckpt.formats.megatron.norms import ENGINE, LOCAL, keyed_names
 from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, states_by
 from zckpt.formats.megatron.optimizer import COMMON_STEP, GROUPS, SHARDING, STATES
-from zckpt.formats.megatron.write_common import CONTENT, DISTRIBUTED, FLATTENED, Source, shards_of
+from zckpt.formats.megatron.write_common import CONTENT, DISTRIBUTED, FLATTENED, PLAIN, Source, shards_of
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import arguments_of
 from zckpt.formats.torch_files.writer import SlotTensor
@@ -53,7 +53,9 @@ LAYERS, APART = "layers", "apart"
 EMPTY = [None]
 """The state of a module that has none."""
 
-_MODULE = re.compile(r"(.+\.(?:linear_\w+|\w*norm|eh_proj))\.weight")
+_MODULE = re.compile(
+    r"(.+\.(?:linear_\w+|\w*norm|eh_proj)(?=\.weight)|(?:.+\.)?output_layer(?=\.bias))\.(?:weight|bias)"
+)
 
 
 @mutable
@@ -101,11 +103,12 @@ def lay_out(job: Job) -> TargetFiles:
     for name, (slot, dtype) in tensors.items():
         items.add(places[filed[name]].key, places[filed[name]], slot, dtype, name)
     masters = "param" if kind == DISTRIBUTED else "fp32_param"
-    shapes = {name: slot.shape for name, (slot, _) in tensors.items()}
+    shapes, has_masters = {name: slot.shape for name, (slot, _) in tensors.items()}, kind != PLAIN
     for name in source.trained:
         at = places[filed[name]]
         parts = (2 if is_gated(name, shapes) else 1) if kind == FLATTENED else 0
         for slot_name, slot, dtype in source.states(name):
+            has_masters |= slot_name == MASTER
             key = masters if slot_name == MASTER else slot_name
             items.add(f"optimizer.state.{key}.{at.key}", at, slot, dtype, f"{key}/{name}", parts)
     held = _objects(checkpoint, places, items)
@@ -118,7 +121,8 @@ def lay_out(job: Job) -> TargetFiles:
     for _, values, around in source.optimizers():
         step = source.own_step
         inner = {GROUPS: values, **({} if step is None else {STATES: {COMMON_STEP: step}})}
-        every.append({OPTIMIZER: inner, **cut, **around})
+        # FP32Optimizer, which has no masters, is none within another
+        every.append({OPTIMIZER: inner, **cut, **around} if has_masters else {**inner, **around})
     if every:
         tree[OPTIMIZER] = every[0] if len(every) == 1 else dict(enumerate(every))
     mark = {"sharded_backend": TORCH_DIST, "sharded_backend_version": 1, "common_backend": "torch",
