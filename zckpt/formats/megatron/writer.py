@@ -120,7 +120,7 @@ def lay_out(job: Job) -> TargetFiles:
     every = []
     for _, values, around in source.optimizers():
         step = source.own_step
-        inner = {GROUPS: values, **({} if step is None else {STATES: {COMMON_STEP: step}})}
+        inner: dict[object, object] = {GROUPS: values, **({} if step is None else {STATES: {COMMON_STEP: step}})}
         # FP32Optimizer, which has no masters, is none within another
         every.append({OPTIMIZER: inner, **cut, **around} if has_masters else {**inner, **around})
     if every:
