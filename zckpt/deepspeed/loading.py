@@ -81,7 +81,7 @@ _OWN_CLASSES = (
 
 _DATA_CLASSES = (
     argparse.Namespace, SimpleNamespace, defaultdict, deque, PurePosixPath, PosixPath, date, datetime, timedelta,
-    bool, int, float, str, list, dict, tuple, frozenset,
+    bool, int, float, str, bytes, list, dict, tuple, frozenset,
 )  # fmt: skip
 """What programs keep in client state of which making one runs nothing of theirs."""
 
