@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zckpt
+from tests.refusals import refusing
+from zckpt.errors import UnknownFormatError
 from zckpt.formats.account import take_inventory
 
 NAMES = ("q", "k", "v", "o")  # which no file of safetensors has in this order
@@ -119,3 +121,13 @@ def test_the_mark_of_another_program_is_no_part_of_it(tmp_path):
     save(tmp_path / "run", "model.safetensors", model.state_dict(), by_name(model, optimizer))
     (tmp_path / "run" / "COMPLETED").write_text("COMPLETED")
     assert not take_inventory(zckpt.open(tmp_path / "run")).left_out
+
+
+def test_parts_of_megatrons_are_not_a_pair(tmp_path):
+    """verl 0.9 has `model/dist_ckpt`, `optimizer/dist_ckpt` and more, each as Megatron-Core saves it."""
+    model, optimizer = trained(lambda: nn.Linear(4, 4, bias=False))
+    for name, state in (("model", model.state_dict()), ("optimizer", {"optimizer": by_name(model, optimizer)})):
+        dcp.save(state, checkpoint_id=tmp_path / "run" / name / "dist_ckpt")
+        torch.save({"iteration": 1}, tmp_path / "run" / name / "dist_ckpt" / "common.pt")
+    with refusing(UnknownFormatError, "did you mean .*/dist_ckpt"):
+        zckpt.open(tmp_path / "run")

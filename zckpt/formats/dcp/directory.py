@@ -102,7 +102,7 @@ def _part(folder: Path) -> Path | None:
     """Return the folder, or the only one in it, that DCP or a model's safetensors are in; of an adapter the file."""
     inner = sorted(Path(one.path) for one in entries_of(folder, lenient=True) if one.is_dir())
     every = (folder, *inner)
-    own = [one for one in every if is_whole(one) or is_model(one)]
+    own = [one for one in every if (is_whole(one) and not is_megatrons(one)) or is_model(one)]
     own = own or [one / ADAPTER_NAME for one in every if is_file(one / ADAPTER_NAME)]
     return own[0] if own[:1] == [folder] or len(own) == 1 else None
 
