@@ -145,8 +145,8 @@ def attach(checkpoint: Checkpoint, optimizers: Sequence[Optimizer], names: Given
         given = Evidence.of(checkpoint, groups, shapes, factored=True).given(names)
     taken: set[str] = set()
     before: set[str] = set()  # which the numbers of those before are
-    # DCP has a dict in its order, safetensors have the tensors of a model sorted
-    orders = None if any(file.role == "model" for file in checkpoint.files) else in_order_or_sorted
+    are_sorted = any(file.role == "model" and file.path.endswith(".safetensors") for file in checkpoint.files)
+    orders = None if are_sorted else in_order_or_sorted  # a dict has the model's
     for one in optimizers:
         state = one.state
         if one.prefix or one.name is not None:
