@@ -316,7 +316,7 @@ def test_only_data_is_unpickled_unless_more_is_asked_for_and_damage_is_refused(w
     evil = shutil.copytree(FIXTURES / "s2_bf16_dp2", tmp_path / "evil")
     poison(evil / MODEL, called(named("posix:system"), shell(sentinel)))
     [model] = source.rglob("mp_rank_00_model_states.pt")
-    expected = torch.load(model, weights_only=False) | {"nothing": np.zeros((0, 3))}  # whose bytes are made by `bytes()`
+    expected = torch.load(model, weights_only=False) | {"nothing": np.zeros((0, 3))}  # `bytes()` makes its
     torch.save(expected, model)
     for told in run(trust_little, world_size, source, evil, sentinel):
         for key in (*SPECS["s2_bf16_dp2_client"].client_state, "nothing"):

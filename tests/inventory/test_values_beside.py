@@ -16,7 +16,8 @@ NEMO_RANK, STATE = "rng/rng_global_rank_0.pt", "step_scheduler.pt"
 """As NeMo Automodel has them, beside `model/` and `optim/`."""
 
 KEPT = {STATE: {"step": 5, "epoch": 0}, NEMO_RANK: {"cpu": torch.get_rng_state(), "python": (3, (1, 2), None)},
-        "train_state.pt": {"step": torch.tensor(5), "flops": torch.tensor(1.5)}}  # fmt: skip
+        "train_state.pt": {"step": torch.tensor(5), "flops": torch.tensor(1.5)},
+        "lr_scheduler": {"last_epoch": 5}}  # fmt: skip
 
 SOURCES = {
     "dcp": ("other/dcp_fsdp2_dp2/ckpt", ""),

@@ -115,6 +115,10 @@ def test_names_that_meet_meet_once_and_make_no_two_one(ours, theirs, around):
         (["q.lora_A.one.weight", "q.lora_A.other.weight"], ["q.lora_A.weight"], {}),
         (["q.lora_A.one.weight"], ["q.lora_A.one.weight", "q.lora_A.weight"],
          {"q.lora_A.one.weight": "q.lora_A.one.weight"}),
+        (["base_model.model.q.lora_A.weight", "base_model.model.w"], ["q.lora_A.weight", "w"],
+         {"q.lora_A.weight": "base_model.model.q.lora_A.weight"}),  # added without PEFT's wrapper
+        (["q.lora_A.weight"], ["base_model.model.q.lora_A.my.weight"],
+         {"base_model.model.q.lora_A.my.weight": "q.lora_A.weight"}),
     ],
 )  # fmt: skip
 def test_the_live_model_decides_what_a_prefix_is(ours, theirs, expected):

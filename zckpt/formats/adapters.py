@@ -33,7 +33,7 @@ from zckpt.errors import DamagedFileError, SourceError, UnsupportedError, UsageE
 from zckpt.formats.patterns import Patterns
 from zckpt.immutable import immutable, mutable
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, are_sizes, are_texts
-from zckpt.state.names import ADDED, PEFT, without_adapter
+from zckpt.state.names import PEFT, is_added, without_adapter
 from zckpt.storage.files import json_object
 from zckpt.torchfile import brief
 
@@ -250,12 +250,8 @@ def has_live_adapter(names: Iterable[str]) -> bool:
 def names_in_files(names: Collection[str]) -> dict[str, str]:
     """Return PEFT's names in files for what an adapter is in memory; none where a base or another adapter is there."""
     found = {name: without_adapter(name) for name in names if name.startswith(PEFT)}
-    own = all("modules_to_save" in (parts := name.split(".")) or any(map(_is_added, parts)) for name in found)
+    own = all("modules_to_save" in name.split(".") or is_added(name) for name in found)
     return found if own and len(found) == len(names) == len({*found.values()}) else {}
-
-
-def _is_added(part: str) -> bool:
-    return part.startswith(ADDED)
 
 
 def of_modules(config: Path, names: Iterable[str]) -> bytes:

@@ -14,7 +14,7 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import UsageError
 from zckpt.formats.companions import copy_of
 from zckpt.state import Checkpoint, without
-from zckpt.state.names import ADDED, PEFT, PROMPT, without_adapter
+from zckpt.state.names import PEFT, PROMPT, is_added, without_adapter
 from zckpt.storage.files import entries_of, read_head
 
 CONFIG_NAME = "config.json"
@@ -62,7 +62,9 @@ def find_assets(checkpoint: Checkpoint, given: Path | None = None) -> dict[str, 
         if not {CONFIG_NAME, ADAPTER_CONFIG} & found.keys():
             raise UsageError("holds no model configuration", path=given, expected=CONFIG_NAME)
         return found
-    roots = dict.fromkeys(Path(root) for root in (checkpoint.opened, checkpoint.source) if root)
+    of_models = {Path(file.path).parent for file in checkpoint.files if file.role == "model"}
+    beside = of_models if len(of_models) == 1 else ()
+    roots = dict.fromkeys([*(Path(root) for root in (checkpoint.opened, checkpoint.source) if root), *beside])
     every = [_assets_in(root / folder) for root in roots for folder in FOLDERS]
     whole = [found for found in every if {CONFIG_NAME, ADAPTER_CONFIG} & found.keys()]
     assets = next(iter(whole), {})
@@ -94,7 +96,7 @@ def is_adapter(names: Iterable[str], assets: Collection[str]) -> bool:
         return True
     if not all(name.startswith(PEFT) for name in every):
         return False
-    own = [name for name, parts in every.items() if any(part.startswith(ADDED) for part in parts)]
+    own = list(filter(is_added, every))
     return bool(own) and all(without_adapter(name) == name for name in own)
 
 

@@ -83,6 +83,11 @@ MAGNITUDE = "lora_magnitude_vector"
 """DoRA's, a module in memory and a tensor in files."""
 
 
+def is_added(name: str) -> bool:
+    """Tell a parameter of an adapter by its name."""
+    return any(part.startswith(ADDED) for part in name.split("."))
+
+
 def without_adapter(name: str) -> str:
     """Return PEFT's name for a parameter as its files have it: without that of the adapter."""
     parts = name.split(".")
@@ -170,13 +175,18 @@ def aligned(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
 
 
 def _of_adapter(names: Mapping[str, str]) -> dict[str, str]:
-    """Return names that say an adapter by those without; none where several adapters have one."""
+    """Return names that say an adapter by those without; none where several adapters have one.
+
+    What an adapter adds has two: programs that put it into a model themselves do without PEFT's prefix in memory.
+    """
     found = {name: without_adapter(short) for short, name in names.items()}
     prompts = {short: name for short, name in names.items() if short.startswith("prompt_encoder.")}
     if len(prompts) == 1 and _PROMPT.fullmatch(next(iter(prompts))):
         found[next(iter(prompts.values()))] = PROMPT
-    uses = Counter(found.values())
-    return {short: name for name, short in found.items() if short not in names and uses[short] == 1}
+    pairs = [(short, name) for name, short in found.items()]
+    pairs += [(short.removeprefix(PEFT), name) for short, name in pairs if short.startswith(PEFT) and is_added(short)]
+    uses = Counter(short for short, _ in pairs)
+    return {short: name for short, name in pairs if short not in names and uses[short] == 1}
 
 
 def _by_short(names: Iterable[str]) -> dict[str, str]:

@@ -150,7 +150,7 @@ FOREIGN_RULES = (
     Foreign(ANOTHER_MODEL, re.compile(
         ".*(?:" + "|".join(map(re.escape, MODELS)) + ")", re.IGNORECASE)),
     Foreign("marks and checksums of other programs", re.compile(
-        r"_SUCCESS|\.?_?(?:complete|done|finished)|.*\.(?:lock|md5|sha(?:1|256|512)|crc32?|sum|chk)", re.IGNORECASE)),
+        r"\.?_?(?:success|completed?|done|finished)|.*\.(?:lock|md5|sha(?:1|256|512)|crc32?|sum|chk)", re.IGNORECASE)),
     Foreign("left by a write that was interrupted", re.compile(r"\..*\.zckpt-[a-z]+")),
     Foreign("the system's or a version control's", re.compile(
         r"\.DS_Store|Thumbs\.db|desktop\.ini|\.git(?:attributes|ignore|keep|modules)|\.nfs[0-9a-f]+|.*~|\.[^/]*\.sw[op]",

@@ -33,7 +33,8 @@ def carry_values(checkpoint: Checkpoint) -> None:
     known = {*(file.path for file in checkpoint.files), *checkpoint.claims, *checkpoint.leftovers}
     read = {real_path(path, folders) for path in known}
     for path, _, about in sorted(below(own, read, os.path.realpath(own))):
-        is_unread = about is None and path.name.endswith(NEVER_EMPTY) and real_path(str(path), folders) not in read
+        may_be_torchs = not path.suffix or path.name.endswith(NEVER_EMPTY)
+        is_unread = about is None and may_be_torchs and real_path(str(path), folders) not in read
         if is_unread and (file := _of_values(path)) is not None:
             inside = path.relative_to(own)
             carry_file(checkpoint, file, path.stem, inside.with_suffix("").as_posix(), inside.as_posix())

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import listed
-from zckpt.formats.dcp.directory import Directory, find, is_own, lacks_metadata, rank_of
+from zckpt.formats.dcp.directory import Directory, find, is_own, is_whole, lacks_metadata, rank_of
 from zckpt.formats.format import TAG, Found, Job, NearMiss, Search, Strippable, Survey, TargetFiles
 from zckpt.formats.latest import is_tag
 from zckpt.formats.options import dtype_option, option
@@ -123,7 +123,7 @@ class Dcp(Strippable):
 
         surveyed = survey_files(search.path if found is None else found.place.path)
         for folder in found.place.folders.values() if found is not None else ():
-            surveyed.errors += faults(read_metadata(folder))
+            surveyed.errors += faults(read_metadata(folder)) if is_whole(folder) else []
         return surveyed
 
 

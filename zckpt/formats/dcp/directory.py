@@ -8,7 +8,8 @@ DIR/{pytorch_model_fsdp_0,optimizer_0}/.metadata ...      Accelerate and the Tra
 DIR/shard-R-model-N-of-M.safetensors, optimizer/.metadata transformers: its model, and `save_optimizer_distributed`
 DIR/model_and_optim/.metadata ..., train/rankR.pt         OLMo-core: one folder holds all, and what its trainer keeps
 DIR/{model,weights,...}/, {optim,optimizer}/.metadata     NeMo Automodel, NeMo RL and loops of one's own: a folder for
-                                                          each, or below it, the model's of DCP or safetensors
+                                                          each, or below it, the model's of DCP or safetensors,
+                                                          or an adapter's
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ MEGATRON_MARK = b'"sharded_backend"'
 HEAD_NBYTES = 4096
 
 OLMO_NAME = "model_and_optim"
+ADAPTER_NAME = "adapter_model.safetensors"
 
 _OWN = re.compile(r"\.metadata|zckpt\.pt|__(0|[1-9][0-9]*)_(0|[1-9][0-9]*)\.distcp")
 _FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_([0-9]{1,4})")
@@ -97,9 +99,11 @@ def _pair(path: Path) -> dict[str, Path]:
 
 
 def _part(folder: Path) -> Path | None:
-    """Return the folder, or the only one in it, that DCP or a model's safetensors are in."""
+    """Return the folder, or the only one in it, that DCP or a model's safetensors are in; of an adapter the file."""
     inner = sorted(Path(one.path) for one in entries_of(folder, lenient=True) if one.is_dir())
-    own = [one for one in (folder, *inner) if is_whole(one) or is_model(one)]
+    every = (folder, *inner)
+    own = [one for one in every if (is_whole(one) and not is_megatrons(one)) or is_model(one)]
+    own = own or [one / ADAPTER_NAME for one in every if is_file(one / ADAPTER_NAME)]
     return own[0] if own[:1] == [folder] or len(own) == 1 else None
 
 

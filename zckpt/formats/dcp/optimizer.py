@@ -13,7 +13,7 @@ from zckpt.compare.copies import MOST_EXTENTS, sampled
 from zckpt.engine.read import read_all
 from zckpt.engine.targets import Hole
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
-from zckpt.evidence import Evidence, note_not_used
+from zckpt.evidence import Evidence, in_order_or_sorted, note_not_used
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Node, OptimizerPart, branch, carry
 from zckpt.formats.torch_files.attach import attach as attach_state
@@ -145,6 +145,8 @@ def attach(checkpoint: Checkpoint, optimizers: Sequence[Optimizer], names: Given
         given = Evidence.of(checkpoint, groups, shapes, factored=True).given(names)
     taken: set[str] = set()
     before: set[str] = set()  # which the numbers of those before are
+    are_sorted = any(file.role == "model" and file.path.endswith(".safetensors") for file in checkpoint.files)
+    orders = None if are_sorted else in_order_or_sorted  # a dict has the model's
     for one in optimizers:
         state = one.state
         if one.prefix or one.name is not None:
@@ -152,10 +154,10 @@ def attach(checkpoint: Checkpoint, optimizers: Sequence[Optimizer], names: Given
         found = dict(state.names)
         if not one.state.names:
             own = {number: name for (at, number), name in given.items() if numbered[at] is one}
-            own = own or names_of(checkpoint, one.state, taken=before)
+            own = own or names_of(checkpoint, one.state, taken=before, orders=orders)
             alike = _alike(checkpoint) if len(own) < (count := len(one.state.every_number)) else []
             if alike and count == len(checkpoint.parameters) - len(alike[1:]):
-                own = names_of(checkpoint, one.state, taken=alike[1:])
+                own = names_of(checkpoint, one.state, taken=alike[1:], orders=orders)
                 said = f"{listed(alike[1:])} has the elements of {alike[0]}, and is taken for another name of it"
                 checkpoint.warnings.append(said)
             before |= set(own.values())

@@ -202,9 +202,12 @@ def names_of(
     *,
     taken: Collection[str] = (),
     sample: Sample | None = None,
-    orders: Orders = in_order_or_sorted,
+    orders: Orders | None = in_order_or_sorted,
 ) -> dict[int, str]:
-    """Return the names that are certain, by number; parameters are as of `attach`, those `taken` are another's."""
+    """Return the names that are certain, by number; parameters are as of `attach`, those `taken` are another's.
+
+    `orders`: none where the checkpoint has the parameters in an order that is not the model's.
+    """
     numbers = optimizer.every_number
     shapes = optimizer.shapes(one.shape for one in checkpoint.parameters.values())
     said = Evidence.of(checkpoint, optimizer.numbers, shapes, factored=True)
@@ -231,7 +234,7 @@ def names_of(
         return master is None or sample is None or sample(master, name)
 
     said = replace(said, factored=False, rules=(is_of, rounds))
-    found = said.certain(orders)
+    found = said.alone() if orders is None else said.certain(orders)
     is_all = len(optimizer.groups) == 1 and len(numbers) == len(said.candidates)
     if is_all and not optimizer.masters and not any(optimizer.state.values()):
         return dict(zip(numbers, said.candidates, strict=True))  # any order is right of what has no state

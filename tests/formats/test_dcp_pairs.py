@@ -1,0 +1,133 @@
+"""A model in safetensors, or an adapter, with its optimizer in a folder of DCP beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+
+import zckpt
+from tests.refusals import refusing
+from zckpt.errors import UnknownFormatError
+from zckpt.formats.account import take_inventory
+
+NAMES = ("q", "k", "v", "o")  # which no file of safetensors has in this order
+
+
+class Lora(nn.Module):
+    """As a program has it that puts an adapter into a model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4), requires_grad=False)
+        self.lora_A, self.lora_B = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+
+def trained(made: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.ModuleDict({name: made() for name in NAMES})
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    for group in optimizer.param_groups:
+        for one in group["params"]:
+            one.grad = torch.randn_like(one)
+    optimizer.step()
+    return model, optimizer
+
+
+def save(folder: Path, file: str, tensors: dict[str, torch.Tensor], optimizer: dict[str, Any]) -> None:
+    dcp.save({"optim": optimizer, "sched": {"last_epoch": 1}}, checkpoint_id=folder / "optim")
+    (folder / "model").mkdir()
+    save_file(tensors, folder / "model" / file)
+
+
+def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    names = {one: name for name, one in model.named_parameters()}
+    groups = [{**group, "params": [names[one] for one in group["params"]]} for group in optimizer.param_groups]
+    return {"state": {names[one]: its for one, its in optimizer.state.items()}, "param_groups": groups}
+
+
+def test_an_adapter_is_read_with_its_optimizer(tmp_path):
+    model, optimizer = trained(Lora)
+    tensors = {f"base_model.model.{k}": one.detach() for k, one in model.named_parameters() if one.requires_grad}
+    save(tmp_path / "run", "adapter_model.safetensors", tensors, by_name(model, optimizer))
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": list(NAMES)}
+    (tmp_path / "run" / "model" / "adapter_config.json").write_text(json.dumps(config))
+
+    checkpoint = zckpt.open(tmp_path / "run")
+    assert {*checkpoint.parameters} == {*tensors}
+    for name, one in model.named_parameters():
+        for key, value in optimizer.state[one].items() if one.requires_grad else ():
+            assert torch.equal(checkpoint.read(f"base_model.model.{name}", key), value)
+    assert not checkpoint.warnings
+    assert not take_inventory(checkpoint).left_out
+    assert zckpt.verify(tmp_path / "run", deep=True).sound
+
+    zckpt.consolidate(tmp_path / "run", tmp_path / "adapter")
+    written = {one.name for one in (tmp_path / "adapter").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= written
+    again, its = trained(Lora)
+    zckpt.load(tmp_path / "run", model=again, optimizer=its, strict=False)
+    for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert not one.requires_grad or torch.equal(one, other), name
+        assert all(torch.equal(its.state[other][key], value) for key, value in optimizer.state[one].items()), name
+
+
+@pytest.mark.parametrize(("made", "file"), [
+    (lambda: nn.Linear(4, 4, bias=False), "model.safetensors"), (Lora, "adapter_model.safetensors"),
+])  # fmt: skip
+def test_the_order_of_safetensors_tells_no_numbers(made, file, tmp_path):
+    model, optimizer = trained(made)
+    names = [name for name, one in model.named_parameters() if one.requires_grad]
+    weights = {name: one.detach() for name, one in model.named_parameters() if name in names}
+    save(tmp_path / "run", file, weights, optimizer.state_dict())
+
+    checkpoint = zckpt.open(tmp_path / "run")
+    assert list(checkpoint.parameters) == sorted(names)
+    assert not any("exp_avg" in one.slots for one in checkpoint.parameters.values())
+    assert "keeps its number" in checkpoint.warnings[0]
+    told = zckpt.open(tmp_path / "run", names=names)
+    for name, one in model.named_parameters():
+        if name in names:
+            assert torch.equal(told.read(name, "exp_avg"), optimizer.state[one]["exp_avg"])
+
+
+def test_a_shape_that_one_parameter_has_tells_its_number(tmp_path):
+    model, optimizer = trained(lambda: nn.Linear(4, 4, bias=False))
+    model["o"] = nn.Linear(4, 5, bias=False)
+    optimizer.add_param_group({"params": list(model["o"].parameters())})
+    model["o"].weight.grad = torch.ones(5, 4)
+    optimizer.step()
+    save(tmp_path / "run", "model.safetensors", model.state_dict(), optimizer.state_dict())
+    checkpoint = zckpt.open(tmp_path / "run")
+    assert torch.equal(checkpoint.read("o.weight", "exp_avg"), optimizer.state[model["o"].weight]["exp_avg"])
+    assert [name for name, one in checkpoint.parameters.items() if "exp_avg" in one.slots] == ["o.weight"]
+
+
+def test_a_damaged_model_beside_it_is_all_that_verify_finds(tmp_path):
+    model, optimizer = trained(lambda: nn.Linear(4, 4, bias=False))
+    save(tmp_path / "run", "model.safetensors", model.state_dict(), by_name(model, optimizer))
+    file = tmp_path / "run" / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert [one.file for one in zckpt.verify(tmp_path / "run").findings] == [str(file)]
+
+
+def test_the_mark_of_another_program_is_no_part_of_it(tmp_path):
+    model, optimizer = trained(lambda: nn.Linear(4, 4, bias=False))
+    save(tmp_path / "run", "model.safetensors", model.state_dict(), by_name(model, optimizer))
+    (tmp_path / "run" / "COMPLETED").write_text("COMPLETED")
+    assert not take_inventory(zckpt.open(tmp_path / "run")).left_out
+
+
+def test_parts_of_megatrons_are_not_a_pair(tmp_path):
+    """verl 0.9 has `model/dist_ckpt`, `optimizer/dist_ckpt` and more, each as Megatron-Core saves it."""
+    model, optimizer = trained(lambda: nn.Linear(4, 4, bias=False))
+    for name, state in (("model", model.state_dict()), ("optimizer", {"optimizer": by_name(model, optimizer)})):
+        dcp.save(state, checkpoint_id=tmp_path / "run" / name / "dist_ckpt")
+        torch.save({"iteration": 1}, tmp_path / "run" / name / "dist_ckpt" / "common.pt")
+    with refusing(UnknownFormatError, "did you mean .*/dist_ckpt"):
+        zckpt.open(tmp_path / "run")
