@@ -21,11 +21,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
+from itertools import chain, combinations, permutations
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from zckpt.errors import about, listed
-from zckpt.evidence import NAMES_ADVICE, agree, may_be_trained
+from zckpt.evidence import NAMES_ADVICE, agree, in_order_or_sorted, may_be_trained
 from zckpt.formats.torch_files.optimizer import (
     STATE_KEY,
     OptimizerState,
@@ -53,6 +54,12 @@ OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_states", "opti
 AVERAGES = frozenset({"ema", "swa", "avg", "average", "averaged", "target", "shadow", "old", "best", "teacher"})
 """What keys of models say that no optimizer has."""
 
+MOST_PERMUTED = 4
+"""Of models that one optimizer has, those that it may have in any order; more are taken to be in the file's."""
+
+MOST_COMBINED = 16
+"""Of models in a file, those of which every few are tried as all that an optimizer has."""
+
 EXTRA_STATE = "_extra_state"
 """What the name of a module's extra state ends with, be it a tensor or not (torch 2.13, `Module.get_extra_state`)."""
 
@@ -63,13 +70,17 @@ Shapes = Mapping[str, Shape]
 
 @mutable
 class Held:
-    """An optimizer of a file: where it is, what it is called among several, and its state."""
+    """An optimizer of a file: where it is, what it is called among several, its state, and what its names begin with.
+
+    Those of several models begin with any of `several`.
+    """
 
     path: Place
     state: OptimizerState
     is_flat: bool
     name: str = ""
     scope: str = ""
+    several: tuple[str, ...] = ()
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -123,6 +134,16 @@ class Content:
             return first.state
         return joined((one.name if others else None, one.scope, one.state) for one in self.optimizers)
 
+    def orders(self, group: int, names: Sequence[str]) -> Sequence[Sequence[str]]:
+        """Return the orders that a param group may have: of several models one after another, in any order."""
+        held = [one for one in self.optimizers for _ in one.state.groups][group]
+        if not held.several:
+            return in_order_or_sorted(group, names)
+        of = {f"{prefix}{name}": prefix for prefix in held.several for name in self.models[prefix]}
+        each = [[name for name in names if of.get(name) == prefix] for prefix in held.several]
+        ways = permutations(each) if len(each) <= MOST_PERMUTED else [each]
+        return [[*chain(*way)] for one in ways for way in (one, map(sorted, one))]
+
     @property
     def others(self) -> dict[object, object]:
         """What the file holds besides the tensors of models and the optimizers: every value once.
@@ -153,9 +174,10 @@ class Content:
                 rest.update({key: extra} if extra else {})
             elif key not in gone and not (None in self.keys and is_tensor(value)):
                 rest[key] = value
-            elif (key,) not in inner and isinstance(value, Mapping):  # single values beside an optimizer
-                single = {step: one for step, one in value.items() if (key, step) not in inner and is_leaf(one)}
-                rest.update({key: single} if single else {})
+            elif (key,) not in inner and isinstance(value, (Mapping, list, tuple)):  # beside optimizers that are read
+                several = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+                beside = {step: one for step, one in several.items() if (key, step) not in inner}
+                rest.update({key: beside} if beside else {})
         return rest
 
 
@@ -382,15 +404,17 @@ def _choose_optimizers(
         for one in several
         if where == key or one.state.names or any(one.state.shape(n) is not None for n in one.state.every_number)
     ]  # of others, which do not show anything of their parameters, these cannot be told
-    union = _union({key: model for key, model in models.items() if not words(key) & AVERAGES} or models)
-    if not models or can_have(union, [one.state for one in every], named=False):
-        found.optimizers = every
-    elif can_have(union, [one.state for one in optimizers[key]], named=False):
-        found.optimizers = optimizers[key]
-    else:
-        found.optimizers = optimizers[key][:1]
-        if len(optimizers[key]) > 1:
-            found.warnings.append(f"{key} holds {len(optimizers[key])} optimizers; only the first one is read")
+    own = {key: model for key, model in models.items() if not words(key) & AVERAGES} or models
+    union, sizes = _union(own), {len(model) for model in models.values()}
+    loose = {str(key): one.shape for key, one in found.base.items() if isinstance(one, Tensor) and None not in models}
+    every = [
+        one for one in every if len(one.state.every_number) in sizes or not can_have(loose, [one.state], named=False)
+    ]  # without those of tensors beside the models, a temperature's say
+    fitting: list[Held] = []
+    for one in sorted(every, key=lambda one: (-len(one.state.every_number), one not in optimizers[key])):
+        if not models or can_have(union, [held.state for held in (*fitting, one)], named=False):
+            fitting.append(one)
+    found.optimizers = [one for one in every if one in fitting] or every[:1]
     if len(optimizers) > 1:
         for where, several in optimizers.items():
             for one in several:
@@ -471,17 +495,36 @@ def _find_model(found: Content, held: Held, models: Mapping[object, Shapes]) -> 
             f"{called} could be the optimizer of several models: {', '.join(map(str, fitting or models))} "
             f"({NAMES_ADVICE})"
         )
+    else:
+        held.several = tuple(f"{key}." for key in _whole(held, models) or _no_averages(models) or models)
+
+
+def _whole(held: Held, models: Mapping[object, Shapes]) -> Sequence[object] | None:
+    """Return the few models that an optimizer has whole, if those are the only ones; of so many models none."""
+    own = _no_averages(models)
+    most = MOST_PERMUTED if len(own) <= MOST_COMBINED else 0
+    each = [several for n in range(2, most + 1) for several in combinations(own, n)]
+    total = len(held.state.every_number)
+    whole = [
+        several
+        for several in each
+        if sum(len(models[key]) for key in several) == total
+        and can_have(_union({key: models[key] for key in several}), [held.state])
+    ]
+    return whole[0] if len(whole) == 1 else None
 
 
 def _by_children(optimizers: Sequence[Held], shapes: Shapes) -> None:
     """Where each of several optimizers has all parameters of one child of the model, and of no other, say of which.
 
-    One for each parameter, which steps in the backward pass, may be called by its name.
+    One for each parameter, which steps in the backward pass, say, may be called by its name, or by the end of it.
     """
-    if len(optimizers) > 1 and all(one.name in shapes and len(one.state.every_number) == 1 for one in optimizers):
-        for held in optimizers:
-            held.scope = held.name
-        return
+    if len(optimizers) > 1 and all(len(one.state.every_number) == 1 for one in optimizers):
+        called = [[name for name in shapes if f".{name}".endswith(f".{one.name}")] for one in optimizers]
+        if all(len(names) == 1 for names in called):
+            for held, [name] in zip(optimizers, called, strict=True):
+                held.scope = name
+            return
     children: dict[str, dict[str, Shape]] = {}
     for name, shape in shapes.items():
         child, dot, rest = name.partition(".")
