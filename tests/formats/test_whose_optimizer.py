@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import zckpt
@@ -156,3 +157,30 @@ def test_few_groups_of_one_parameter_may_be_in_any_order(tmp_path):
     groups = [{"params": [model[key]]} for key in "bacd"]
     opened = zckpt.open(saved(tmp_path, {"model": model, "optimizer": one_of_all(model, groups=groups)}))
     assert list(opened.unnamed) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("form", ["models", "one model", "one model, apart"])
+def test_twins_are_told_apart_by_the_whole_of_their_names(form, tmp_path):
+    twins = {key: body(5, 4, 1) for key in ("critic1", "critic2")}
+    optimizers = {key: one_of_all(twins[key]) for key in ("critic2", "critic1")}
+    of = {f"{key}_optim": one.state_dict() for key, one in optimizers.items()}
+    content = twins | of if form == "models" else {"model": nn.ModuleDict(twins), **of}
+    if form == "one model":
+        content = {"model": content["model"], "optim": {key: one.state_dict() for key, one in optimizers.items()}}
+    path = saved(tmp_path, content)
+    for key, one in twins.items():
+        called = key if form == "one model" else f"{key}_optim"
+        assert_state(path, one, {called: optimizers[key]}, f"{key}.")
+
+
+@pytest.mark.parametrize("is_dcp", [False, True])
+def test_a_place_in_a_list_is_no_name(is_dcp, tmp_path):
+    """The second of a list was taken for the optimizer of `critic_1`, whichever it was of."""
+    twins = {key: body(5, 4, 1) for key in ("critic_1", "critic_2")}
+    states = [one_of_all(twins[key]).state_dict() for key in ("critic_1", "critic_2")]
+    content = {**twins, "optims": states}
+    if is_dcp:
+        dcp.save({**{key: one.state_dict() for key, one in twins.items()}, "optims": states}, checkpoint_id=tmp_path)
+    opened = zckpt.open(tmp_path if is_dcp else saved(tmp_path, content))
+    assert len(opened.unnamed) == 8
+    assert all(list(one.slots) == ["weight"] for one in opened.parameters.values())

@@ -481,7 +481,8 @@ def _find_model(found: Content, held: Held, models: Mapping[object, Shapes]) -> 
     total = len(held.state.every_number)
     called = held.name or str(held.path[-1] if held.path else "")
     narrower: list[Callable[[object], bool]] = [
-        lambda key: is_called_like(called, str(key)),
+        lambda key: likeness(called, str(key)) == SAME,
+        lambda key: likeness(called, str(key)) > 0,
         lambda key: len(models[key]) == total,
         lambda key: not words(key) & AVERAGES,
     ]
@@ -515,7 +516,7 @@ def _whole(held: Held, models: Mapping[object, Shapes]) -> Sequence[object] | No
 
 
 def _by_children(optimizers: Sequence[Held], shapes: Shapes) -> None:
-    """Where each of several optimizers has all parameters of one child of the model, and of no other, say of which.
+    """Where each of several optimizers has all parameters of a child of the model, the only one or of its name, say which.
 
     One for each parameter, which steps in the backward pass, say, may be called by its name, or by the end of it.
     """
@@ -539,6 +540,8 @@ def _by_children(optimizers: Sequence[Held], shapes: Shapes) -> None:
         ]
         for held in optimizers
     ]
+    for held, fitting in zip(optimizers, found, strict=True):
+        fitting[:] = [child for child in fitting if likeness(held.name, child) == SAME] or fitting
     if all(len(one) == 1 for one in found) and len({one[0] for one in found}) == len(found):
         for held, [child] in zip(optimizers, found, strict=True):
             held.scope = child
@@ -567,9 +570,8 @@ def can_have(shapes: Shapes, optimizers: Iterable[OptimizerState], *, named: boo
 
 _OPTIMIZERS = frozenset({"optimizer", "optimizers", "optim", "opt"})
 
-_USUAL = frozenset(
-    {"optimizer", "optimizers", "optim", "opt", "state", "states", "dict", "model", "net", "network", "sd"}
-)
+_USUAL = _OPTIMIZERS | {"optims", "opts", "state", "states", "dict", "sd"}
+_USUAL |= {"model", "models", "net", "nets", "network", "networks"}
 
 
 def words(key: object) -> set[str]:
@@ -577,7 +579,17 @@ def words(key: object) -> set[str]:
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", str(key))}
 
 
-def is_called_like(optimizer: str, model: str) -> bool:
-    """Tell whether an optimizer's key says of which model it is: `optimizer_d`, `optD`, `disc_opt`; `discriminator`."""
+SAME = 2
+
+
+def likeness(optimizer: str, model: str) -> int:
+    """Return how far an optimizer's key says of which model it is: `optimizer_d`, `optD`, `disc_opt`; `discriminator`.
+
+    SAME where both have the same words (`critic2_opt`, `critic2`). A number alone may be a place in a list.
+    """
     ours, theirs = words(optimizer) - _USUAL, words(model) - _USUAL
-    return any(a.startswith(b) or b.startswith(a) for a in ours for b in theirs)
+    if ours and ours == theirs:
+        return SAME
+    return int(
+        any(a.startswith(b) or b.startswith(a) for a in filter(str.isalpha, ours) for b in filter(str.isalpha, theirs))
+    )
