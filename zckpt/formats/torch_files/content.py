@@ -516,7 +516,7 @@ def _whole(held: Held, models: Mapping[object, Shapes]) -> Sequence[object] | No
 
 
 def _by_children(optimizers: Sequence[Held], shapes: Shapes) -> None:
-    """Where each of several optimizers has all parameters of one child of the model, the only one or of its name, say so.
+    """Where each of several optimizers has all parameters of one child of the model, alone or of its name, say so.
 
     One for each parameter, which steps in the backward pass, say, may be called by its name, or by the end of it.
     """
