@@ -184,3 +184,10 @@ def test_a_place_in_a_list_is_no_name(is_dcp, tmp_path):
     opened = zckpt.open(tmp_path if is_dcp else saved(tmp_path, content))
     assert len(opened.unnamed) == 8
     assert all(list(one.slots) == ["weight"] for one in opened.parameters.values())
+
+
+@pytest.mark.parametrize("key", ["ema", "model"])
+def test_an_average_without_its_model_is_said(key, tmp_path):
+    model, optimizer = trained(5, 4, 1)
+    opened = assert_state(saved(tmp_path, {key: model, "optimizer": optimizer}), model, {None: optimizer})
+    assert any("the optimizer's state is of other weights" in one for one in opened.warnings) == (key == "ema")

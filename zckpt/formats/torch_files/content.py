@@ -447,6 +447,10 @@ def _choose_models(found: Content, models: Mapping[object, Node], shapes: Mappin
             found.warnings.append(
                 f"there are several dicts of tensors ({every}); {key!r} is used as the model{average}"
             )
+        elif found.optimizers and words(key) & AVERAGES:
+            found.warnings.append(
+                f"the only model is called {key!r}, as averages are: the optimizer's state is of other weights"
+            )
         _by_children(found.optimizers, shapes[key])
         return
     found.models, found.keys = {f"{key}.": model for key, model in models.items()}, set(models)
