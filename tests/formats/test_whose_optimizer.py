@@ -191,3 +191,11 @@ def test_an_average_without_its_model_is_said(key, tmp_path):
     model, optimizer = trained(5, 4, 1)
     opened = assert_state(saved(tmp_path, {key: model, "optimizer": optimizer}), model, {None: optimizer})
     assert any("the optimizer's state is of other weights" in one for one in opened.warnings) == (key == "ema")
+
+
+def test_files_of_gpus_may_be_shares_as_files_of_ranks(tmp_path):
+    """As insightface's, in which each has some of the classes."""
+    for number in range(2):
+        torch.save({"fc": {"weight": torch.full((5, 4), float(number))}}, tmp_path / f"checkpoint_gpu_{number}.pt")
+    [warning] = zckpt.open(tmp_path / "checkpoint_gpu_1.pt").warnings
+    assert "it is one of 2 ranks' files, and may hold only a share of the model" in warning
