@@ -104,6 +104,19 @@ def test_the_optimizer_that_a_file_has_the_models_of_is_read(tmp_path):
     assert list(assert_state(path, second, {None: both}, "msd.").metadata) == ["optim_g"]
 
 
+def test_agents_that_have_an_optimizer_of_several_models_each(tmp_path):
+    agents = {key: (body(5, 4, 2), body(5, 3, 1)) for key in ("agent_0", "agent_1")}
+    optimizers = {key: one_of_all(*reversed(models)) for key, models in agents.items()}
+    content = {
+        key: {"actor": one.state_dict(), "critic": other.state_dict(), "optimizer": optimizers[key].state_dict()}
+        for key, (one, other) in agents.items()
+    }
+    path = saved(tmp_path, content)
+    for key, models in agents.items():
+        for name, one in zip(("actor", "critic"), models, strict=True):
+            assert_state(path, one, {key: optimizers[key]}, f"{key}.{name}.")
+
+
 def test_one_optimizer_of_two_models_alike_keeps_numbers(tmp_path):
     """It was said to have them in the order of the file, which nothing says."""
     first, second = body(5, 4, 1), body(5, 4, 1)
@@ -140,6 +153,22 @@ def test_optimizers_that_are_called_like_the_ends_of_names(tmp_path):
     for key, one in optimizers.items():
         moment = one.state[model.params[key]]["exp_avg"]
         assert torch.equal(opened.read(f"params.{key}", "exp_avg"), moment)
+
+
+def test_optimizers_that_are_called_by_names_of_which_one_ends_like_another(tmp_path):
+    model = nn.ParameterDict({"a": torch.ones(3), "b": torch.ones(3)})
+    inner = nn.ModuleDict({"x": model})
+    inner.a = nn.Parameter(torch.ones(3))
+    every = dict(inner.named_parameters())
+    optimizers = {}
+    for number, (name, one) in enumerate(every.items()):
+        optimizers[name] = torch.optim.Adam([one], 0.1)
+        (one.sum() * (number + 1)).backward()
+        optimizers[name].step()
+    states = {name: optimizers[name].state_dict() for name in reversed(every)}
+    opened = zckpt.open(saved(tmp_path, {"model": inner, "optimizers": states}))
+    for name, one in every.items():
+        assert torch.equal(opened.read(name, "exp_avg"), optimizers[name].state[one]["exp_avg"])
 
 
 @pytest.mark.parametrize("way", [1, -1])

@@ -309,6 +309,7 @@ def _together(found: Content, parts: dict[object, Content]) -> Content:
         for held in part.optimizers:
             held.path, held.scope = (*found.place, key, *held.path), f"{key}.{held.scope}"
             held.name = f"{key}.{held.name}" if held.name else str(key)
+            held.several = tuple(f"{key}.{prefix}" for prefix in held.several)
         found.optimizers += part.optimizers
         found.warnings += part.warnings
     return _warned_of_rest(_warned(found, parts))
@@ -394,7 +395,7 @@ def _held(node: object, place: Place, path: Path, name: str = "") -> Held:
 def _choose_optimizers(
     found: Content, optimizers: Mapping[object, list[Held]], models: Mapping[object, Shapes]
 ) -> None:
-    """Take all optimizers if the models can have them all, else the most usual one."""
+    """Take all optimizers that the models can have together: those of a usual key first, then the largest."""
     if not optimizers:
         return
     key = next((key for key in OPTIMIZER_KEYS if key in optimizers), next(iter(optimizers)))
@@ -410,11 +411,15 @@ def _choose_optimizers(
     every = [
         one for one in every if len(one.state.every_number) in sizes or not can_have(loose, [one.state], named=False)
     ]  # without those of tensors beside the models, a temperature's say
-    fitting: list[Held] = []
-    for one in sorted(every, key=lambda one: (-len(one.state.every_number), one not in optimizers[key])):
-        if not models or can_have(union, [held.state for held in (*fitting, one)], named=False):
-            fitting.append(one)
-    found.optimizers = [one for one in every if one in fitting] or every[:1]
+    if models and not can_have(union, [one.state for one in every], named=False):
+        usual = optimizers[key] if key in OPTIMIZER_KEYS else []
+        every.sort(key=lambda one: (one not in usual, -len(one.state.every_number)))
+        fitting: list[Held] = []
+        for one in every:
+            if can_have(union, [held.state for held in (*fitting, one)], named=False):
+                fitting.append(one)
+        every = fitting or every[:1]
+    found.optimizers = [one for several in optimizers.values() for one in several if one in every]
     if len(optimizers) > 1:
         for where, several in optimizers.items():
             for one in several:
@@ -525,8 +530,9 @@ def _by_children(optimizers: Sequence[Held], shapes: Shapes) -> None:
     One for each parameter, which steps in the backward pass, say, may be called by its name, or by the end of it.
     """
     if len(optimizers) > 1 and all(len(one.state.every_number) == 1 for one in optimizers):
-        called = [[name for name in shapes if f".{name}".endswith(f".{one.name}")] for one in optimizers]
-        if all(len(names) == 1 for names in called):
+        ends = [[name for name in shapes if f".{name}".endswith(f".{one.name}")] for one in optimizers]
+        called = [[one.name] if one.name in shapes else names for one, names in zip(optimizers, ends, strict=True)]
+        if all(len(names) == 1 for names in called) and len({name for [name] in called}) == len(called):
             for held, [name] in zip(optimizers, called, strict=True):
                 held.scope = name
             return
