@@ -174,7 +174,7 @@ class Content:
                 rest.update({key: extra} if extra else {})
             elif key not in gone and not (None in self.keys and is_tensor(value)):
                 rest[key] = value
-            elif (key,) not in inner and isinstance(value, (Mapping, list, tuple)):  # beside optimizers that are read
+            elif key in gone and (key,) not in inner and isinstance(value, (Mapping, list, tuple)):  # beside those read
                 several = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
                 beside = {step: one for step, one in several.items() if (key, step) not in inner}
                 rest.update({key: beside} if beside else {})
@@ -407,7 +407,8 @@ def _choose_optimizers(
     ]  # of others, which do not show anything of their parameters, these cannot be told
     own = {key: model for key, model in models.items() if not words(key) & AVERAGES} or models
     union, sizes = _union(own), {len(model) for model in models.values()}
-    loose = {str(key): one.shape for key, one in found.base.items() if isinstance(one, Tensor) and None not in models}
+    is_apart = bool(models) and None not in {*models, *optimizers}  # the file is neither a model nor an optimizer
+    loose = {str(key): one.shape for key, one in found.base.items() if isinstance(one, Tensor) and is_apart}
     every = [
         one for one in every if len(one.state.every_number) in sizes or not can_have(loose, [one.state], named=False)
     ]  # without those of tensors beside the models, a temperature's say
