@@ -467,6 +467,20 @@ def test_the_last_of_composers_files_is_read(tmp_path):
     refused(3, "inspect", tmp_path, words=("in different orders", "ep4-ba5-rank0.pt"))
 
 
+@pytest.mark.parametrize(
+    ("names", "last"),
+    [(("epoch_2", "epoch_10"), "/gone/run/epoch_10.pth"), (("model_0000009", "model_final"), "model_final.pth")],
+)
+def test_the_file_that_a_run_names_as_its_last_is_read(names, last, tmp_path):
+    """As mmengine and detectron2 keep it beside the others, with or without the path that it had then."""
+    for name in names:
+        torch.save({"model": body(5, 4).state_dict()}, tmp_path / f"{name}.pth")
+    (tmp_path / "last_checkpoint").write_text(last)
+    assert zckpt.open(tmp_path).source == str(tmp_path / f"{names[-1]}.pth")
+    assert zckpt.verify(tmp_path, deep=True).sound
+    zckpt.consolidate(tmp_path, tmp_path / "m.safetensors")
+
+
 def test_the_last_whole_one_of_torchtitans_steps_is_read(tmp_path):
     model = body(5, 4)
     for number in (9, 10):

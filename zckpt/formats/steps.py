@@ -5,6 +5,7 @@ RUN/stepN/                            OLMo-core: the same, of DCP in a folder be
 RUN/epE-baB/                          Composer, sharded: the same, by epoch and batch
 RUN/epE-baB-rank0.pt                  Composer, whole: a file of torch.save
 RUN/latest-rank0.pt -> epE-baB...     Composer's link to the one that it saved last
+RUN/last_checkpoint                   detectron2, mmengine: the name or path of the file that was saved last
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from pathlib import Path
 from zckpt.codes import LATEST
 from zckpt.errors import UnknownFormatError, listed
 from zckpt.formats.format import NearMiss
+from zckpt.formats.latest import is_name, latest_name
 from zckpt.immutable import immutable
-from zckpt.storage.files import entries_of
+from zckpt.storage.files import entries_of, is_file
 
 LINK = "latest-rank0.pt"
+
+POINTER = "last_checkpoint"
 
 _TITAN = re.compile(r"step-([0-9]{1,18})")
 _OLMO = re.compile(r"step([0-9]{1,18})")
@@ -43,6 +47,15 @@ class LastStep:
 
     path: Path
     unfinished: tuple[str, ...] = ()
+
+    @property
+    def others(self) -> list[Path]:
+        """Files beside it that are called like it up to the last `_`: `model_0000999`, `model_final`."""
+        front, bar, _ = self.path.name.rpartition("_")
+        alike = [
+            self.path.parent / one.name for one in entries_of(self.path.parent) if one.name.startswith(front + bar)
+        ]
+        return [one for one in alike if bar and one != self.path and one.suffix == self.path.suffix]
 
 
 def last_folder(run: Path, is_whole: Callable[[Path], bool]) -> LastStep | NearMiss | None:
@@ -86,7 +99,13 @@ def last_folder(run: Path, is_whole: Callable[[Path], bool]) -> LastStep | NearM
 
 
 def last_file(run: Path) -> LastStep | NearMiss | None:
-    """Return the last of Composer's files in a directory; None where it has none. Errors are those of `last_folder`."""
+    """Return the last of Composer's files in a directory, or what `last_checkpoint` names; None where it has none.
+
+    Errors are those of `last_folder`.
+    """
+    said = Path(latest_name(run, POINTER) or "").name  # a path is where the run was, which may have been moved
+    if is_name(said) and is_file(run / said):
+        return LastStep(run / said)
     names = [entry.name for entry in entries_of(run)]
     found = {name: _order(match) for name in names if (match := _COMPOSER_FILE.fullmatch(name))}
     if not found:

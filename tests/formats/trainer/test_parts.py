@@ -153,6 +153,9 @@ def test_diffusers_folders_are_models_beside_their_optimizer(has_average, is_sev
     if has_average:
         assert torch.equal(checkpoint.read("unet_ema.weight", "weight"), average["weight"])
         assert {*checkpoint.parameters["unet_ema.weight"].slots} == {"weight"}
+    if has_average and not is_several:  # names as a program with the model prints them
+        named = zckpt.open(tmp_path / "c", names=["weight", "bias"])
+        assert torch.equal(named.read("unet.bias", "exp_avg"), optimizer.state[model["unet"].bias]["exp_avg"])
     assert zckpt.verify(tmp_path / "c", deep=True).sound
     zckpt.convert(tmp_path / "c", tmp_path / "z", to="zckpt")
     assert zckpt.diff(tmp_path / "c", tmp_path / "z").equal

@@ -158,7 +158,8 @@ FOREIGN_RULES = (
 )  # fmt: skip
 """In this order, by the last part of a file's path."""
 
-POINTERS = frozenset({"latest", "latest_universal", "latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt"})
+POINTERS = frozenset({"latest", "latest_universal", "latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt",
+                      "last_checkpoint"})  # fmt: skip
 """Files that name the newest checkpoint of a run."""
 
 FOREIGN_FOLDERS = frozenset({".git", "__pycache__", ".ipynb_checkpoints", "wandb", "tensorboard", "runs", ".cache",

@@ -27,8 +27,9 @@ from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
 from zckpt.formats.torch_files.content import (
     AVERAGES,
     EXTRA_STATE,
+    SAME,
     STATE_DICT_KEYS,
-    is_called_like,
+    likeness,
     words,
 )
 from zckpt.formats.torch_files.tensors import TensorItem, carried, holds_tensors, slot_of
@@ -333,10 +334,10 @@ def owners(optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart]) -> 
 
 
 def _nearest(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> ModelPart | None:
-    def nearness(one: ModelPart) -> tuple[int, bool, bool]:
+    def nearness(one: ModelPart) -> tuple[int, int, bool]:
         at = _common(optimizer.path, one.path)
-        is_like = any(is_called_like(str(a), str(b)) for a in optimizer.path[at:] for b in one.path[at:])
-        return at, is_like, not any(words(step) & AVERAGES for step in one.path[at:])
+        like = max((likeness(str(a), str(b)) for a in optimizer.path[at:] for b in one.path[at:]), default=0)
+        return at, like, not any(words(step) & AVERAGES for step in one.path[at:])
 
     best = max(map(nearness, models), default=None)
     found = [one for one in models if nearness(one) == best]
@@ -370,7 +371,8 @@ def _owner(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> ModelPart |
     best = [one for one in best if _common(optimizer.path, one.path) == nearest]
     shared = set.intersection(*(set(one.path) for one in best))
     narrower: list[Callable[[Keys], bool]] = [
-        lambda path: any(is_called_like(str(a), str(b)) for a in optimizer.path for b in path if b not in shared),
+        lambda path: any(likeness(str(a), str(b)) == SAME for a in optimizer.path for b in path if b not in shared),
+        lambda path: any(likeness(str(a), str(b)) for a in optimizer.path for b in path if b not in shared),
         lambda path: not any(words(step) & AVERAGES for step in path if step not in shared),
     ]
     for rule in narrower:

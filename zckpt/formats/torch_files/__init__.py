@@ -74,6 +74,7 @@ class TorchSave(Format):
         from zckpt.formats.companions import warned
         from zckpt.formats.torch_files.beside import share_among_ranks
         from zckpt.formats.torch_files.reader import read
+        from zckpt.state.inventory import FOREIGN, Claim
 
         try:
             checkpoint = warned(read(found.place, names=search.names), found.place)
@@ -83,6 +84,9 @@ class TorchSave(Format):
 
                 raise free_names.led(error, found.place) from None
             raise
+        if search.path.is_dir():
+            others = LastStep(found.place).others
+            checkpoint.claims |= {str(path): Claim(FOREIGN, "another checkpoint") for path in others}
         share = share_among_ranks(found.place)
         checkpoint.warnings += [share] if share else []
         return checkpoint

@@ -195,6 +195,13 @@ MOST_PAIRS = 1 << 15
 """Of masters and weights of one shape that are held against each other in any order: each takes 0.1 ms."""
 
 
+MANY_GROUPS = 8
+"""Groups of one parameter each that a program makes in a loop over all: they are as one group, which may be reversed.
+
+Fewer may have been written one by one, in any order.
+"""
+
+
 def names_of(
     checkpoint: Checkpoint,
     optimizer: OptimizerState,
@@ -210,7 +217,12 @@ def names_of(
     """
     numbers = optimizer.every_number
     shapes = optimizer.shapes(one.shape for one in checkpoint.parameters.values())
-    said = Evidence.of(checkpoint, optimizer.numbers, shapes, factored=True)
+    is_each = len(numbers) == len(optimizer.groups) >= MANY_GROUPS and all(optimizer.numbers)
+    if is_each and not any(OPTIMIZER in group for group in optimizer.groups):
+        groups, orders = [numbers], _or_reversed(orders)
+    else:
+        groups = optimizer.numbers
+    said = Evidence.of(checkpoint, groups, shapes, factored=True)
     if taken:
         said = replace(said, candidates=without(said.candidates, *taken))
     if len(optimizer.names) == len(numbers):
@@ -243,6 +255,10 @@ def names_of(
     if len(found) < len(numbers) and has_masters and pairs <= MOST_PAIRS:
         found |= said.alone()
     return found
+
+
+def _or_reversed(orders: Orders) -> Orders:
+    return lambda group, names: [way for one in orders(group, names) for way in (one, one[::-1])]
 
 
 def _by_name(said: Evidence[int], optimizer: OptimizerState) -> dict[int, str]:

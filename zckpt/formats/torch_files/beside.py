@@ -17,7 +17,7 @@ from zckpt.state import Shape, dict_of
 from zckpt.storage.files import entries_of
 from zckpt.torchfile import Tensor, read_torchfile
 
-_OF_A_RANK = re.compile(r"(?i)((?:rank|shard|(?<![a-z])(?:sdp|tp|mp|pp|dp))[-_.=]?)[0-9]+(?=[^0-9]*$)")
+_OF_A_RANK = re.compile(r"(?i)((?:rank|shard|gpu|(?<![a-z])(?:sdp|tp|mp|pp|dp))[-_.=]?)[0-9]+(?=[^0-9]*$)")
 
 
 def unlike(path: Path, others: Iterable[Path]) -> str | None:

@@ -21,11 +21,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
+from itertools import chain, combinations, permutations
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from zckpt.errors import about, listed
-from zckpt.evidence import NAMES_ADVICE, agree, may_be_trained
+from zckpt.evidence import NAMES_ADVICE, agree, in_order_or_sorted, may_be_trained
 from zckpt.formats.torch_files.optimizer import (
     STATE_KEY,
     OptimizerState,
@@ -53,6 +54,12 @@ OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_states", "opti
 AVERAGES = frozenset({"ema", "swa", "avg", "average", "averaged", "target", "shadow", "old", "best", "teacher"})
 """What keys of models say that no optimizer has."""
 
+MOST_PERMUTED = 4
+"""Of models that one optimizer has, those that it may have in any order; more are taken to be in the file's."""
+
+MOST_COMBINED = 16
+"""Of models in a file, those of which every few are tried as all that an optimizer has."""
+
 EXTRA_STATE = "_extra_state"
 """What the name of a module's extra state ends with, be it a tensor or not (torch 2.13, `Module.get_extra_state`)."""
 
@@ -63,13 +70,17 @@ Shapes = Mapping[str, Shape]
 
 @mutable
 class Held:
-    """An optimizer of a file: where it is, what it is called among several, and its state."""
+    """An optimizer of a file: where it is, what it is called among several, its state, and what its names begin with.
+
+    Those of several models begin with any of `several`.
+    """
 
     path: Place
     state: OptimizerState
     is_flat: bool
     name: str = ""
     scope: str = ""
+    several: tuple[str, ...] = ()
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -123,6 +134,16 @@ class Content:
             return first.state
         return joined((one.name if others else None, one.scope, one.state) for one in self.optimizers)
 
+    def orders(self, group: int, names: Sequence[str]) -> Sequence[Sequence[str]]:
+        """Return the orders that a param group may have: of several models one after another, in any order."""
+        held = [one for one in self.optimizers for _ in one.state.groups][group]
+        if not held.several:
+            return in_order_or_sorted(group, names)
+        of = {f"{prefix}{name}": prefix for prefix in held.several for name in self.models[prefix]}
+        each = [[name for name in names if of.get(name) == prefix] for prefix in held.several]
+        ways = permutations(each) if len(each) <= MOST_PERMUTED else [each]
+        return [[*chain(*way)] for one in ways for way in (one, map(sorted, one))]
+
     @property
     def others(self) -> dict[object, object]:
         """What the file holds besides the tensors of models and the optimizers: every value once.
@@ -153,9 +174,10 @@ class Content:
                 rest.update({key: extra} if extra else {})
             elif key not in gone and not (None in self.keys and is_tensor(value)):
                 rest[key] = value
-            elif (key,) not in inner and isinstance(value, Mapping):  # single values beside an optimizer
-                single = {step: one for step, one in value.items() if (key, step) not in inner and is_leaf(one)}
-                rest.update({key: single} if single else {})
+            elif key in gone and (key,) not in inner and isinstance(value, (Mapping, list, tuple)):  # beside those read
+                several = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+                beside = {step: one for step, one in several.items() if (key, step) not in inner}
+                rest.update({key: beside} if beside else {})
         return rest
 
 
@@ -287,6 +309,7 @@ def _together(found: Content, parts: dict[object, Content]) -> Content:
         for held in part.optimizers:
             held.path, held.scope = (*found.place, key, *held.path), f"{key}.{held.scope}"
             held.name = f"{key}.{held.name}" if held.name else str(key)
+            held.several = tuple(f"{key}.{prefix}" for prefix in held.several)
         found.optimizers += part.optimizers
         found.warnings += part.warnings
     return _warned_of_rest(_warned(found, parts))
@@ -372,7 +395,7 @@ def _held(node: object, place: Place, path: Path, name: str = "") -> Held:
 def _choose_optimizers(
     found: Content, optimizers: Mapping[object, list[Held]], models: Mapping[object, Shapes]
 ) -> None:
-    """Take all optimizers if the models can have them all, else the most usual one."""
+    """Take all optimizers that the models can have together: those of a usual key first, then the largest."""
     if not optimizers:
         return
     key = next((key for key in OPTIMIZER_KEYS if key in optimizers), next(iter(optimizers)))
@@ -382,15 +405,22 @@ def _choose_optimizers(
         for one in several
         if where == key or one.state.names or any(one.state.shape(n) is not None for n in one.state.every_number)
     ]  # of others, which do not show anything of their parameters, these cannot be told
-    union = _union({key: model for key, model in models.items() if not words(key) & AVERAGES} or models)
-    if not models or can_have(union, [one.state for one in every], named=False):
-        found.optimizers = every
-    elif can_have(union, [one.state for one in optimizers[key]], named=False):
-        found.optimizers = optimizers[key]
-    else:
-        found.optimizers = optimizers[key][:1]
-        if len(optimizers[key]) > 1:
-            found.warnings.append(f"{key} holds {len(optimizers[key])} optimizers; only the first one is read")
+    own = {key: model for key, model in models.items() if not words(key) & AVERAGES} or models
+    union, sizes = _union(own), {len(model) for model in models.values()}
+    is_apart = bool(models) and None not in {*models, *optimizers}  # the file is neither a model nor an optimizer
+    loose = {str(key): one.shape for key, one in found.base.items() if isinstance(one, Tensor) and is_apart}
+    every = [
+        one for one in every if len(one.state.every_number) in sizes or not can_have(loose, [one.state], named=False)
+    ]  # without those of tensors beside the models, a temperature's say
+    if models and not can_have(union, [one.state for one in every], named=False):
+        usual = optimizers[key] if key in OPTIMIZER_KEYS else []
+        every.sort(key=lambda one: (one not in usual, -len(one.state.every_number)))
+        fitting: list[Held] = []
+        for one in every:
+            if can_have(union, [held.state for held in (*fitting, one)], named=False):
+                fitting.append(one)
+        every = fitting or every[:1]
+    found.optimizers = [one for several in optimizers.values() for one in several if one in every]
     if len(optimizers) > 1:
         for where, several in optimizers.items():
             for one in several:
@@ -422,6 +452,10 @@ def _choose_models(found: Content, models: Mapping[object, Node], shapes: Mappin
             every = ", ".join(map(str, models))
             found.warnings.append(
                 f"there are several dicts of tensors ({every}); {key!r} is used as the model{average}"
+            )
+        elif found.optimizers and words(key) & AVERAGES:
+            found.warnings.append(
+                f"the only model is called {key!r}, as averages are: the optimizer's state is of other weights"
             )
         _by_children(found.optimizers, shapes[key])
         return
@@ -457,7 +491,8 @@ def _find_model(found: Content, held: Held, models: Mapping[object, Shapes]) -> 
     total = len(held.state.every_number)
     called = held.name or str(held.path[-1] if held.path else "")
     narrower: list[Callable[[object], bool]] = [
-        lambda key: is_called_like(called, str(key)),
+        lambda key: likeness(called, str(key)) == SAME,
+        lambda key: likeness(called, str(key)) > 0,
         lambda key: len(models[key]) == total,
         lambda key: not words(key) & AVERAGES,
     ]
@@ -471,17 +506,37 @@ def _find_model(found: Content, held: Held, models: Mapping[object, Shapes]) -> 
             f"{called} could be the optimizer of several models: {', '.join(map(str, fitting or models))} "
             f"({NAMES_ADVICE})"
         )
+    else:
+        held.several = tuple(f"{key}." for key in _whole(held, models) or _no_averages(models) or models)
+
+
+def _whole(held: Held, models: Mapping[object, Shapes]) -> Sequence[object] | None:
+    """Return the few models that an optimizer has whole, if those are the only ones; of so many models none."""
+    own = _no_averages(models)
+    most = MOST_PERMUTED if len(own) <= MOST_COMBINED else 0
+    each = [several for n in range(2, most + 1) for several in combinations(own, n)]
+    total = len(held.state.every_number)
+    whole = [
+        several
+        for several in each
+        if sum(len(models[key]) for key in several) == total
+        and can_have(_union({key: models[key] for key in several}), [held.state])
+    ]
+    return whole[0] if len(whole) == 1 else None
 
 
 def _by_children(optimizers: Sequence[Held], shapes: Shapes) -> None:
-    """Where each of several optimizers has all parameters of one child of the model, and of no other, say of which.
+    """Where each of several optimizers has all parameters of one child of the model, alone or of its name, say so.
 
-    One for each parameter, which steps in the backward pass, may be called by its name.
+    One for each parameter, which steps in the backward pass, say, may be called by its name, or by the end of it.
     """
-    if len(optimizers) > 1 and all(one.name in shapes and len(one.state.every_number) == 1 for one in optimizers):
-        for held in optimizers:
-            held.scope = held.name
-        return
+    if len(optimizers) > 1 and all(len(one.state.every_number) == 1 for one in optimizers):
+        ends = [[name for name in shapes if f".{name}".endswith(f".{one.name}")] for one in optimizers]
+        called = [[one.name] if one.name in shapes else names for one, names in zip(optimizers, ends, strict=True)]
+        if all(len(names) == 1 for names in called) and len({name for [name] in called}) == len(called):
+            for held, [name] in zip(optimizers, called, strict=True):
+                held.scope = name
+            return
     children: dict[str, dict[str, Shape]] = {}
     for name, shape in shapes.items():
         child, dot, rest = name.partition(".")
@@ -496,6 +551,8 @@ def _by_children(optimizers: Sequence[Held], shapes: Shapes) -> None:
         ]
         for held in optimizers
     ]
+    for held, fitting in zip(optimizers, found, strict=True):
+        fitting[:] = [child for child in fitting if likeness(held.name, child) == SAME] or fitting
     if all(len(one) == 1 for one in found) and len({one[0] for one in found}) == len(found):
         for held, [child] in zip(optimizers, found, strict=True):
             held.scope = child
@@ -524,9 +581,8 @@ def can_have(shapes: Shapes, optimizers: Iterable[OptimizerState], *, named: boo
 
 _OPTIMIZERS = frozenset({"optimizer", "optimizers", "optim", "opt"})
 
-_USUAL = frozenset(
-    {"optimizer", "optimizers", "optim", "opt", "state", "states", "dict", "model", "net", "network", "sd"}
-)
+_USUAL = _OPTIMIZERS | {"optims", "opts", "state", "states", "dict", "sd"}
+_USUAL |= {"model", "models", "net", "nets", "network", "networks"}
 
 
 def words(key: object) -> set[str]:
@@ -534,7 +590,17 @@ def words(key: object) -> set[str]:
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", str(key))}
 
 
-def is_called_like(optimizer: str, model: str) -> bool:
-    """Tell whether an optimizer's key says of which model it is: `optimizer_d`, `optD`, `disc_opt`; `discriminator`."""
+SAME = 2
+
+
+def likeness(optimizer: str, model: str) -> int:
+    """Return how far an optimizer's key says of which model it is: `optimizer_d`, `optD`, `disc_opt`; `discriminator`.
+
+    SAME where both have the same words (`critic2_opt`, `critic2`). A number alone may be a place in a list.
+    """
     ours, theirs = words(optimizer) - _USUAL, words(model) - _USUAL
-    return any(a.startswith(b) or b.startswith(a) for a in ours for b in theirs)
+    if ours and ours == theirs:
+        return SAME
+    return int(
+        any(a.startswith(b) or b.startswith(a) for a in filter(str.isalpha, ours) for b in filter(str.isalpha, theirs))
+    )

@@ -179,6 +179,8 @@ def _read_optimizers(
         pairs = zip(weights, prefixes, directory.averages, strict=True)
         kept = [(one, prefix) for one, prefix, is_average in pairs if not is_average]
         weights, prefixes = [one for one, _ in kept], [prefix for _, prefix in kept]
+    if names is not None and len(prefixes) == 1:  # the model's own, as its program prints them
+        names = [own if (own := f"{prefixes[0]}{name}") in weights[0].shapes else name for name in names]
     states = [read_optimizer(checkpoint, path) for path in paths]
     counts = [len(state.every_number) for state in states]
     is_cut = len(states) > 1 and names is not None and len(names) == sum(counts)
