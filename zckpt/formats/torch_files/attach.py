@@ -219,7 +219,7 @@ def names_of(
     shapes = optimizer.shapes(one.shape for one in checkpoint.parameters.values())
     is_each = len(numbers) == len(optimizer.groups) >= MANY_GROUPS and all(optimizer.numbers)
     if is_each and not any(OPTIMIZER in group for group in optimizer.groups):
-        groups, orders = [numbers], _or_reversed(orders)
+        groups, orders = [numbers], orders and _or_reversed(orders)
     else:
         groups = optimizer.numbers
     said = Evidence.of(checkpoint, groups, shapes, factored=True)
