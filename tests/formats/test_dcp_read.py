@@ -39,6 +39,7 @@ from zckpt.engine.targets import Hole
 from zckpt.errors import (
     DamagedFileError,
     LayoutError,
+    LeftOutError,
     PickleError,
     ShardError,
     SourceError,
@@ -562,6 +563,9 @@ def test_tensor_in_several_pieces_that_is_no_part_of_the_model_is_told(small):
     assert checkpoint.warnings == [
         "not carried, because they are split and belong to neither model nor optimizer: ema.b"
     ]
+    with refusing(LeftOutError, "an average of the model in several pieces"):
+        zckpt.convert(checkpoint, small / "native", to="zckpt")
+    zckpt.consolidate(checkpoint, small.parent / "model.safetensors")  # of which it is no part
 
 
 def test_names_are_given_for_numbers(tmp_path):

@@ -35,12 +35,13 @@ from zckpt.formats.remainder import names_of_models, of_modules
 from zckpt.formats.safetensors import file as safetensors
 from zckpt.formats.safetensors import shards
 from zckpt.formats.suffixes import OWN_NAME
+from zckpt.formats.torch_files.content import AVERAGES, words
 from zckpt.formats.torch_files.optimizer import looks_like_optimizer, optimizer_rules
 from zckpt.formats.torch_files.reader import COMPOSERS_STEP, STEP_KEYS
 from zckpt.formats.torch_files.tensors import TensorItem, carried, describe, holds_tensors, scalars_in
 from zckpt.immutable import immutable
 from zckpt.state import WEIGHT, Checkpoint, GivenNames, SourceFile, are_distinct, dict_of
-from zckpt.state.inventory import CARRIED, COPY, IMPLIED, REST, STATE, Claim, Rule
+from zckpt.state.inventory import AVERAGE, CARRIED, COPY, IMPLIED, LEFT_OUT, REST, STATE, Claim, Rule
 from zckpt.state.names import aligned
 from zckpt.torchfile import TorchFile, read_torchfile, value_at
 
@@ -113,6 +114,10 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
         checkpoint.warnings.append(
             f"not carried, because they are split and belong to neither model nor optimizer: {listed(lost)}"
         )
+        averages = [key for key in lost if words(key.partition(".")[0]) & AVERAGES]
+        rules = [Rule((key, REST), LEFT_OUT, AVERAGE, tensors=True) for key in averages]
+        for one in checkpoint.files:
+            one.rules = (*rules, *one.rules)
     return checkpoint
 
 
