@@ -116,8 +116,8 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
         )
         averages = [key for key in lost if words(key.partition(".")[0]) & AVERAGES]
         rules = [Rule((key, REST), LEFT_OUT, AVERAGE, tensors=True) for key in averages]
-        for one in checkpoint.files:
-            one.rules = (*rules, *one.rules)
+        for filed in checkpoint.files:
+            filed.rules = (*rules, *filed.rules)
     return checkpoint
 
 
