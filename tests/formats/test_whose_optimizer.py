@@ -228,3 +228,48 @@ def test_files_of_gpus_may_be_shares_as_files_of_ranks(tmp_path):
         torch.save({"fc": {"weight": torch.full((5, 4), float(number))}}, tmp_path / f"checkpoint_gpu_{number}.pt")
     [warning] = zckpt.open(tmp_path / "checkpoint_gpu_1.pt").warnings
     assert "it is one of 2 ranks' files, and may hold only a share of the model" in warning
+
+
+ALIKE = (5, 4, 4)
+
+
+def named(path: Path) -> set[str]:
+    """What has state under its name, of optimizers that only number it."""
+    return {one.name for one in zckpt.open(path).parameters.values() if "exp_avg" in one.slots}
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_places_in_lists_are_names_where_both_are_as_long(more, tmp_path):
+    pairs = [trained(*ALIKE) for _ in range(2)]
+    models = [model.state_dict() for model, _ in pairs] + [body(*ALIKE).state_dict()] * more  # an average, say
+    path = saved(tmp_path, {"models": models, "optimizers": [optimizer.state_dict() for _, optimizer in pairs]})
+    if more:
+        assert named(path) == set()
+        return
+    for at, (model, optimizer) in enumerate(pairs):
+        assert_state(path, model, {str(at): optimizer}, f"models.{at}.")
+
+
+def test_a_place_is_no_number_of_a_model(tmp_path):
+    (first, one), (second, two) = trained(*ALIKE), trained(*ALIKE)
+    optimizers = [one.state_dict(), two.state_dict()]
+    assert named(saved(tmp_path, {"model_1": first, "module": second, "optimizers": optimizers})) == set()
+
+
+@pytest.mark.parametrize(("numbers", "is_named"), [((1, 2), False), (("", 1), True)])
+def test_numbers_of_optimizers_are_those_of_models_if_all_are(numbers, is_named, tmp_path):
+    pairs = [trained(*ALIKE) for _ in range(2)]
+    optimizers = {f"optimizer_{number}": optimizer for number, (_, optimizer) in zip(numbers, pairs, strict=True)}
+    path = saved(tmp_path, {"model": pairs[0][0], "model_1": pairs[1][0], **optimizers})
+    if not is_named:
+        assert named(path) == set()
+        return
+    for key, (model, optimizer) in zip(("model", "model_1"), pairs, strict=True):
+        assert_state(path, model, {f"optimizer_{key[6:]}": optimizer}, f"{key}.")
+
+
+@pytest.mark.parametrize("key", ["q", "net"])
+def test_an_optimizer_that_is_called_like_one_model_is_not_of_the_usual_one(key, tmp_path):
+    model, optimizer = trained(*ALIKE)
+    path = saved(tmp_path, {key: model, "module": body(*ALIKE), f"{key}_optim": optimizer})
+    assert_state(path, model, {None: optimizer}, f"{key}.")

@@ -201,8 +201,10 @@ def content_of(root: Node, path: Path, *, spreads: bool = False, seen: set[int] 
         below = _below(found.base, models, seen)
         if len(below) > 1:
             parts = {key: content_of(dict_of(found.base[key]), path, seen=seen) for key in below}
-            if all(part.models and part.optimizers for part in parts.values()):
-                return _together(found, parts)
+            keys = [part.keys for part in parts.values() if part.models and part.optimizers]
+            if keys:  # beside which models of the same keys have none
+                parts = {key: part for key, part in parts.items() if part.optimizers or part.keys in keys}
+                return _together(found, {key: part for key, part in parts.items() if part.models})
         if len(below) != 1:
             break
         node = dict_of(found.base[below[0]])
@@ -442,6 +444,9 @@ def _choose_models(found: Content, models: Mapping[object, Node], shapes: Mappin
         states = [held.state for held in several]
         together = len(several) > 1 or can_have(_union({key: shapes[key] for key in plain}), states)
         one = None if together and not can_have(shapes[one], states) else one
+        likes = [key for held in several for key in plain if likeness(_called(held), str(key)) and len(several) == 1]
+        if any(key != one and can_have(shapes[key], states) for key in likes):  # `optim_q` beside `module` and `q`
+            one = None
     if len(models) == 1 or one is not None:
         key = next(iter(models)) if one is None else one
         counted = swapped and any(str(name).startswith(FRONT) for name in models[key])  # mmengine's `steps` beside it
@@ -488,13 +493,19 @@ def _union(models: Mapping[object, Shapes]) -> dict[str, Shape]:
 def _find_model(found: Content, held: Held, models: Mapping[object, Shapes]) -> None:
     """Say which of several models an optimizer is of, or warn."""
     fitting = [key for key, shapes in models.items() if can_have(shapes, [held.state])]
-    total = len(held.state.every_number)
-    called = held.name or str(held.path[-1] if held.path else "")
+    total, called = len(held.state.every_number), _called(held)
+    beside = [one for one in found.optimizers if one.path[:-1] == held.path[:-1]]
+    in_lists = _is_place(held) and len(beside) == len(models) and all(str(key)[-1].isdecimal() for key in models)
+    named = [words(key) - _USUAL for key in models]
+    numbers = [own for one in found.optimizers if all(map(str.isdecimal, own := words(_called(one)) - _USUAL))]
+    if not all(own in named for own in numbers) and words(called) - _USUAL in numbers:
+        called = ""  # counted from another number than models are
     narrower: list[Callable[[object], bool]] = [
+        lambda key: in_lists and str(key).endswith(f".{held.path[-1]}"),
         lambda key: likeness(called, str(key)) == SAME,
+        lambda key: not words(key) & AVERAGES,
         lambda key: likeness(called, str(key)) > 0,
         lambda key: len(models[key]) == total,
-        lambda key: not words(key) & AVERAGES,
     ]
     for rule in narrower:
         if len(fitting) > 1:
@@ -502,12 +513,24 @@ def _find_model(found: Content, held: Held, models: Mapping[object, Shapes]) -> 
     if len(fitting) == 1:
         held.scope = f"{fitting[0]}."
     elif fitting or not can_have(_union(models), [held.state]):
+        label = held.name or str(held.path[-1] if held.path else "")
         found.warnings.append(
-            f"{called} could be the optimizer of several models: {', '.join(map(str, fitting or models))} "
+            f"{label} could be the optimizer of several models: {', '.join(map(str, fitting or models))} "
             f"({NAMES_ADVICE})"
         )
     else:
         held.several = tuple(f"{key}." for key in _whole(held, models) or _no_averages(models) or models)
+
+
+def _is_place(held: Held) -> bool:
+    return bool(held.path) and type(held.path[-1]) is int
+
+
+def _called(held: Held) -> str:
+    """Return what an optimizer is called: in a list as that is, for a place in it is no name."""
+    if _is_place(held):
+        return str(held.path[-2]) if len(held.path) > 1 else ""
+    return held.name or str(held.path[-1] if held.path else "")
 
 
 def _whole(held: Held, models: Mapping[object, Shapes]) -> Sequence[object] | None:
@@ -599,7 +622,7 @@ def likeness(optimizer: str, model: str) -> int:
     SAME where both have the same words (`critic2_opt`, `critic2`). A number alone may be a place in a list.
     """
     ours, theirs = words(optimizer) - _USUAL, words(model) - _USUAL
-    if ours and ours == theirs:
+    if (ours and ours == theirs) or words(optimizer) - _OPTIMIZERS == words(model):
         return SAME
     return int(
         any(a.startswith(b) or b.startswith(a) for a in filter(str.isalpha, ours) for b in filter(str.isalpha, theirs))
