@@ -273,3 +273,22 @@ def test_an_optimizer_that_is_called_like_one_model_is_not_of_the_usual_one(key,
     model, optimizer = trained(*ALIKE)
     path = saved(tmp_path, {key: model, "module": body(*ALIKE), f"{key}_optim": optimizer})
     assert_state(path, model, {None: optimizer}, f"{key}.")
+
+
+@pytest.mark.parametrize("is_average", [False, True])
+def test_one_optimizer_of_models_alike_keeps_numbers_in_dcp(is_average, tmp_path):
+    """Their order is not the dict's; an average beside a model is none that it has."""
+    first, second = body(*ALIKE), body(*ALIKE)
+    optimizer = one_of_all(*([first] if is_average else [second, first]))
+    others = {"ema" if is_average else "msd": second.state_dict()}
+    dcp.save({"gen": first.state_dict(), **others, "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path)
+    assert named(tmp_path) == ({f"gen.{name}" for name in dict(first.named_parameters())} if is_average else set())
+    if is_average:
+        assert_state(tmp_path, first, {None: optimizer}, "gen.")
+
+
+def test_the_model_beside_an_optimizer_is_its_in_dcp(tmp_path):
+    model, optimizer = trained(*ALIKE)
+    pair = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save({"D": {"model": body(*ALIKE).state_dict()}, "G": pair}, checkpoint_id=tmp_path)
+    assert_state(tmp_path, model, {None: optimizer}, "G.model.")

@@ -12,6 +12,7 @@ order       the model's order, where someone says it
 from __future__ import annotations
 
 from zckpt.evidence.solver import (
+    MOST_PERMUTED,
     NAMES_ADVICE,
     NAMES_BY_STAGE_ADVICE,
     NAMES_OF_RANK_ADVICE,
@@ -26,6 +27,7 @@ from zckpt.evidence.solver import (
     may_be_trained,
     note_not_used,
     note_numbers,
+    orders_of_models,
     refuse_ungrouped,
     refuse_unnamed,
     shown_shape,

@@ -9,8 +9,9 @@ Names that follow each other may also have to fill what has a known size: a flat
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import field
+from itertools import chain, permutations
 from typing import Any, Generic, TypeVar
 
 from zckpt.errors import UnsupportedError, UsageError, listed
@@ -39,6 +40,19 @@ def in_order(_group: int, names: Sequence[str]) -> list[Sequence[str]]:
 def in_order_or_sorted(_group: int, names: Sequence[str]) -> list[Sequence[str]]:
     """Return the orders of a group that has its parameters as the model has them, or sorted by name."""
     return [names, sorted(names)]
+
+
+MOST_PERMUTED = 4
+"""Of models that one optimizer has, those that it may have in any order; more are taken to be in the file's."""
+
+
+def orders_of_models(models: Sequence[Collection[str]], group: int, names: Sequence[str]) -> list[Sequence[str]]:
+    """Return the orders of a group of an optimizer of several models, each of which has these names."""
+    if not models:
+        return in_order_or_sorted(group, names)
+    each = [[name for name in names if name in model] for model in models]
+    ways = permutations(each) if len(each) <= MOST_PERMUTED else [each]
+    return [[*chain(*way)] for one in ways for way in (one, map(sorted, one))]
 
 
 @immutable

@@ -5,15 +5,16 @@ By name where the file has names, which is usual; else by number, with names fou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field
+from functools import partial
 from typing import Any
 
 from zckpt.compare.copies import MOST_EXTENTS, sampled
 from zckpt.engine.read import read_all
 from zckpt.engine.targets import Hole
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
-from zckpt.evidence import Evidence, in_order_or_sorted, note_not_used
+from zckpt.evidence import Evidence, note_not_used, orders_of_models
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Node, OptimizerPart, branch, carry
 from zckpt.formats.torch_files.attach import attach as attach_state
@@ -117,7 +118,9 @@ def _leaf(what: str, node: Node, key: object) -> object:
     return value
 
 
-def attach(checkpoint: Checkpoint, optimizers: Sequence[Optimizer], names: GivenNames) -> None:
+def attach(
+    checkpoint: Checkpoint, optimizers: Sequence[Optimizer], names: GivenNames, models: Sequence[Collection[str]]
+) -> None:
     """Give a checkpoint's parameters the optimizers' slots, and the checkpoint their param groups.
 
     Parameters
@@ -127,6 +130,8 @@ def attach(checkpoint: Checkpoint, optimizers: Sequence[Optimizer], names: Given
     optimizers : sequence of Optimizer
     names : sequence of str, optional
         Of the parameters that are only numbered, in the optimizers' order.
+    models : sequence of collection of str
+        The names of each model, of which an optimizer may have several one after another, in any order.
 
     Raises
     ------
@@ -146,7 +151,7 @@ def attach(checkpoint: Checkpoint, optimizers: Sequence[Optimizer], names: Given
     taken: set[str] = set()
     before: set[str] = set()  # which the numbers of those before are
     are_sorted = any(file.role == "model" and file.path.endswith(".safetensors") for file in checkpoint.files)
-    orders = None if are_sorted else in_order_or_sorted  # a dict has the model's
+    orders = None if are_sorted else partial(orders_of_models, models)  # a dict has the model's
     for one in optimizers:
         state = one.state
         if one.prefix or one.name is not None:

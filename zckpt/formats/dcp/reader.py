@@ -27,6 +27,7 @@ from zckpt.formats.dcp.tree import (
     carry,
     find_models,
     find_optimizers,
+    is_average,
     joined,
     owners,
 )
@@ -161,7 +162,8 @@ def fill(
             checkpoint.place(name, item.slot(WEIGHT), trained=may_be_trained(bare, dtypes))
             if (filed := model.prefix + model.filed.get(bare, bare)) != name:
                 checkpoint.wrapped[name] = filed
-    attach(checkpoint, states, names if own is None else prepare(checkpoint, states, own, names))
+    parts = [{model.prefix + bare for bare in model.tensors} for model in models if not is_average(model)]
+    attach(checkpoint, states, names if own is None else prepare(checkpoint, states, own, names), parts)
     model_paths, optimizer_paths = [part.path for part in models], [part.path for part in optimizers]
     checkpoint.step = _step(checkpoint, root, [*model_paths, *optimizer_paths])
     lost: list[str] = []
@@ -227,8 +229,8 @@ def _states(
         if model is not None and part.names:
             state.prefix = model.prefix
             state.rename(aligned(model.tensors, part.names))
-        elif numbered and not part.names:
-            state.prefix = f"{joined(part.path)}."
+        elif not part.names:
+            state.prefix = f"{joined(part.path)}." if numbered else ""
             if model is not None:
                 state.state.scopes.update(dict.fromkeys(state.state.every_number, model.prefix))
     _by_their_keys(optimizers, models, states)

@@ -277,14 +277,17 @@ def find_models(root: Branch, optimizers: list[OptimizerPart], warnings: list[st
     """
     candidates = list(_dicts_of_tensors(root, (), {part.path for part in optimizers}))
     found = owners(optimizers, candidates)
-    chosen = [one for one in candidates if any(one is best for best in found)]
+    is_one = len(found) == 1 and not optimizers[0].names  # beside whose model are others, too
+    chosen = [one for one in candidates if any(one is best for best in found) and not is_one]
     if not chosen and candidates:  # the one that is called as models are; or else all with more than single numbers
         usual = [one for one in candidates if one.path and one.path[-1] in STATE_DICT_KEYS]
         large = [one for one in candidates if any(tensor.shape for tensor in one.tensors.values())]
-        plain = [one for one in large if not any(words(step) & AVERAGES for step in one.path)]
+        plain = [one for one in large if not is_average(one)]
         chosen = [min(usual, key=_unusual)] if usual else large
         if len(optimizers) > 1 and not _may_have(chosen, optimizers) and _may_have(plain, optimizers):
             chosen = plain
+        elif is_one and found[0] is not None and not any(one is found[0] for one in chosen):
+            chosen = plain if any(one is found[0] for one in plain) else large
         elif len(usual) > 1:
             shown = ", ".join(joined(one.path) for one in usual)
             used = joined(chosen[0].path)
@@ -322,21 +325,38 @@ def owners(optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart]) -> 
     """Return the model of each optimizer: what has most of its names, whatever wrappers they have.
 
     Two models may have the same names: then its is the one beside it, or of a key like its own (`opt_gen`: `gen`), or
-    that is called as models are and not as their averages. None where none has any of them, and of one without names,
-    unless there are several of these, and each has a model that is nearest, or called like it. Raises UnsupportedError:
-    that leaves several.
+    that is called as models are and not as their averages. None where none has any of them, and of those without names
+    unless each has another model that is nearest, or called like it; of one alone, nearer than any other. Raises
+    UnsupportedError: that leaves several.
     """
-    if len(optimizers) > 1 and not any(part.names for part in optimizers):
+    if optimizers and not any(part.names for part in optimizers):
         near = [_nearest(part, models) for part in optimizers]
-        if None not in near and len({id(one) for one in near}) == len(near):
+        places = {part.path[-1:]: part for part in models if part.path and type(part.path[-1]) is int}
+        if len(places) == len(models) and places.keys() == {part.path[-1:] for part in optimizers}:
+            return [places[part.path[-1:]] for part in optimizers]  # of lists that are as long
+        if None not in near and len({id(one) for one in near}) == len(near) > 1:
             return near
+        if len(near) == 1 and near[0] is not None:
+            others = [one for one in models if one is not near[0]]
+            is_nearer = all(_nearness(optimizers[0], near[0]) > _nearness(optimizers[0], one) for one in others)
+            return near if is_nearer else [None]
     return [_owner(part, models) if part.names else None for part in optimizers]
+
+
+def is_average(part: ModelPart) -> bool:
+    """Tell a dict that is called as averages are."""
+    return any(words(step) & AVERAGES for step in part.path)
+
+
+def _nearness(optimizer: OptimizerPart, model: ModelPart) -> tuple[int, int]:
+    at = _common(optimizer.path, model.path)
+    ours, theirs = ([step for step in part.path[at:] if isinstance(step, str)] for part in (optimizer, model))
+    return at, max((likeness(a, b) for a in ours for b in theirs), default=0)
 
 
 def _nearest(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> ModelPart | None:
     def nearness(one: ModelPart) -> tuple[int, int, bool]:
-        at = _common(optimizer.path, one.path)
-        like = max((likeness(str(a), str(b)) for a in optimizer.path[at:] for b in one.path[at:]), default=0)
+        at, like = _nearness(optimizer, one)
         return at, like, not any(words(step) & AVERAGES for step in one.path[at:])
 
     best = max(map(nearness, models), default=None)

@@ -21,12 +21,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
-from itertools import chain, combinations, permutations
+from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from zckpt.errors import about, listed
-from zckpt.evidence import NAMES_ADVICE, agree, in_order_or_sorted, may_be_trained
+from zckpt.evidence import MOST_PERMUTED, NAMES_ADVICE, agree, may_be_trained, orders_of_models
 from zckpt.formats.torch_files.optimizer import (
     STATE_KEY,
     OptimizerState,
@@ -53,9 +53,6 @@ OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_states", "opti
 
 AVERAGES = frozenset({"ema", "swa", "avg", "average", "averaged", "target", "shadow", "old", "best", "teacher"})
 """What keys of models say that no optimizer has."""
-
-MOST_PERMUTED = 4
-"""Of models that one optimizer has, those that it may have in any order; more are taken to be in the file's."""
 
 MOST_COMBINED = 16
 """Of models in a file, those of which every few are tried as all that an optimizer has."""
@@ -137,12 +134,8 @@ class Content:
     def orders(self, group: int, names: Sequence[str]) -> Sequence[Sequence[str]]:
         """Return the orders that a param group may have: of several models one after another, in any order."""
         held = [one for one in self.optimizers for _ in one.state.groups][group]
-        if not held.several:
-            return in_order_or_sorted(group, names)
-        of = {f"{prefix}{name}": prefix for prefix in held.several for name in self.models[prefix]}
-        each = [[name for name in names if of.get(name) == prefix] for prefix in held.several]
-        ways = permutations(each) if len(each) <= MOST_PERMUTED else [each]
-        return [[*chain(*way)] for one in ways for way in (one, map(sorted, one))]
+        models = [{f"{prefix}{name}" for name in self.models[prefix]} for prefix in held.several]
+        return orders_of_models(models, group, names)
 
     @property
     def others(self) -> dict[object, object]:
