@@ -94,3 +94,21 @@ def test_groups_of_a_program_with_others_stay_as_they_are(tmp_path):
 def test_other_groups_keep_their_numbers(tmp_path):
     trained(tmp_path, ("bias", "model.norm"))
     assert zckpt.open(tmp_path).unnamed
+
+
+def test_groups_of_another_rule_are_not_read_by_the_trainers(tmp_path):
+    """The first has as many parameters of one axis as the rule gives it, and no matrix, as it would have."""
+    block = {"norm.weight": (4,), "norm.bias": (4,), "q.weight": (4, 4), "q.bias": (4,), "fc.weight": (6, 4),
+             "fc.bias": (6,), "out.weight": (4, 6), "out.bias": (4,)}  # fmt: skip
+    first = {"norm.weight": (4,), "norm.bias": (4,)}
+    shapes = {**first, "emb.weight": (9, 4), **{f"layers.0.{name}": shape for name, shape in block.items()}}
+    model = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    parts = [[name for name in model if (name in first) is is_first] for is_first in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": [model[name] for name in part]} for part in parts])
+    sum((one * torch.randn_like(one)).sum() for one in model.values()).backward()
+    optimizer.step()
+    save_file({name: one.detach() for name, one in model.items()}, tmp_path / "model.safetensors")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    opened = zckpt.open(tmp_path)
+    for name in (one.name for one in opened.parameters.values() if "exp_avg" in one.slots):
+        assert torch.equal(opened.read(name, "exp_avg"), optimizer.state[model[name]]["exp_avg"]), name

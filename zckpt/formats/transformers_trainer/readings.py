@@ -150,14 +150,17 @@ def _groups(said: Evidence[int], known: Architecture) -> list[list[str]] | None:
     shapes = [{said.shapes[number] for number in group} for group in said.groups]
     for undecayed in (BY_NAME, BIASES):
         found: list[list[str]] = [[] for _ in shapes]
+        of_rule, as_ruled = False, True
         for name, shape in said.candidates.items():
             groups = [at for at, own in enumerate(shapes) if shape in own or None in own]
-            if len(groups) > 1 and len(shapes) == 2:
-                groups = [group_of(name, known, undecayed)]
+            ruled = [group_of(name, known, undecayed)] if len(shapes) == 2 else groups
+            of_rule |= len(groups) > 1
+            as_ruled &= len(groups) > 1 or groups == ruled
+            groups = ruled if len(groups) > 1 else groups
             if len(groups) != 1:
                 return None
             found[groups[0]].append(name)
-        if list(map(len, found)) == list(map(len, said.groups)):
+        if list(map(len, found)) == list(map(len, said.groups)) and (as_ruled or not of_rule):
             return found
     return None
 
