@@ -780,3 +780,21 @@ def test_moments_of_a_zero_dimensional_parameter_in_a_group_of_its_own_are_no_va
     zckpt.convert(tmp_path / "ranks", tmp_path / "deepspeed", to="deepspeed", stage=1, world_size=2, verify=True)
     for slot in ("exp_avg", "exp_avg_sq"):
         assert zckpt.open(tmp_path / "deepspeed").read("gain", slot) == optimizer.state[gain][slot]
+
+
+def test_rows_and_columns_of_state_are_of_a_matrix_and_of_no_bias(tmp_path):
+    """A bias has as many elements as its matrix has rows; the optimizer has the last of four layers."""
+    block = {"norm.weight": (4,), "norm.bias": (4,), "q.weight": (4, 4), "q.bias": (4,), "k.weight": (4, 4),
+             "k.bias": (4,), "fc.weight": (8, 4), "fc.bias": (8,), "out.weight": (4, 8), "out.bias": (4,)}  # fmt: skip
+    shapes = {"emb.weight": (4, 4), **{f"layers.{at}.{key}": shape for at in range(4) for key, shape in block.items()}}
+    model = {name: torch.rand(shape) for name, shape in {**shapes, "norm.weight": (4,), "norm.bias": (4,)}.items()}
+    trained = [name for name in model if name.startswith(("layers.3.", "norm."))]
+    moments = {name: {"exp_avg_sq_row": torch.rand(one.shape[0]), "exp_avg_sq_col": torch.rand(one.shape[1])}
+               if one.dim() > 1 else {"exp_avg_sq": torch.rand(one.shape)} for name, one in model.items()}  # fmt: skip
+    groups = [{"lr": 0.1, "params": list(range(len(trained)))}]
+    state = {number: moments[name] for number, name in enumerate(trained)}
+    torch.save(model, tmp_path / "model_world_size_1_rank_0.pt")
+    torch.save({"state": state, "param_groups": groups}, tmp_path / "optim_world_size_1_rank_0.pt")
+    opened = zckpt.open(tmp_path)
+    for name, one in opened.parameters.items():
+        assert {*one.optimizer_slots} <= moments[name].keys(), name

@@ -20,6 +20,7 @@ from zckpt.evidence.solver import (
     Orders,
     agree,
     can_be_of,
+    factored_shape,
     in_order,
     in_order_or_sorted,
     is_trainable,

@@ -218,11 +218,18 @@ def shown_shape(state: Mapping[str, Iterable[Shape]]) -> Shape | None:
     shapes = {slot: list(its) for slot, its in state.items() if slot not in ("step", "RMS")}
     if shapes.get(MASTER):
         return shapes[MASTER][0]
+    if (whole := factored_shape(shapes)) is not None:
+        return whole
+    return max((one for its in shapes.values() for one in its), key=lambda shape: (len(shape), shape), default=None)
+
+
+def factored_shape(shapes: Mapping[str, Sequence[Shape]]) -> Shape | None:
+    """Return the shape of a parameter of which slots are rows and columns; None if none are."""
     for row, column, spare in FACTORED:
         if shapes.get(row) and shapes.get(column):
             first = shapes[row][0]
             return (*first[: len(first) - spare], *shapes[column][0][-1:])
-    return max((one for its in shapes.values() for one in its), key=lambda shape: (len(shape), shape), default=None)
+    return None
 
 
 def is_trainable(dtype: str) -> bool:

@@ -21,7 +21,7 @@ from functools import cached_property
 from itertools import combinations
 
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
-from zckpt.evidence import NAMES_ADVICE, Evidence, keep_number, note_numbers, shown_shape, ways
+from zckpt.evidence import NAMES_ADVICE, Evidence, factored_shape, keep_number, note_numbers, shown_shape, ways
 from zckpt.formats.fsdp_rank_files.across import add
 from zckpt.formats.fsdp_rank_files.contents import MEMBERS, Key, Model, Optimizer, Ties, equal_names, tie
 from zckpt.formats.fsdp_rank_files.held import PLAIN, Held
@@ -165,7 +165,8 @@ class _Solver:
         """Tell whether a parameter of some shape, or a flat one of so many elements, may have the state."""
         held = self.held(key)
         if not held or kind == WHOLE:
-            return all(one.shape == shape for one, _ in held)
+            own = factored_shape({slot: [one.first.shape] for slot, one in self.optimizer.cut(key).items()})
+            return own == shape if own is not None else all(one.shape == shape for one, _ in held)
         if not _is_line(held):
             return False
         if kind == PIECES:
