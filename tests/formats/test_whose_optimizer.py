@@ -292,3 +292,28 @@ def test_the_model_beside_an_optimizer_is_its_in_dcp(tmp_path):
     pair = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.save({"D": {"model": body(*ALIKE).state_dict()}, "G": pair}, checkpoint_id=tmp_path)
     assert_state(tmp_path, model, {None: optimizer}, "G.model.")
+
+
+def accelerates(folder: Path, models: Any, optimizers: Any) -> Path:
+    """As Accelerate saves several."""
+    folder.mkdir()
+    for at, model in enumerate(models):
+        torch.save(model.state_dict(), folder / f"pytorch_model{f'_{at}' * (at > 0)}.bin")
+    for at, optimizer in enumerate(optimizers):
+        torch.save(optimizer.state_dict(), folder / f"optimizer{f'_{at}' * (at > 0)}.bin")
+    torch.save({"step": 2}, folder / "random_states_0.pkl")
+    return folder
+
+
+def test_optimizers_of_accelerates_models_are_theirs_that_can_be(tmp_path):
+    """Prepared in another order than the models, or of some of them only; shapes tell, and of twins they do not."""
+    pairs = [trained(5, 4, 3), trained(5, 6, 3)]
+    models, optimizers = [model for model, _ in pairs], [optimizer for _, optimizer in pairs]
+    for case, (others, its) in {"turned": ([], [1, 0]), "fewer": ([body(5, 7, 3)], [0, 1])}.items():
+        path = accelerates(tmp_path / case, [*models, *others], [optimizers[at] for at in its])
+        for at, (model, optimizer) in enumerate(pairs):
+            number = its.index(at)
+            name = f"optimizer{f'_{number}' * (number > 0)}"
+            assert_state(path, model, {name: optimizer}, f"pytorch_model{f'_{at}' * (at > 0)}.")
+    twins = [body(*ALIKE), body(*ALIKE)]
+    assert named(accelerates(tmp_path / "twins", twins, [one_of_all(*twins[::-1])])) == set()

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 
 from zckpt.errors import UnsupportedError, about
-from zckpt.evidence import may_be_trained
+from zckpt.evidence import MOST_PERMUTED, may_be_trained
 from zckpt.evidence.order import put_in_order, tells_order
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME
 from zckpt.formats.remainder import names_of_models, restore_from
@@ -184,27 +185,34 @@ def _read_optimizers(
     states = [read_optimizer(checkpoint, path) for path in paths]
     counts = [len(state.every_number) for state in states]
     is_cut = len(states) > 1 and names is not None and len(names) == sum(counts)
+    theirs = _models_of(states, weights)
     is_open = False
     beside: dict[str, dict[str, object]] = {}
     for number, (state, path) in enumerate(zip(states, paths, strict=True)):
         model = _joined(weights) if is_cut or len(states) == 1 else None
-        if model is not None and directory.models[0].path.parent != directory.path:
-            model.places = {}  # folders have no order
-        if not is_cut and len(states) == len(weights):
-            model = weights[number]
+        in_folders = directory.models[0].path.parent != directory.path  # which have no order
+        if model is not None and in_folders:
+            model.places = {}
+        if not is_cut and len(states) > 1:
+            model = theirs[number]
+        elif len(weights) == 1:
+            model = weights[0]
         given = names
         if is_cut and names is not None:
             given = names[sum(counts[:number]) : sum(counts[: number + 1])]
         given = given or _recorded(state, model, prefixes[number] if len(prefixes) == len(states) else "")
         with about(path):
-            found = read_names(state, model, given) if model is not None else {}
+            if len(states) == 1 < len(weights) <= MOST_PERMUTED and given is None:
+                found = _in_any_order(state, weights, placed=not in_folders)
+            else:
+                found = read_names(state, model, given) if model is not None else {}
         several = len(states) > 1
         if several and len(found) < counts[number]:
-            if names is not None or model is None or not can_have(model.shapes, [state]):
+            if names is not None or not any(can_have(one.shapes, [state]) for one in weights):
                 raise UnsupportedError(
-                    "does not match the model with the same number",
+                    "does not match a model",
                     path=path,
-                    expected=f"state of the parameters of model {number} of {len(weights)}, in their order",
+                    expected=f"state of the parameters of one of {len(weights)} models, in their order",
                     found=f"{counts[number]} parameters, of which {len(found)} can be identified",
                     advice="give --names FILE: the names of all optimizers' parameters in their order, one per line",
                 )
@@ -227,6 +235,25 @@ def _read_optimizers(
         base = "put config.json of the model that the adapter is added to there, or " if directory.is_adapter else ""
         base = "add --map=transformers, or " if any(one.is_converted for one in weights) else base
         checkpoint.warnings.append(f"{paths[0].name}: {base}{NAMES_ADVICE}")
+
+
+def _models_of(states: Sequence[OptimizerState], weights: Sequence[Weights]) -> list[Weights | None]:
+    """Return the model of each optimizer: that of its number, or else the only one that can have it, and no other."""
+    found: list[Weights | None] = []
+    for number, state in enumerate(states):
+        fitting = [one for one in weights if can_have(one.shapes, [state])]
+        same = [one for one in fitting if len(states) == len(weights) and one is weights[number]]
+        found.append(next(iter(same or (fitting if len(fitting) == 1 else [])), None))
+    return [one if sum(one is other for other in found) == 1 else None for one in found]
+
+
+def _in_any_order(state: OptimizerState, weights: Sequence[Weights], *, placed: bool) -> dict[int, str]:
+    """Return the names that are certain of an optimizer of several models, one after another in any order."""
+    every = [_joined(order) for order in permutations(weights)]
+    every = every if placed else [replace(one, places={}) for one in every]
+    readings = [found for one in every if (found := read_names(state, one))]
+    first = readings[0] if readings else {}
+    return {number: name for number, name in first.items() if all(one.get(number) == name for one in readings)}
 
 
 def _joined(weights: Sequence[Weights]) -> Weights:
