@@ -462,7 +462,8 @@ class Checkpoint:
         found = {"step"}
         for own in self.owners:
             if own.shape:
-                found |= own.state.keys() | {key for key, slot in own.slots.items() if not slot.shape}
+                found |= {key for key, one in own.state.items() if isinstance(one, (int, float, Scalar))}
+                found |= {key for key, slot in own.slots.items() if not slot.shape}
         return frozenset(found)
 
     def place(self, name: str, weight: Slot, *, trained: bool) -> None:
