@@ -241,7 +241,7 @@ def _models_of(states: Sequence[OptimizerState], weights: Sequence[Weights]) -> 
     """Return the model of each optimizer: that of its number, or else the only one that can have it, and no other."""
     found: list[Weights | None] = []
     for number, state in enumerate(states):
-        fitting = [one for one in weights if can_have(one.shapes, [state])]
+        fitting = [one for one in weights if can_have(one.shapes, [state], named=False)]
         same = [one for one in fitting if len(states) == len(weights) and one is weights[number]]
         found.append(next(iter(same or (fitting if len(fitting) == 1 else [])), None))
     return [one if sum(one is other for other in found) == 1 else None for one in found]
