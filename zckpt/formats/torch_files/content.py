@@ -437,9 +437,9 @@ def _choose_models(found: Content, models: Mapping[object, Node], shapes: Mappin
         states = [held.state for held in several]
         together = len(several) > 1 or can_have(_union({key: shapes[key] for key in plain}), states)
         one = None if together and not can_have(shapes[one], states) else one
-        likes = [key for held in several for key in plain if likeness(_called(held), str(key)) and len(several) == 1]
-        if any(key != one and can_have(shapes[key], states) for key in likes):  # `optim_q` beside `module` and `q`
-            one = None
+        called = _called(several[0]) if len(several) == 1 else ""
+        if any(key != one and likeness(called, str(key)) and can_have(shapes[key], states) for key in plain):
+            one = None  # `optim_q` beside `module` and `q`
     if len(models) == 1 or one is not None:
         key = next(iter(models)) if one is None else one
         counted = swapped and any(str(name).startswith(FRONT) for name in models[key])  # mmengine's `steps` beside it
@@ -488,7 +488,7 @@ def _find_model(found: Content, held: Held, models: Mapping[object, Shapes]) -> 
     fitting = [key for key, shapes in models.items() if can_have(shapes, [held.state])]
     total, called = len(held.state.every_number), _called(held)
     beside = [one for one in found.optimizers if one.path[:-1] == held.path[:-1]]
-    in_lists = _is_place(held) and len(beside) == len(models) and all(str(key)[-1].isdecimal() for key in models)
+    in_lists = _is_place(held) and len(beside) == len(models) and all(str(key)[-1:].isdecimal() for key in models)
     named = [words(key) - _USUAL for key in models]
     numbers = [own for one in found.optimizers if all(map(str.isdecimal, own := words(_called(one)) - _USUAL))]
     if not all(own in named for own in numbers) and words(called) - _USUAL in numbers:
