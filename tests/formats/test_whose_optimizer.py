@@ -254,6 +254,7 @@ def test_a_place_is_no_number_of_a_model(tmp_path):
     (first, one), (second, two) = trained(*ALIKE), trained(*ALIKE)
     optimizers = [one.state_dict(), two.state_dict()]
     assert named(saved(tmp_path, {"model_1": first, "module": second, "optimizers": optimizers})) == set()
+    assert named(saved(tmp_path, {"": first, "a": second, "optimizers": optimizers[:1]})) == set()
 
 
 @pytest.mark.parametrize(("numbers", "is_named"), [((1, 2), False), (("", 1), True)])

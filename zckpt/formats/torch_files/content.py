@@ -615,7 +615,7 @@ def likeness(optimizer: str, model: str) -> int:
     SAME where both have the same words (`critic2_opt`, `critic2`). A number alone may be a place in a list.
     """
     ours, theirs = words(optimizer) - _USUAL, words(model) - _USUAL
-    if (ours and ours == theirs) or words(optimizer) - _OPTIMIZERS == words(model):
+    if (ours and ours == theirs) or words(optimizer) - _OPTIMIZERS == words(model) != set():
         return SAME
     return int(
         any(a.startswith(b) or b.startswith(a) for a in filter(str.isalpha, ours) for b in filter(str.isalpha, theirs))

@@ -185,25 +185,18 @@ def _read_optimizers(
     states = [read_optimizer(checkpoint, path) for path in paths]
     counts = [len(state.every_number) for state in states]
     is_cut = len(states) > 1 and names is not None and len(names) == sum(counts)
-    theirs = _models_of(states, weights)
+    placed = directory.models[0].path.parent == directory.path  # folders have no order
+    models = _models_of(states, weights, is_cut=is_cut, placed=placed)
     is_open = False
     beside: dict[str, dict[str, object]] = {}
-    for number, (state, path) in enumerate(zip(states, paths, strict=True)):
-        model = _joined(weights) if is_cut or len(states) == 1 else None
-        in_folders = directory.models[0].path.parent != directory.path  # which have no order
-        if model is not None and in_folders:
-            model.places = {}
-        if not is_cut and len(states) > 1:
-            model = theirs[number]
-        elif len(weights) == 1:
-            model = weights[0]
+    for number, (state, path, model) in enumerate(zip(states, paths, models, strict=True)):
         given = names
         if is_cut and names is not None:
             given = names[sum(counts[:number]) : sum(counts[: number + 1])]
         given = given or _recorded(state, model, prefixes[number] if len(prefixes) == len(states) else "")
         with about(path):
             if len(states) == 1 < len(weights) <= MOST_PERMUTED and given is None:
-                found = _in_any_order(state, weights, placed=not in_folders)
+                found = _in_any_order(state, weights, placed=placed)
             else:
                 found = read_names(state, model, given) if model is not None else {}
         several = len(states) > 1
@@ -237,8 +230,16 @@ def _read_optimizers(
         checkpoint.warnings.append(f"{paths[0].name}: {base}{NAMES_ADVICE}")
 
 
-def _models_of(states: Sequence[OptimizerState], weights: Sequence[Weights]) -> list[Weights | None]:
-    """Return the model of each optimizer: that of its number, or else the only one that can have it, and no other."""
+def _models_of(
+    states: Sequence[OptimizerState], weights: Sequence[Weights], *, is_cut: bool, placed: bool
+) -> Sequence[Weights | None]:
+    """Return the model of each optimizer: that of its number, or else the only one that can have it, and no other.
+
+    `is_cut`: the user has named all parameters; then, and of one optimizer, that is all models as one.
+    """
+    if is_cut or len(states) == 1:
+        whole = weights[0] if len(weights) == 1 else _joined(weights)
+        return [whole if placed or len(weights) == 1 else replace(whole, places={})] * len(states)
     found: list[Weights | None] = []
     for number, state in enumerate(states):
         fitting = [one for one in weights if can_have(one.shapes, [state], named=False)]
