@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import zckpt
 from tests.formats.test_state_dict_forms import assert_state, body, stepped
+from tests.refusals import refusing
+from zckpt.errors import UnsupportedError
 
 
 def trained(*sizes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -286,6 +289,16 @@ def test_one_optimizer_of_models_alike_keeps_numbers_in_dcp(is_average, tmp_path
     assert named(tmp_path) == ({f"gen.{name}" for name in dict(first.named_parameters())} if is_average else set())
     if is_average:
         assert_state(tmp_path, first, {None: optimizer}, "gen.")
+
+
+def test_not_all_optimizers_of_the_same_names_are_the_usual_models(tmp_path):
+    """The first was read as that of `net`, and the state of the others was not read."""
+    pairs = [trained(*ALIKE) for _ in range(2)]
+    states = {f"optimizer_{at}": get_optimizer_state_dict(*pair) for at, pair in enumerate(pairs)}
+    models = {key: model.state_dict() for key, (model, _) in zip(("backbone", "net"), pairs, strict=True)}
+    dcp.save({**models, **states}, checkpoint_id=tmp_path)
+    with refusing(UnsupportedError, "could be the optimizer of several models"):
+        zckpt.open(tmp_path)
 
 
 def test_the_model_beside_an_optimizer_is_its_in_dcp(tmp_path):

@@ -340,7 +340,14 @@ def owners(optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart]) -> 
             others = [one for one in models if one is not near[0]]
             is_nearer = all(_nearness(optimizers[0], near[0]) > _nearness(optimizers[0], one) for one in others)
             return near if is_nearer else [None]
-    return [_owner(part, models) if part.names else None for part in optimizers]
+    found = [_owner(part, models) if part.names else None for part in optimizers]
+    for at, (part, model) in enumerate(zip(optimizers, found, strict=True)):
+        alike = [one for one in _most_alike(part, models) if not is_average(one)] if model is not None else []
+        if len(alike) > 1 and any(
+            one is model and part.names & other.names for one, other in zip(found[:at], optimizers, strict=False)
+        ):
+            raise _open(part, alike)
+    return found
 
 
 def is_average(part: ModelPart) -> bool:
@@ -381,31 +388,40 @@ def _may_have(models: Sequence[ModelPart], optimizers: Sequence[OptimizerPart]) 
     return count <= len(tensors) and all(any(agree(shape, whole) for whole in have) for shape in shapes - have)
 
 
-def _owner(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> ModelPart | None:
+def _most_alike(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> list[ModelPart]:
+    """Return the models that have most of an optimizer's names."""
     counts = [len(aligned(one.tensors, optimizer.names)) for one in models]
     most = max(counts, default=0)
-    best = [one for one, count in zip(models, counts, strict=True) if count == most]
-    if not most or len(best) == 1:
-        return best[0] if most else None
+    return [one for one, count in zip(models, counts, strict=True) if count == most > 0]
+
+
+def _owner(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> ModelPart | None:
+    best = _most_alike(optimizer, models)
+    if len(best) < 2:
+        return best[0] if best else None
     nearest = max(_common(optimizer.path, one.path) for one in best)
     best = [one for one in best if _common(optimizer.path, one.path) == nearest]
     shared = set.intersection(*(set(one.path) for one in best))
     narrower: list[Callable[[Keys], bool]] = [
         lambda path: any(likeness(str(a), str(b)) == SAME for a in optimizer.path for b in path if b not in shared),
-        lambda path: any(likeness(str(a), str(b)) for a in optimizer.path for b in path if b not in shared),
         lambda path: not any(words(step) & AVERAGES for step in path if step not in shared),
+        lambda path: any(likeness(str(a), str(b)) for a in optimizer.path for b in path if b not in shared),
     ]
     for rule in narrower:
         best = [one for one in best if rule(one.path)] or best
     first = min(map(_unusual, best))
     best = [one for one in best if _unusual(one) == first]
     if len(best) > 1:
-        raise UnsupportedError(
-            f"{joined(optimizer.path)} could be the optimizer of several models",
-            found=" and ".join(joined(one.path) for one in best),
-            advice="save it under a key that begins like its model's key",
-        )
+        raise _open(optimizer, best)
     return best[0]
+
+
+def _open(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> UnsupportedError:
+    return UnsupportedError(
+        f"{joined(optimizer.path)} could be the optimizer of several models",
+        found=" and ".join(joined(one.path) for one in models),
+        advice="save it under a key that begins like its model's key",
+    )
 
 
 def _common(one: Keys, other: Keys) -> int:
