@@ -99,7 +99,9 @@ def test_there_and_back_gives_the_same_files(name, ranks, between, tmp_path):
     zckpt.reshard(run_of(name), tmp_path / "between", **between)
     experts = 1 if "ep1" in name else 2
     back = cut(tmp_path / "between", tmp_path / "back", ranks, expert_parallel_size=experts, stage=2, round_robin=False)
-    for one in alike(back, original):
+    # ZeRO-1 does not tell whether frozen parameters were left out, so that there is no list of them any more.
+    lists = ("frozen_param_shapes", "frozen_param_fragments") if between.get("stage") == 1 else ()
+    for one in alike(back, original, lists):
         mine, theirs = tensor_bytes(back / one), tensor_bytes(original / one)
         assert list(mine) == list(theirs)
         for where, data in theirs.items():
