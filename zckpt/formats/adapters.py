@@ -31,6 +31,7 @@ from typing import Any
 
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError, UsageError, listed
 from zckpt.formats.patterns import Patterns
+from zckpt.formats.suffixes import ADAPTER_NAME
 from zckpt.immutable import immutable, mutable
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, are_sizes, are_texts
 from zckpt.state.names import PEFT, is_added, without_adapter
@@ -39,7 +40,7 @@ from zckpt.torchfile import brief
 
 CONFIG_NAME = "adapter_config.json"
 VERL_NAME = "lora_train_meta.json"
-MODEL_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
+MODEL_NAMES = (ADAPTER_NAME, "adapter_model.bin")
 VISION = "vit.safetensors"
 """What ms-swift trains whole beside an adapter, under PEFT's names."""
 

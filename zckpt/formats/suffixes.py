@@ -20,6 +20,9 @@ TORCH_SUFFIXES = (".pt", ".bin", ".pth")
 READ_SUFFIXES = (*TORCH_SUFFIXES, ".ckpt")
 """Of the files of torch.save that programs write."""
 
+ADAPTER_NAME = "adapter_model.safetensors"
+"""PEFT's of an adapter."""
+
 OWN_NAME = "zckpt.pt"
 """Of a directory of another program: what zckpt writes besides, for which that program has no room."""
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from zckpt.formats.suffixes import OWN_NAME
+from zckpt.formats.suffixes import ADAPTER_NAME, OWN_NAME
 from zckpt.immutable import immutable
 from zckpt.storage.files import entries_of, is_file, read_head
 
@@ -34,7 +34,6 @@ MEGATRON_MARK = b'"sharded_backend"'
 HEAD_NBYTES = 4096
 
 OLMO_NAME = "model_and_optim"
-ADAPTER_NAME = "adapter_model.safetensors"
 
 _OWN = re.compile(r"\.metadata|zckpt\.pt|__(0|[1-9][0-9]*)_(0|[1-9][0-9]*)\.distcp")
 _FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_([0-9]{1,4})")

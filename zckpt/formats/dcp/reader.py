@@ -36,7 +36,7 @@ from zckpt.formats.remainder import names_of_models, of_modules
 from zckpt.formats.safetensors import file as safetensors
 from zckpt.formats.safetensors import shards
 from zckpt.formats.suffixes import OWN_NAME
-from zckpt.formats.torch_files.content import AVERAGES, words
+from zckpt.formats.torch_files.content import is_averages
 from zckpt.formats.torch_files.optimizer import looks_like_optimizer, optimizer_rules
 from zckpt.formats.torch_files.reader import COMPOSERS_STEP, STEP_KEYS
 from zckpt.formats.torch_files.tensors import TensorItem, carried, describe, holds_tensors, scalars_in
@@ -115,7 +115,7 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
         checkpoint.warnings.append(
             f"not carried, because they are split and belong to neither model nor optimizer: {listed(lost)}"
         )
-        averages = [key for key in lost if words(key.partition(".")[0]) & AVERAGES]
+        averages = [key for key in lost if is_averages(key.partition(".")[0])]
         rules = [Rule((key, REST), LEFT_OUT, AVERAGE, tensors=True) for key in averages]
         for filed in checkpoint.files:
             filed.rules = (*rules, *filed.rules)

@@ -25,12 +25,11 @@ from zckpt.evidence import agree
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
 from zckpt.formats.torch_files.content import (
-    AVERAGES,
     EXTRA_STATE,
     SAME,
     STATE_DICT_KEYS,
+    is_averages,
     likeness,
-    words,
 )
 from zckpt.formats.torch_files.tensors import TensorItem, carried, holds_tensors, slot_of
 from zckpt.immutable import immutable
@@ -352,7 +351,7 @@ def owners(optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart]) -> 
 
 def is_average(part: ModelPart) -> bool:
     """Tell a dict that is called as averages are."""
-    return any(words(step) & AVERAGES for step in part.path)
+    return any(is_averages(step) for step in part.path)
 
 
 def _nearness(optimizer: OptimizerPart, model: ModelPart) -> tuple[int, int]:
@@ -364,7 +363,7 @@ def _nearness(optimizer: OptimizerPart, model: ModelPart) -> tuple[int, int]:
 def _nearest(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> ModelPart | None:
     def nearness(one: ModelPart) -> tuple[int, int, bool]:
         at, like = _nearness(optimizer, one)
-        return at, like, not any(words(step) & AVERAGES for step in one.path[at:])
+        return at, like, not any(is_averages(step) for step in one.path[at:])
 
     best = max(map(nearness, models), default=None)
     found = [one for one in models if nearness(one) == best]
@@ -404,7 +403,7 @@ def _owner(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> ModelPart |
     shared = set.intersection(*(set(one.path) for one in best))
     narrower: list[Callable[[Keys], bool]] = [
         lambda path: any(likeness(str(a), str(b)) == SAME for a in optimizer.path for b in path if b not in shared),
-        lambda path: not any(words(step) & AVERAGES for step in path if step not in shared),
+        lambda path: not any(is_averages(step) for step in path if step not in shared),
         lambda path: any(likeness(str(a), str(b)) for a in optimizer.path for b in path if b not in shared),
     ]
     for rule in narrower:

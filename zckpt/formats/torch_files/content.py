@@ -245,7 +245,7 @@ def _has_elements(model: Node) -> bool:
 
 
 def _no_averages(keys: Iterable[object]) -> list[object]:
-    return [key for key in keys if not words(key) & AVERAGES]
+    return [key for key in keys if not is_averages(key)]
 
 
 def _holds(node: object, what: Callable[[object], bool], deep: int = 4) -> bool:
@@ -400,7 +400,7 @@ def _choose_optimizers(
         for one in several
         if where == key or one.state.names or any(one.state.shape(n) is not None for n in one.state.every_number)
     ]  # of others, which do not show anything of their parameters, these cannot be told
-    own = {key: model for key, model in models.items() if not words(key) & AVERAGES} or models
+    own = {key: model for key, model in models.items() if not is_averages(key)} or models
     union, sizes = _union(own), {len(model) for model in models.values()}
     is_apart = bool(models) and None not in {*models, *optimizers}  # the file is neither a model nor an optimizer
     loose = {str(key): one.shape for key, one in found.base.items() if isinstance(one, Tensor) and is_apart}
@@ -430,7 +430,7 @@ def _choose_models(found: Content, models: Mapping[object, Node], shapes: Mappin
     models = {key: model for key, model in models.items() if any(shapes[key].values())} or models
     swapped = [key for key in _swapped(found.base) if key in models]
     usual = swapped or [key for key in STATE_DICT_KEYS if key in models]
-    plain = [key for key in models if not words(key) & AVERAGES]
+    plain = [key for key in models if not is_averages(key)]
     one = next(iter(usual or (plain if len(plain) == 1 else [])), None)
     several = [held for held in found.optimizers if len(models) > 1]
     if one is not None and several:
@@ -451,7 +451,7 @@ def _choose_models(found: Content, models: Mapping[object, Node], shapes: Mappin
             found.warnings.append(
                 f"there are several dicts of tensors ({every}); {key!r} is used as the model{average}"
             )
-        elif found.optimizers and words(key) & AVERAGES:
+        elif found.optimizers and is_averages(key):
             found.warnings.append(
                 f"the only model is called {key!r}, as averages are: the optimizer's state is of other weights"
             )
@@ -496,7 +496,7 @@ def _find_model(found: Content, held: Held, models: Mapping[object, Shapes]) -> 
     narrower: list[Callable[[object], bool]] = [
         lambda key: in_lists and str(key).endswith(f".{held.path[-1]}"),
         lambda key: likeness(called, str(key)) == SAME,
-        lambda key: not words(key) & AVERAGES,
+        lambda key: not is_averages(key),
         lambda key: likeness(called, str(key)) > 0,
         lambda key: len(models[key]) == total,
     ]
@@ -604,6 +604,11 @@ _USUAL |= {"model", "models", "net", "nets", "network", "networks"}
 def words(key: object) -> set[str]:
     """Return the words of a key: `netG_state` has "net", "g" and "state"."""
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", str(key))}
+
+
+def is_averages(key: object) -> bool:
+    """Tell a key under which averages are."""
+    return bool(words(key) & AVERAGES)
 
 
 SAME = 2

@@ -150,17 +150,17 @@ def _groups(said: Evidence[int], known: Architecture) -> list[list[str]] | None:
     shapes = [{said.shapes[number] for number in group} for group in said.groups]
     for undecayed in (BY_NAME, BIASES):
         found: list[list[str]] = [[] for _ in shapes]
-        of_rule, as_ruled = False, True
+        by_rule, against_rule = False, False
         for name, shape in said.candidates.items():
             groups = [at for at, own in enumerate(shapes) if shape in own or None in own]
             ruled = [group_of(name, known, undecayed)] if len(shapes) == 2 else groups
-            of_rule |= len(groups) > 1
-            as_ruled &= len(groups) > 1 or groups == ruled
-            groups = ruled if len(groups) > 1 else groups
+            if len(groups) > 1:
+                by_rule, groups = True, ruled
             if len(groups) != 1:
                 return None
+            against_rule |= groups != ruled
             found[groups[0]].append(name)
-        if list(map(len, found)) == list(map(len, said.groups)) and (as_ruled or not of_rule):
+        if list(map(len, found)) == list(map(len, said.groups)) and not (by_rule and against_rule):
             return found
     return None
 
