@@ -120,6 +120,12 @@ def resume_in_deepspeed(rank, world_size, spec: Spec, run_directory: Path) -> tu
     return slots, about, found
 
 
+def merged_by_deepspeed(rank, world_size, run_directory: Path) -> dict[str, torch.Tensor]:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    return dict(get_fp32_state_dict_from_zero_checkpoint(str(run_directory)))
+
+
 CASES = [
     (Spec("clipped", stage=1, dtype="bf16", world_size=3, clip=0.5, scheduler=False), {}),
     (Spec("round_robin", stage=2, dtype="fp32", world_size=3, round_robin=True), {}),
@@ -146,6 +152,9 @@ def test_deepspeed_trains_on_with_what_we_save(spec, options, tmp_path):
     for slot, values in ours[0][0].items():
         for name, value in values.items():
             assert_same(opened.read(name, "master" if slot == "fp32" else slot), value, f"{slot}/{name}")
+    [merged] = run(merged_by_deepspeed, 1, path.parent)
+    for name, value in ours[0][0]["fp32"].items():
+        assert_same(merged[name], value, name)
     theirs = run(resume_in_deepspeed, spec.world_size, spec, path.parent)
     for (state, trained), (found, (steps, _, _), resumed) in zip(ours, theirs, strict=True):
         assert steps == STEPS

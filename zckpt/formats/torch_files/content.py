@@ -21,7 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
-from itertools import combinations
+from itertools import combinations, islice
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -530,15 +530,16 @@ def _whole(held: Held, models: Mapping[object, Shapes]) -> Sequence[object] | No
     """Return the few models that an optimizer has whole, if those are the only ones; of so many models none."""
     own = _no_averages(models)
     most = MOST_PERMUTED if len(own) <= MOST_COMBINED else 0
-    each = [several for n in range(2, most + 1) for several in combinations(own, n)]
+    each = (several for n in range(2, most + 1) for several in combinations(own, n))
     total = len(held.state.every_number)
-    whole = [
+    whole = (
         several
         for several in each
         if sum(len(models[key]) for key in several) == total
         and can_have(_union({key: models[key] for key in several}), [held.state])
-    ]
-    return whole[0] if len(whole) == 1 else None
+    )
+    found = [*islice(whole, 2)]
+    return found[0] if len(found) == 1 else None
 
 
 def _by_children(optimizers: Sequence[Held], shapes: Shapes) -> None:

@@ -249,12 +249,22 @@ def _models_of(
 
 
 def _in_any_order(state: OptimizerState, weights: Sequence[Weights], *, placed: bool) -> dict[int, str]:
-    """Return the names that are certain of an optimizer of several models, one after another in any order."""
-    every = [_joined(order) for order in permutations(weights)]
-    every = every if placed else [replace(one, places={}) for one in every]
-    readings = [found for one in every if (found := read_names(state, one))]
-    first = readings[0] if readings else {}
-    return {number: name for number, name in first.items() if all(one.get(number) == name for one in readings)}
+    """Return the names that are certain of an optimizer of several models, one after another in any order.
+
+    Of models that are alike none are: each may be in the other's place.
+    """
+    forms = {id(one): tuple(one.shapes.values()) for one in weights}
+    alike = {name for one in weights if [*forms.values()].count(forms[id(one)]) > 1 for name in one.shapes}
+    orders = {tuple(forms[id(one)] for one in order): order for order in permutations(weights)}
+    common: dict[int, str] | None = None
+    for order in orders.values():
+        whole = _joined(order)
+        found = read_names(state, whole if placed else replace(whole, places={}))
+        if found:
+            common = found if common is None else dict(common.items() & found.items())
+        if common == {}:
+            break
+    return {number: name for number, name in (common or {}).items() if name not in alike}
 
 
 def _joined(weights: Sequence[Weights]) -> Weights:
