@@ -125,7 +125,7 @@ def average(
     chosen = Chosen.of(shared)
     how = How.of("average", shared, weights=weights, ema=ema, from_last=from_last)
     found = _opened(sources, **shared)
-    dropped = check_nothing_lost(found, shared["drop"])
+    dropped = check_nothing_lost(found, shared["drop"], of_model=not shared["slots"])
     settings = [one.details.get("adapter") for one in found]
     scales = [tuple(one.get(key) for key in SCALED_BY) if isinstance(one, dict) else None for one in settings]
     for one, scale in zip(found, scales, strict=True):

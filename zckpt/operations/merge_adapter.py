@@ -115,7 +115,7 @@ def merge_adapter(
     [plain] = with_floats(sources[0]) if chosen.dequantize else sources
     settings = None if adapter_config is None else Path(adapter_config)
     added = read_adapter(Path(adapter), read, settings, adapter_name)
-    dropped = check_nothing_lost(sources, shared["drop"])
+    dropped = check_nothing_lost(sources, shared["drop"], of_model=True)
     model, notes = naming_of(shared).of(plain)
     stated = (chosen.config and read_json(Path(chosen.config) / MODEL_CONFIG)) or settings_of(model)[0]
     merging = _Merging(model, added, fan_in_fan_out, chosen.dtype, stated.get("text_config") or stated)

@@ -261,6 +261,9 @@ def test_a_model_is_consolidated_whatever_its_optimizers_number(tmp_path):
     zckpt.consolidate(run, tmp_path / "model.safetensors")
     model, known = zckpt.open(tmp_path / "model.safetensors"), zckpt.open(run)
     assert all(torch.equal(model.read(one.name, "weight"), known.read(one.name, "weight")) for one in known.tensors())
+    zckpt.average([run, run], tmp_path / "average.safetensors")
+    mean = zckpt.open(tmp_path / "average.safetensors")
+    assert all(torch.equal(mean.read(one.name, "weight"), known.read(one.name, "weight")) for one in known.tensors())
     with refusing(LeftOutError, "of which parameter it is the optimizer's state is uncertain"):
         zckpt.consolidate(run, tmp_path / "all.safetensors", slots="all")
 
