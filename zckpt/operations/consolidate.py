@@ -298,10 +298,8 @@ def _model_files(
     if kind == SAFETENSORS:
         return [safetensors_layout.lay_out(path.name, entries)]
     if is_adapter(tensors, assets):
-        return [safetensors_layout.lay_out(ADAPTER_NAME, entries, safetensors_layout.FOR_TORCH)]
-    return safetensors_layout.lay_out_directory(
-        entries, max_shard_size, stem=stem_of(assets), metadata=safetensors_layout.FOR_TORCH
-    )
+        return [safetensors_layout.lay_out(ADAPTER_NAME, entries)]
+    return safetensors_layout.lay_out_directory(entries, max_shard_size, stem=stem_of(assets))
 
 
 def _optimizer_file(checkpoint: Checkpoint, path: Path, chosen: list[str], dtype: str | None) -> TargetFile:
