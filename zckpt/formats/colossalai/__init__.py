@@ -12,19 +12,15 @@ The folders may have any names. Ranks have put their parts together before they 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from zckpt.formats.format import Format, Found, NearMiss, Search
+from zckpt.formats.format import Found, InFolder, NearMiss, Search
 from zckpt.storage.files import entries_of, is_file
-
-if TYPE_CHECKING:
-    from zckpt.state import Checkpoint
 
 OPTIMIZER, ASYNCHRONOUS = "pytorch_optim.bin.index.json", "pytorch_optim.safetensors.index.json"
 MODELS = ("pytorch_model.bin.index.json", "model.safetensors.index.json")
 
 
-class ColossalAI(Format):
+class ColossalAI(InFolder):
     """A model's folder and its optimizer's."""
 
     name = "colossalai"
@@ -46,13 +42,7 @@ class ColossalAI(Format):
                 intact=True,
                 expected="one folder with a model's index, and one with pytorch_optim.bin.index.json",
             )
-        return Found((models[0], optimizers[0]))
-
-    def read(self, found: Found, search: Search) -> Checkpoint:
-        """Read the structure of all files."""
-        from zckpt.formats.colossalai.reader import read
-
-        return read(search.path, *found.place, names=search.names)
+        return Found((path, models[0], optimizers[0]))
 
 
 FORMATS = (ColossalAI(),)

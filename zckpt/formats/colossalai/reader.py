@@ -23,12 +23,14 @@ from zckpt.torchfile import Tensor, TorchFile, brief, read_torchfile
 SCHEDULER = "lr_scheduler"
 
 
-def read(path: Path, model: Path, optimizer: Path, *, names: GivenNames = None) -> Checkpoint:
+def read(place: tuple[Path, Path, Path], *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of all files.
 
-    `names`: of the optimizer's parameters, in its order. Raises ShardError: one that an index names is missing;
-    DamagedFileError: one holds something else than the index says.
+    `place`: the directory, and in it the folders of model and optimizer; `names`: of the optimizer's parameters, in its
+    order. Raises ShardError: one that an index names is missing; DamagedFileError: one holds something else than the
+    index says.
     """
+    path, model, optimizer = place
     checkpoint = Checkpoint(str(path), "colossalai")
     of_model = model / MODELS[0]
     if is_file(of_model):

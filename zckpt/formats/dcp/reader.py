@@ -8,10 +8,10 @@ from itertools import combinations, product
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
-from zckpt.errors import ShardError, UnknownFormatError, UnsupportedError, listed
+from zckpt.errors import ShardError, UnsupportedError, listed
 from zckpt.evidence import may_be_trained
 from zckpt.formats.account.trees import LazyTree
-from zckpt.formats.dcp.directory import MEGATRON_NAMES, Directory, find, is_megatrons, is_whole, rank_of
+from zckpt.formats.dcp.directory import MEGATRON_NAMES, Directory, is_megatrons, is_whole, rank_of
 from zckpt.formats.dcp.items import ItemFile, ObjectItem, read_items
 from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
 from zckpt.formats.dcp.optimizer import Optimizer, attach, read_optimizer
@@ -52,35 +52,29 @@ STEP_PLACES = ("train_state", "trainer_state", "trainer", "progress")
 """Keys under which programs keep a dict that has the step."""
 
 
-def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
+def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of a directory that torch's DCP wrote.
 
     Parameters
     ----------
-    path : Path
-        With a `.metadata` in it, or in the folders that Accelerate makes.
+    directory : Directory
     names : sequence of str, optional
         Names of the optimizer's parameters in its order, for a directory that only numbers them.
 
     Raises
     ------
-    UnknownFormatError
-        It is no such directory.
     SourceError
         Files are missing, damaged, or contradict each other; or hold something that zckpt does not know, as those of
         Megatron-Core do.
     """
-    directory = find(path)
-    if directory is None:
-        raise UnknownFormatError("is not a torch.distributed.checkpoint directory", path=path, expected=".metadata")
-    if is_megatrons(path):
+    if is_megatrons(directory.path):
         raise UnsupportedError(
             "is Megatron-Core's torch_dist format, but metadata.json is missing, which identifies it",
-            path=path,
+            path=directory.path,
             found=", ".join(MEGATRON_NAMES),
             advice="copy metadata.json to the other files",
         )
-    checkpoint = Checkpoint(str(path), FORMAT)
+    checkpoint = Checkpoint(str(directory.path), FORMAT)
     root, folders = tree_of(directory, checkpoint)
     own = read_torchfile(directory.own) if directory.own is not None else None
     lost = fill(checkpoint, root, names=names, own=own, pairs=directory.by_number())
@@ -119,6 +113,8 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
         rules = [Rule((key, REST), LEFT_OUT, AVERAGE, tensors=True) for key in averages]
         for filed in checkpoint.files:
             filed.rules = (*rules, *filed.rules)
+    if directory.unfinished:
+        checkpoint.warnings.append(f"later steps are incomplete: {listed(directory.unfinished)}")
     return checkpoint
 
 

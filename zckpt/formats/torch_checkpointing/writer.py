@@ -18,7 +18,7 @@ from zckpt.formats.fsdp_rank_files.dtensors import Target
 from zckpt.formats.fsdp_rank_files.kept import own_tree
 from zckpt.formats.fsdp_rank_files.writer import Ranks, refuse
 from zckpt.formats.suffixes import OWN_NAME
-from zckpt.formats.torch_checkpointing.directory import DTENSOR, NAME, VERSION
+from zckpt.formats.torch_checkpointing.reader import DTENSOR, NAME, VERSION
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.optimizer import FORM_KEY, GROUPS_KEY, flattened, with_names
 from zckpt.formats.torch_files.writer import SlotTensor, ValueTensor
