@@ -14,6 +14,7 @@ from zckpt.formats.account.trees import LazyTree
 from zckpt.formats.dcp.directory import MEGATRON_NAMES, Directory, is_megatrons, is_whole, rank_of
 from zckpt.formats.dcp.items import ItemFile, ObjectItem, read_items
 from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
+from zckpt.formats.dcp.models import find_models, is_average, owners
 from zckpt.formats.dcp.optimizer import Optimizer, attach, read_optimizer
 from zckpt.formats.dcp.own import prepare, restore_own, without_carried
 from zckpt.formats.dcp.tree import (
@@ -21,15 +22,12 @@ from zckpt.formats.dcp.tree import (
     Branch,
     ModelPart,
     Node,
-    OptimizerPart,
     branch,
     build,
     carry,
-    find_models,
+    dicts_of_tensors,
     find_optimizers,
-    is_average,
     joined,
-    owners,
 )
 from zckpt.formats.fsdp_rank_files.held import is_share, shares
 from zckpt.formats.remainder import names_of_models, of_modules
@@ -145,7 +143,7 @@ def fill(
     SourceError
         As `read`.
     """
-    models, optimizers, states = _find(checkpoint, root if own is None else without_carried(own, root), own, pairs)
+    models, optimizers = _find(checkpoint, root if own is None else without_carried(own, root), own, pairs)
     if not models and not optimizers:
         found = listed(list(map(str, root)))
         raise UnsupportedError("holds neither a model nor an optimizer", path=checkpoint.source, found=found)
@@ -159,15 +157,15 @@ def fill(
             if (filed := model.prefix + model.filed.get(bare, bare)) != name:
                 checkpoint.wrapped[name] = filed
     parts = [{model.prefix + bare for bare in model.tensors} for model in models if not is_average(model)]
-    attach(checkpoint, states, names if own is None else prepare(checkpoint, states, own, names), parts)
+    attach(checkpoint, optimizers, names if own is None else prepare(checkpoint, optimizers, own, names), parts)
     model_paths, optimizer_paths = [part.path for part in models], [part.path for part in optimizers]
     checkpoint.step = _step(checkpoint, root, [*model_paths, *optimizer_paths])
     lost: list[str] = []
     if own is not None:
         restore_own(checkpoint, own, root, lost)
         return lost
-    for state in states:
-        checkpoint.optimizer_metadata.update({key: carry(node, lost) for key, node in state.others.items()})
+    for one in optimizers:
+        checkpoint.optimizer_metadata.update({key: carry(node, lost) for key, node in one.others.items()})
     for at, node in _rest(root, (), {*model_paths}, {*optimizer_paths}):
         before = len(lost)
         value = carry(node, lost)
@@ -178,21 +176,25 @@ def fill(
 
 def _find(
     checkpoint: Checkpoint, root: Branch, own: TorchFile | None, pairs: Sequence[Sequence[str]]
-) -> tuple[list[ModelPart], list[OptimizerPart], list[Optimizer]]:
-    """Return the models of a dict, and its optimizers as they are there, and in one form.
+) -> tuple[list[ModelPart], list[Optimizer]]:
+    """Return the models of a dict, and its optimizers.
 
     Several models of Accelerate's have each its own names, which may be those of another: they begin with what the
     model is called, `model` and `model_1` as where Accelerate writes them as files.
     """
     if len(pairs) < 2:
-        optimizers = find_optimizers(root)
-        models = find_models(root, optimizers, checkpoint.warnings, front=own is None)
-        return models, optimizers, _states(optimizers, models, checkpoint)
+        found = find_optimizers(root)
+        candidates = list(dicts_of_tensors(root, *(part.path for part in found)))
+        tensors = {name for one in candidates for name in one.tensors}
+        optimizers = [read_optimizer(part, tensors, checkpoint.source, checkpoint.warnings) for part in found]
+        models = find_models(candidates, optimizers, checkpoint.warnings, front=own is None)
+        _name(optimizers, models)
+        return models, optimizers
     known = names_of_models(own, [f"model_{number}" if number else "model" for number in range(len(pairs))])
     checkpoint.details["models"] = known
-    every: tuple[list[ModelPart], list[OptimizerPart], list[Optimizer]] = [], [], []
+    every: tuple[list[ModelPart], list[Optimizer]] = [], []
     for name, folders in zip(known, pairs, strict=True):
-        models, optimizers, states = _find(checkpoint, {folder: root[folder] for folder in folders}, own, ())
+        models, optimizers = _find(checkpoint, {folder: root[folder] for folder in folders}, own, ())
         if len(models) != 1 or len(optimizers) > 1:
             raise UnsupportedError(
                 "does not hold a model and its optimizer under each number",
@@ -201,58 +203,49 @@ def _find(
                 found=f"{len(models)} and {len(optimizers)}",
             )
         models[0] = replace(models[0], prefix=f"{name}.")
-        for state in states:
-            state.prefix, state.name = models[0].prefix, f"optimizer_{len(every[2])}" if every[2] else "optimizer"
+        for one in optimizers:
+            one.prefix, one.name = models[0].prefix, f"optimizer_{len(every[1])}" if every[1] else "optimizer"
         every[0].extend(models)
         every[1].extend(optimizers)
-        every[2].extend(states)
     return every
 
 
-def _states(
-    optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart], checkpoint: Checkpoint
-) -> list[Optimizer]:
-    """Return the optimizers in one form, under the names that their models have.
+def _name(optimizers: Sequence[Optimizer], models: Sequence[ModelPart]) -> None:
+    """Give optimizers the names that their models have.
 
     Before names is put what was put before those of the model, and before numbers that have to differ from another
     optimizer's, where that one is. Several are called by their keys, or by numbers where Lightning has made keys of a
     list.
     """
-    names = [name for one in models for name in one.tensors]
-    states = [read_optimizer(part, names, checkpoint.source, checkpoint.warnings) for part in optimizers]
-    numbered = sum(not part.names for part in optimizers) > 1
-    for state, part, model in zip(states, optimizers, owners(optimizers, models), strict=True):
-        if model is not None and part.names:
-            state.prefix = model.prefix
-            state.rename(aligned(model.tensors, part.names))
-        elif not part.names:
-            state.prefix = f"{joined(part.path)}." if numbered else ""
+    numbered = sum(not one.names for one in optimizers) > 1
+    for one, model in zip(optimizers, owners(optimizers, models), strict=True):
+        if model is not None and one.names:
+            one.prefix = model.prefix
+            one.rename(aligned(model.tensors, one.names))
+        elif not one.names:
+            one.prefix = f"{joined(one.path)}." if numbered else ""
             if model is not None:
-                state.state.scopes.update(dict.fromkeys(state.state.every_number, model.prefix))
-    _by_their_keys(optimizers, models, states)
-    if len(states) > 1:
-        keys = [str(part.path[-1]) if part.path else "" for part in optimizers]
+                one.state.scopes.update(dict.fromkeys(one.state.every_number, model.prefix))
+    keys = [str(one.path[-1]) if one.path else "" for one in optimizers]
+    _by_their_keys(optimizers, models, keys)
+    if len(optimizers) > 1:
         if set(keys) == {f"optimizer_{number}" for number in range(len(keys))}:
             keys = [key.removeprefix("optimizer_") for key in keys]
         elif not are_distinct(keys):
-            keys = [joined(part.path) for part in optimizers]
-        for state, key in zip(states, keys, strict=True):
-            state.name = key
-    return states
+            keys = [joined(one.path) for one in optimizers]
+        for one, key in zip(optimizers, keys, strict=True):
+            one.name = key
 
 
-def _by_their_keys(
-    optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart], states: Sequence[Optimizer]
-) -> None:
+def _by_their_keys(optimizers: Sequence[Optimizer], models: Sequence[ModelPart], keys: Sequence[str]) -> None:
     """Where each of several optimizers has one parameter, under its name, say so: they step in the backward pass."""
-    keys = [str(part.path[-1]) if part.path else "" for part in optimizers]
-    single = all(not part.names for part in optimizers) and all(len(one.state.every_number) == 1 for one in states)
+    single = all(not one.names and len(one.state.every_number) == 1 for one in optimizers)
     for model in models if single and len(keys) > 1 else ():
         names = aligned(model.tensors, keys)
         if len(set(names.values())) == len(keys):
-            for state, key in zip(states, keys, strict=True):
-                state.rename({state.state.every_number[0]: names[key]})
-                state.prefix = model.prefix
+            for one, key in zip(optimizers, keys, strict=True):
+                one.rename({one.state.every_number[0]: names[key]})
+                one.prefix = model.prefix
             return
 
 

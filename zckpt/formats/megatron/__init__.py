@@ -41,9 +41,9 @@ from dataclasses import fields
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from zckpt.errors import UnsupportedError, UsageError, about
+from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, Survey, TargetFiles
-from zckpt.formats.megatron.directory import LEGACY, READERS, ZARR, find_place, is_written, names_own
+from zckpt.formats.megatron.directory import LEGACY, ZARR, find_place, is_written, names_own
 from zckpt.formats.options import dtype_option, option
 from zckpt.immutable import immutable
 from zckpt.storage.ownership import Owned
@@ -159,8 +159,7 @@ class Megatron(Format):
         from zckpt.state.inventory import IMPLIED, Claim
 
         place = found.place
-        with about(place.path):
-            checkpoint: Checkpoint = import_module(f"{__name__}.{READERS[place.kind]}").read(place)
+        checkpoint: Checkpoint = import_module(f"{__name__}.{place.kind}").read(place)
         if place.tracker is not None:
             checkpoint.claims[str(place.tracker)] = Claim(IMPLIED, "which checkpoint of the run is the newest")
         return checkpoint

@@ -51,8 +51,7 @@ FORMAT = "megatron"
 TORCH_DIST, LEGACY, FSDP_DTENSOR, ZARR = "torch_dist", "legacy", "fsdp_dtensor", "zarr"
 
 BACKENDS = (TORCH_DIST, ZARR)
-READERS = {TORCH_DIST: "torch_dist", ZARR: "zarr", FSDP_DTENSOR: "fsdp_dtensor", LEGACY: "legacy"}
-"""The module that reads each kind of directory."""
+"""The kinds of directories, each called as the module that reads it; and those of them that have `MARK`."""
 
 _KEYS = ((b"optimizer.param_to_group_meta.",), (b"model.module.", b"checkpoint_version"))
 """What Megatron-FSDP's keys are known by: all of one of these are in `.metadata`."""

@@ -40,13 +40,13 @@ from zckpt.formats.megatron.buckets import (
 )
 from zckpt.formats.megatron.cut import cuts_of
 from zckpt.formats.megatron.names import TIED, is_expert
-from zckpt.formats.megatron.objects import OPTIMIZER, Common, size_of
+from zckpt.formats.megatron.objects import OPTIMIZER, Common
 from zckpt.formats.megatron.optimizer import HYPERPARAMETERS, SCALER, loss_scale_of
 from zckpt.formats.megatron.order import orders
 from zckpt.formats.megatron.stages import FURTHER, Chunks, Dealt, Sliced, expert_counts, on_expert_rank
 from zckpt.formats.torch_files.tensors import TensorItem, carried
 from zckpt.immutable import immutable, mutable
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot, by_key, dict_of
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot, by_key, dict_of, size_of
 from zckpt.state.inventory import ANY, CARRIED, COPY, IMPLIED, LEFT_OUT, REST, UNNAMED_STATE, Rule
 from zckpt.state.inventory import STATE as AS_STATE
 from zckpt.state.views import concat

@@ -35,21 +35,19 @@ from zckpt.formats.megatron.directory import FILE, FOLDER, FORMAT, LEGACY, OPTIM
 from zckpt.formats.megatron.fused import apart, expert_count, is_fused, name_of_one
 from zckpt.formats.megatron.local import GRADIENTS, attach_distributed, attach_plain
 from zckpt.formats.megatron.names import BLOCK, BUFFERS, TIED, Name, in_order, is_expert
-from zckpt.formats.megatron.objects import OPTIMIZER, Common, size_of, topology_of
+from zckpt.formats.megatron.objects import OPTIMIZER, VERSION, Common, settle, topology_of
 from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, Held, attach, keep_common, keep_rest, optimizers
 from zckpt.formats.megatron.own import read_own, restore_own
 from zckpt.formats.megatron.stages import FURTHER
 from zckpt.formats.torch_files.tensors import arguments_of, as_mapping, carried, describe, slot_of
 from zckpt.immutable import immutable, mutable
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Slot, SourceFile
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Slot, SourceFile, size_of
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import COPY, IMPLIED, REST, STATE, Rule
 from zckpt.storage.files import is_file
 from zckpt.torchfile import Digests, Tensor, TorchFile, read_torchfile, walk_tensors
 
 UNTIED = "untie_embeddings_and_output_weights"
-
-VERSION = "checkpoint_version"
 
 CHUNKS, BOUNDS, EXPERTS = "virtual stages", "stage bounds", "experts"
 """Under which `Checkpoint.details` have them."""
@@ -199,7 +197,7 @@ def _check_all(ranks: Sequence[RankFile], arguments: Mapping[object, object]) ->
         )
     first = ranks[0]
     for one in ranks[1:]:
-        for key in ("iteration", "checkpoint_version"):
+        for key in ("iteration", VERSION):
             if one.content.get(key) != first.content.get(key):
                 raise ShardError(f"has another {key} than {first.folder.name}", path=one.file.path,
                                  expected=first.content.get(key), found=one.content.get(key))  # fmt: skip
@@ -316,13 +314,12 @@ class Model:
         """
         firsts = {name: next(iter(next(iter(its.values())).values())) for name, its in self.copies.items()}
         shapes = {name: one.shape for name, one in firsts.items()}
-        is_trained = any(len(p.slots) > 1 for its in self.copies.values() for one in its.values() for p in one.values())
         for name in in_order(self.copies):
             is_buffer, spans = _is_buffer(name, firsts[name]), firsts[name].slots[WEIGHT].spans
             with about(spans[0].path if spans else self.first.file.path):
                 whole = self._whole(checkpoint, name, shapes, "buffer" if is_buffer else "parameter")
-            whole.frozen = is_trained and not is_buffer and len(whole.slots) == 1
             (checkpoint.buffers if is_buffer else checkpoint.parameters)[whole.name] = whole
+        settle(checkpoint)
         named = [[name_of_one(name, 0) for name in its.values()] for its in sequences]
         known = [[one for name in its if (one := self.given.get(name, name)) in checkpoint.parameters] for its in named]
         places = {name: at for at, name in enumerate(checkpoint.parameters)}

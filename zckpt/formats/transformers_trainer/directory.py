@@ -12,7 +12,7 @@ from pathlib import Path
 
 from zckpt.errors import listed
 from zckpt.formats.assets import ADAPTER_CONFIG
-from zckpt.formats.format import NearMiss
+from zckpt.formats.format import NearMiss, Search
 from zckpt.formats.safetensors.file import SHARD
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.immutable import immutable
@@ -116,8 +116,9 @@ class Directory:
         return self.models[0].stem == ADAPTER_STEM
 
 
-def find(path: Path) -> Directory | NearMiss | None:
+def find(search: Search) -> Directory | NearMiss | None:
     """Find the models and optimizers of a directory; None where they are another format's, or a model by itself."""
+    path = search.path
     if not path.is_dir():
         return None
     entries = entries_of(path)

@@ -35,7 +35,7 @@ from zckpt.formats.transformers_trainer.directory import ADAPTER_STEM, STATE_NAM
 from zckpt.formats.transformers_trainer.reader import FORMAT
 from zckpt.formats.transformers_trainer.readings import DECAYED, UNDECAYED, group_of, shortened
 from zckpt.formats.transformers_trainer.states import FILES, random_states, scheduler
-from zckpt.state import Checkpoint, ParamGroup, without
+from zckpt.state import Checkpoint, ParamGroup, size_of, stated, without
 from zckpt.storage.files import read_json
 
 OPTIMIZER_NAME = "optimizer.pt"
@@ -135,7 +135,7 @@ def _trainer_state(checkpoint: Checkpoint, batch_size: int | None, notes: list[s
         known["train_batch_size"] = batch_size or found[0]
     if "global_step" not in known:
         known |= {"global_step": checkpoint.step, "stateful_callbacks": CALLBACKS}
-        known |= {key: value for key in EVERY if type(value := said.get(key)) is int and value > 0}
+        known |= stated({key: size_of(said, key) for key in EVERY})
         often = "as its arguments say" if EVERY[0] in known else "every 500 steps unless you change the file"
         notes.append(
             f"{STATE_NAME} was generated: epochs are computed from its step, there is no earlier log, and the "
