@@ -6,7 +6,7 @@ are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
@@ -70,15 +70,19 @@ def owners(optimizers: Sequence[Optimizer], models: Sequence[ModelPart]) -> list
     UnsupportedError: that leaves several.
     """
     if optimizers and not any(part.names for part in optimizers):
-        near = [_nearest(part, models) for part in optimizers]
+        near = [
+            its[0] if len(its) == 1 and _may_have(its, [part]) else None
+            for part in optimizers
+            for its in [_nearest(part, models)]
+        ]
         places = {part.path[-1:]: part for part in models if part.path and type(part.path[-1]) is int}
         if len(places) == len(models) and places.keys() == {part.path[-1:] for part in optimizers}:
             return [places[part.path[-1:]] for part in optimizers]  # of lists that are as long
         if None not in near and are_distinct(near) and len(near) > 1:
             return near
         if len(near) == 1 and near[0] is not None:
-            others = [_nearness(optimizers[0], one) for one in models if one != near[0]]
-            is_nearer = all(_nearness(optimizers[0], near[0]) > one for one in others)
+            others = [_nearness(optimizers[0], one)[::3] for one in models if one != near[0]]
+            is_nearer = all(_nearness(optimizers[0], near[0])[::3] > one for one in others)
             return near if is_nearer else [None]
     found = [_owner(part, models) if part.names else None for part in optimizers]
     for at, (part, model) in enumerate(zip(optimizers, found, strict=True)):
@@ -95,20 +99,23 @@ def is_average(part: ModelPart) -> bool:
     return any(is_averages(step) for step in part.path)
 
 
-def _nearness(optimizer: Optimizer, model: ModelPart) -> tuple[int, int]:
+def _nearness(optimizer: Optimizer, model: ModelPart) -> tuple[int, bool, bool, int]:
+    """Return how near a model lies to an optimizer, if it is called the same, not as averages are, or at least like it.
+
+    Without names, a place in a list says nothing.
+    """
     at = _common(optimizer.path, model.path)
-    ours, theirs = ([step for step in part.path[at:] if isinstance(step, str)] for part in (optimizer, model))
-    return at, max((likeness(a, b) for a in ours for b in theirs), default=0)
+    ours, theirs = (
+        [str(step) for step in one.path[at:] if optimizer.names or isinstance(step, str)] for one in (optimizer, model)
+    )
+    like = max((likeness(a, b) for a in ours for b in theirs), default=0)
+    return at, like == SAME, not any(map(is_averages, model.path[at:])), like
 
 
-def _nearest(optimizer: Optimizer, models: Sequence[ModelPart]) -> ModelPart | None:
-    def nearness(one: ModelPart) -> tuple[int, int, bool]:
-        at, like = _nearness(optimizer, one)
-        return at, like, not any(is_averages(step) for step in one.path[at:])
-
-    best = max(map(nearness, models), default=None)
-    found = [one for one in models if nearness(one) == best]
-    return found[0] if len(found) == 1 and _may_have(found, [optimizer]) else None
+def _nearest(optimizer: Optimizer, models: Sequence[ModelPart]) -> list[ModelPart]:
+    found = [_nearness(optimizer, one) for one in models]
+    best = max(found, default=None)
+    return [one for one, its in zip(models, found, strict=True) if its == best]
 
 
 def _may_have(models: Sequence[ModelPart], optimizers: Sequence[Optimizer]) -> bool:
@@ -125,24 +132,12 @@ def _most_alike(optimizer: Optimizer, models: Sequence[ModelPart]) -> list[Model
 
 
 def _owner(optimizer: Optimizer, models: Sequence[ModelPart]) -> ModelPart | None:
-    best = _most_alike(optimizer, models)
-    if len(best) < 2:
-        return best[0] if best else None
-    nearest = max(_common(optimizer.path, one.path) for one in best)
-    best = [one for one in best if _common(optimizer.path, one.path) == nearest]
-    shared = set.intersection(*(set(one.path) for one in best))
-    narrower: list[Callable[[Keys], bool]] = [
-        lambda path: any(likeness(str(a), str(b)) == SAME for a in optimizer.path for b in path if b not in shared),
-        lambda path: not any(is_averages(step) for step in path if step not in shared),
-        lambda path: any(likeness(str(a), str(b)) for a in optimizer.path for b in path if b not in shared),
-    ]
-    for rule in narrower:
-        best = [one for one in best if rule(one.path)] or best
-    first = min(map(_unusual, best))
+    best = _nearest(optimizer, _most_alike(optimizer, models))
+    first = min(map(_unusual, best), default=None)
     best = [one for one in best if _unusual(one) == first]
     if len(best) > 1:
         raise _open(optimizer, best)
-    return best[0]
+    return best[0] if best else None
 
 
 def _open(optimizer: Optimizer, models: Sequence[ModelPart]) -> UnsupportedError:

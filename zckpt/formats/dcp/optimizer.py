@@ -23,8 +23,8 @@ from zckpt.formats.torch_files.attach import names_of
 from zckpt.formats.torch_files.optimizer import OptimizerState, joined, parse, unflattened
 from zckpt.formats.torch_files.tensors import TensorItem, with_scalars
 from zckpt.immutable import mutable
-from zckpt.state import WEIGHT, Checkpoint, GivenNames, by_key
-from zckpt.torchfile import FromFile, walk_tensors
+from zckpt.state import WEIGHT, Checkpoint, GivenNames, by_key, list_of
+from zckpt.torchfile import FromFile, has_tensors
 
 
 @mutable
@@ -90,7 +90,7 @@ def read_optimizer(part: OptimizerPart, names: Collection[str], source: str, war
             others = {str(key): node for key, node in part.node.items() if key not in (STATE, GROUPS)}
         # Pipeline stages each list their own parameters under the same key, of which torch saves one rank's list only:
         # parameters that have state and are in no group are put into the only group that there is.
-        members = [one for group in tree[GROUPS] for one in (group[PARAMS] if isinstance(group[PARAMS], list) else ())]
+        members = [one for group in tree[GROUPS] for one in list_of(group[PARAMS])]
         known = set(map(str, members))
         absent = [label for label in tree[STATE] if label not in known]
         if absent:
@@ -115,8 +115,7 @@ def _leaf(what: str, node: Node, key: object) -> object:
     if isinstance(node, TensorItem) and (str(key).startswith(STATE) or (not node.shape and node.whole is not None)):
         return node
     if isinstance(node, ObjectItem):
-        held = next(walk_tensors(node.node), None)
-        return node.node if held is None else FromFile.of(node.file, node.node)
+        return FromFile.of(node.file, node.node) if has_tensors(node.node) else node.node
     lost: list[str] = []
     value = carry(node, lost)
     if lost:

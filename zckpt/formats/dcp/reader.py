@@ -326,7 +326,7 @@ def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[
         several = [key for key, item in items.tensors.items() if len(item.spans) > 1]
         paths = {key: (*above, *steps) for key, steps in metadata.paths.items()}
         folders[str(folder)] = Folder(paths, several, items.quantised)
-        describe_files(checkpoint, folder, metadata, items.files)
+        describe_files(checkpoint, metadata, items.files)
         if metadata.unsaved:
             checkpoint.warnings.append(f"no rank saved any part of {listed(metadata.unsaved)}")
         checkpoint.format_version = checkpoint.format_version or metadata.version
@@ -348,10 +348,11 @@ def taken(checkpoint: Checkpoint, model: Checkpoint) -> dict[str | int, Node]:
     return {name: TensorItem(name, one.dtype, one.shape, one.spans, None, model.source) for name, one in slots.items()}
 
 
-def describe_files(checkpoint: Checkpoint, folder: Path, metadata: Metadata, files: Sequence[ItemFile]) -> None:
+def describe_files(checkpoint: Checkpoint, metadata: Metadata, files: Sequence[ItemFile]) -> None:
     """Add `.metadata` and the files of the items to those of a checkpoint."""
-    size = Path(metadata.path).stat().st_size
-    checkpoint.files.append(SourceFile(metadata.path, size, "metadata"))
+    index = Path(metadata.path)
+    folder = index.parent
+    checkpoint.files.append(SourceFile(metadata.path, index.stat().st_size, "metadata"))
     checkpoint.claims[metadata.path] = Claim(IMPLIED, "the place of each item")
     for file in sorted(files, key=lambda one: (rank_of(one.path) or 0, one.path)):
         checkpoint.files.append(

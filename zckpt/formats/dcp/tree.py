@@ -25,7 +25,7 @@ from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
 from zckpt.formats.torch_files.content import EXTRA_STATE
 from zckpt.formats.torch_files.tensors import TensorItem, carried, holds_tensors, slot_of
 from zckpt.immutable import immutable
-from zckpt.state import without
+from zckpt.state import list_of, without
 from zckpt.torchfile import FromFile, Tensor, TorchFile, each, node_of
 
 Leaf = TensorItem | ObjectItem
@@ -231,7 +231,7 @@ def _nested_names(node: Branch) -> list[str] | None:
             return None
         params = group[PARAMS]
         listed = params.node if isinstance(params, ObjectItem) else None
-        found += [name for name in listed if isinstance(name, str)] if isinstance(listed, (list, tuple)) else []
+        found += [name for name in list_of(listed) if isinstance(name, str)]
     return found
 
 

@@ -50,7 +50,7 @@ from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot
 from zckpt.state.inventory import ANY, CARRIED, COPY, IMPLIED, LEFT_OUT, REST, UNNAMED_STATE, Rule
 from zckpt.state.inventory import STATE as AS_STATE
 from zckpt.state.views import concat
-from zckpt.torchfile import walk_tensors
+from zckpt.torchfile import has_tensors
 
 _GROUP = r"(?:chained_([0-9]{1,18})\.)?optimizer\.distributed\.dp_group_idx_([0-9]{1,18})\."
 _BUCKET = re.compile(
@@ -124,7 +124,7 @@ def with_flat(
         return common
     try:
         firsts = [known.node(GROUPS, place) for place, _ in known.of(GROUPS) if place[1] == 0]  # of each of a chain
-        if not firsts or not all(isinstance(one, dict) and not any(walk_tensors(one)) for one in firsts):
+        if not firsts or not all(isinstance(one, dict) and not has_tensors(one) for one in firsts):
             raise UnsupportedError("there are no param groups with them")
         reading = _proven(checkpoint, _buffers(items, known), common.arguments)
     except SourceError as error:
@@ -367,11 +367,7 @@ class _Chain:
         cut = self._sliced.cuts[name]
         whole = cut.joined(name, parts)
         original = found.slots.setdefault(name, {}).setdefault(slot, whole)
-        others: list[tuple[Slot, int | None]] = [(whole, None)] if original is not whole else []
-        others += [(part, rank) for rank, part in enumerate(parts[1:], 1) if cut.dimension is None]
-        found.copies += [
-            Duplicate("parameter", name, name, copy, original, rank) for copy, rank in others if copy.numel
-        ]
+        found.copies += cut.copies("parameter", name, whole, parts, original)
 
 
 def _kind(one: Buffer) -> tuple[object, ...]:

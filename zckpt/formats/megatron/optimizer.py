@@ -24,7 +24,7 @@ from zckpt.formats.megatron.names import is_expert
 from zckpt.formats.megatron.objects import OPTIMIZER, Common
 from zckpt.formats.torch_files.tensors import as_mapping, carried, read_scalars, with_scalars
 from zckpt.immutable import immutable
-from zckpt.state import Checkpoint, Parameter, ParamGroup, are_distinct, dict_of, without
+from zckpt.state import Checkpoint, Parameter, ParamGroup, are_distinct, dict_of, list_of, without
 from zckpt.state.inventory import ANY, CARRIED, IMPLIED, REST, STATE, Rule
 from zckpt.torchfile import Tensor
 
@@ -80,9 +80,9 @@ def attach(checkpoint: Checkpoint, common: Common, members: Sequence[Sequence[st
     groups: list[ParamGroup] = []  # as yet without parameters
     path = common.file.path
     for held in every:
-        step, listed = dict_of(held.node.get(STATES)).get(COMMON_STEP), held.node.get(GROUPS)
+        step = dict_of(held.node.get(STATES)).get(COMMON_STEP)
         value: object = read_scalars(path, [step])[0] if isinstance(step, Tensor) and step.numel == 1 else step
-        for node in listed if isinstance(listed, list) else []:
+        for node in list_of(held.node.get(GROUPS)):
             values = with_scalars(as_mapping(node, path, "a param group as a dict"), path)
             own = values.pop(STEP, value)
             groups.append(ParamGroup(values, [], {} if own is None else {STEP: own}))

@@ -57,6 +57,9 @@ AVERAGES = frozenset({"ema", "swa", "avg", "average", "averaged", "target", "sha
 MOST_COMBINED = 16
 """Of models in a file, those of which every few are tried as all that an optimizer has."""
 
+DEEPEST = 4
+"""Dicts and lists in each other in which models and optimizers are looked for."""
+
 EXTRA_STATE = "_extra_state"
 """What the name of a module's extra state ends with, be it a tensor or not (torch 2.13, `Module.get_extra_state`)."""
 
@@ -161,9 +164,8 @@ class Content:
         rest: dict[object, object] = {}
         for key, value in self.base.items():
             if key in self.keys:
-                items = value.items() if isinstance(value, Mapping) else ()
                 read = self.models.get("", self.models.get(f"{key}.", {}))
-                extra = {name: one for name, one in items if not is_tensor(one) or name not in read}
+                extra = {name: one for name, one in dict_of(value).items() if not is_tensor(one) or name not in read}
                 rest.update({key: extra} if extra else {})
             elif key not in gone and not (None in self.keys and is_tensor(value)):
                 rest[key] = value
@@ -248,10 +250,10 @@ def _no_averages(keys: Iterable[object]) -> list[object]:
     return [key for key in keys if not is_averages(key)]
 
 
-def _holds(node: object, what: Callable[[object], bool], deep: int = 4) -> bool:
-    """Tell whether something is somewhere in dicts and lists, so deep; each is looked at once."""
+def _holds(node: object, what: Callable[[object], bool]) -> bool:
+    """Tell whether something is somewhere in dicts and lists, not too deep; each is looked at once."""
     level, seen = [node], {id(node)}
-    for _ in range(deep):
+    for _ in range(DEEPEST):
         below: list[object] = []
         for one in level:
             inside = one if isinstance(one, (list, tuple)) else dict_of(one).values()

@@ -26,6 +26,7 @@ from zckpt.torchfile import (
     PlainParts,
     Tensor,
     TorchFile,
+    has_tensors,
     node_of,
     put_back,
     walk_tensors,
@@ -153,7 +154,7 @@ def holds_tensors(value: object) -> bool:
     Such are quantised states: codes and scales, which mean nothing one without the other, or what says of slots that
     they are such.
     """
-    return isinstance(value, FromFile) or description(value) is not None or any(True for _ in walk_tensors(value))
+    return isinstance(value, FromFile) or description(value) is not None or has_tensors(value)
 
 
 def description(value: object) -> Mapping[str, Any] | None:
