@@ -252,7 +252,7 @@ def _served(
         if Ranks().rank == 0:  # which has opened it: what was sent no longer tells one value from an equal one
             _check_nothing_lost(checkpoint)
     live = [name for names in training.names for name in names]
-    if checkpoint.unnamed or {*live} - {one.name for one in checkpoint.tensors()}:
+    if checkpoint.unnamed or {*live} - {*checkpoint.names}:
         # Its optimizer has numbers, which the engine's order gives names; or transformers has other names in files.
         order = [list(names) for names in training.numbered]
         checkpoint = open_for(path, live, order, Asked(), model=engine.module, notes=notes)

@@ -100,9 +100,7 @@ class Evidence(Generic[Number]):
     def fits(self, number: Number, name: str) -> bool:
         """Tell whether a number can be a candidate."""
         shape, whole = self.shapes.get(number), self.candidates[name]
-        alike = shape is None or shape == whole
-        if shape is not None and self.factored:
-            alike = alike or can_be_of(shape, whole)
+        alike = shape is None or shape == whole or (self.factored and can_be_of(shape, whole))
         frozen = shape is not None and self.is_original(name)
         return alike and not frozen and all(rule(number, name) for rule in self.rules)
 

@@ -238,7 +238,7 @@ def _under_other_names(checkpoint: Checkpoint, slots: Mapping[str, Slot], named:
     """Return the copies that tensors of no parameter's name are, as their values say."""
     from zckpt.formats.rearranged import rearranged
 
-    masters = any(parameter.master for parameter in checkpoint.parameters.values())
+    masters = checkpoint.has_masters
     lacking = [one for one in checkpoint.tensors() if one.tied_to is None and one.name not in named]
     copies = []
     for dtype in sorted({slot.dtype for slot in slots.values()}) if lacking else ():
@@ -253,7 +253,7 @@ def _under_other_names(checkpoint: Checkpoint, slots: Mapping[str, Slot], named:
 
 
 def _duplicates(checkpoint: Checkpoint, slots: Mapping[str, Slot]) -> Iterator[Duplicate]:
-    masters = any(parameter.master for parameter in checkpoint.parameters.values())
+    masters = checkpoint.has_masters
     for name, slot in slots.items():
         one = checkpoint.parameters.get(name) or checkpoint.buffers.get(name)
         original = _original(checkpoint.owner(name), slot, widens=masters) if one is not None else None

@@ -89,7 +89,7 @@ def remainder(checkpoint: Checkpoint) -> dict[str, object]:
         "frozen": [p.name for p in parameters if p.frozen],
         "tied": {p.name: p.tied_to for p in parameters if p.tied_to is not None},
         "buffers": list(checkpoint.buffers),
-        "masters": any(p.master for p in parameters),
+        "masters": checkpoint.has_masters,
         "metadata": dict(checkpoint.metadata),
         "optimizer_metadata": dict(checkpoint.optimizer_metadata),
     }
@@ -182,7 +182,7 @@ def of_modules(checkpoint: Checkpoint) -> tuple[dict[str, object], set[str]]:
         left[key] = len(inside) if its else 1
         held += [(key, place, value if place == key else put_back(value, inside[place])) for place in its]
     modules = {""}
-    for name in [one.name for one in checkpoint.tensors()] if held else ():
+    for name in checkpoint.names if held else ():
         while (name := name.rpartition(".")[0]) and name not in modules:
             modules.add(name)
     found = by_key((known_as, one) for one in held if (known_as := _in_model(one[1], modules)) is not None)

@@ -438,7 +438,7 @@ class _Mapping:
     def __init__(self, checkpoint: Checkpoint, map_: Map, found: Fit, config: Mapping[str, int]) -> None:
         self._checkpoint, self._map, self._fit, self._config = checkpoint, map_, found, config
         self._side = map_.sides[found.target]
-        self._positions = {name: number for number, name in enumerate(one.name for one in checkpoint.tensors())}
+        self._positions = {name: number for number, name in enumerate(checkpoint.names)}
         self._made: dict[str, _Made] = {}
         self._notes = [f"{map_.name}: names of {map_.sides[found.source].name} become those of {self._side.name}"]
         if found.ignored:

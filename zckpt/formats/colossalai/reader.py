@@ -10,7 +10,7 @@ from zckpt.formats.colossalai import MODELS, OPTIMIZER
 from zckpt.formats.companions import carry
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.reader import fill, taken
-from zckpt.formats.dcp.tree import GROUPS, STATE, Node
+from zckpt.formats.dcp.tree import GROUPS, STATE, Tree
 from zckpt.formats.safetensors import file as safetensors
 from zckpt.formats.torch_files.reader import add_model
 from zckpt.formats.torch_files.tensors import as_mapping, describe
@@ -40,8 +40,8 @@ def read(place: tuple[Path, Path, Path], *, names: GivenNames = None) -> Checkpo
         found.claims[str(of_model)] = Claim(IMPLIED, "which file each tensor is in")
     else:
         found = safetensors.read(model)
-    root: dict[str | int, Node] = {"model": taken(checkpoint, found)}
-    state: dict[str | int, Node] = {}
+    root: Tree = {"model": taken(checkpoint, found)}
+    state: Tree = {}
     index = optimizer / OPTIMIZER
     where = safetensors.weight_map(index)
     for name in sorted({*where.values()}):

@@ -22,6 +22,7 @@ from zckpt.formats.dcp.tree import (
     Branch,
     ModelPart,
     Node,
+    Tree,
     branch,
     build,
     carry,
@@ -301,7 +302,7 @@ def _pickled(node: object, *place: str) -> Iterator[tuple[str, ...]]:
 
 def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[str, Folder]]:
     """Return the dict that was saved, and the path of each key; of several folders, a dict by their names."""
-    trees: dict[str | int, Node] = {}
+    trees: Tree = {}
     used: list[ItemFile] = []
     folders: dict[str, Folder] = {}
     for name, folder in directory.folders.items():
@@ -341,7 +342,7 @@ def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[
     return trees, folders
 
 
-def taken(checkpoint: Checkpoint, model: Checkpoint) -> dict[str | int, Node]:
+def taken(checkpoint: Checkpoint, model: Checkpoint) -> Tree:
     """Add the files of a model that was read by itself to those of a checkpoint; return its tensors as items."""
     checkpoint.files, checkpoint.claims = checkpoint.files + model.files, checkpoint.claims | model.claims
     slots = {one.name: model.owner(one.name).slots[WEIGHT] for one in model.tensors()}

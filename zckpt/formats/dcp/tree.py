@@ -32,6 +32,7 @@ Leaf = TensorItem | ObjectItem
 Node = object
 """A leaf, or a dict of nodes by text or number."""
 
+Tree = dict[str | int, Node]
 Branch = Mapping[str | int, Node]
 
 DEEPEST = 4
@@ -41,7 +42,7 @@ SPARE = 64
 """Elements that a list may lack for each that it has, and then these: empty dicts and lists are not saved."""
 
 
-def build(items: Mapping[str, Leaf], paths: Mapping[str, Keys], path: str) -> dict[str | int, Node]:
+def build(items: Mapping[str, Leaf], paths: Mapping[str, Keys], path: str) -> Tree:
     """Return the tree of items.
 
     Parameters
@@ -58,7 +59,7 @@ def build(items: Mapping[str, Leaf], paths: Mapping[str, Keys], path: str) -> di
     DamagedFileError
         Two items have one path, or one lies within another.
     """
-    root: dict[str | int, Node] = {}
+    root: Tree = {}
     for key, steps in paths.items():
         if key not in items:
             continue

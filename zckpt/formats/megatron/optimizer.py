@@ -131,18 +131,16 @@ def optimizers(
     node: object, steps: Steps, outer: tuple[Mapping[object, object], Steps] | None = None
 ) -> Iterator[Held]:
     """Yield the optimizers of a value: itself, or those of a list or a chain of several."""
-    if isinstance(node, list):
-        for number, one in enumerate(node):
-            yield from optimizers(one, (*steps, str(number)))
-    elif isinstance(node, dict) and isinstance(node.get(GROUPS), list):
-        yield Held(node, steps, *(outer or ({}, ())))
-    elif isinstance(node, dict) and isinstance(node.get(OPTIMIZER), dict):
-        yield from optimizers(node[OPTIMIZER], (*steps, OPTIMIZER), (node, steps))
-    elif isinstance(node, dict) and node and all(str(key).isdecimal() for key in node):
-        for key, one in node.items():
+    own = dict(enumerate(node)) if isinstance(node, list) else dict_of(node)
+    if isinstance(own.get(GROUPS), list):
+        yield Held(own, steps, *(outer or ({}, ())))
+    elif isinstance(own.get(OPTIMIZER), dict):
+        yield from optimizers(own[OPTIMIZER], (*steps, OPTIMIZER), (own, steps))
+    elif own and all(str(key).isdecimal() for key in own):
+        for key, one in own.items():
             yield from optimizers(one, (*steps, str(key)))
-    elif isinstance(node, dict) and node:
-        yield Held({}, (*steps, OPTIMIZER), node, steps)
+    elif own:
+        yield Held({}, (*steps, OPTIMIZER), own, steps)
 
 
 def _by_rule(checkpoint: Checkpoint, groups: Sequence[ParamGroup], common: Common) -> list[list[str]] | None:

@@ -348,21 +348,31 @@ def split_key(joined: str, names: Collection[str]) -> tuple[str, str]:
     return name, slot
 
 
+Values = dict[str, dict[str, object]]
+"""By parameter and key."""
+
+
+def apart(node: Mapping[str, object], names: Collection[str] = ()) -> tuple[Values, Values]:
+    """Return the state and the hyperparameters that a state dict has whose keys are joined."""
+    state: Values = {}
+    values: Values = {}
+    for key, value in node.items():
+        kind, _, rest = key.partition(".")
+        name, last = split_key(rest, names)
+        (state if kind == STATE_KEY else values).setdefault(name, {})[last] = value
+    return state, values
+
+
 def unflattened(node: Mapping[str, object], path: str, names: Collection[str] = ()) -> dict[str, Any]:
     """Return a state dict whose keys are joined as one of names; what it keeps once a parameter is once a group.
 
     `names`: those that are known, by which a name is told from a slot.
     """
-    state: dict[str, dict[str, object]] = {}
-    values: dict[str, dict[str, object]] = {}
-    for key, value in node.items():
-        kind, _, rest = key.partition(".")
-        name, last = split_key(rest, names)
-        (state if kind == STATE_KEY else values).setdefault(name, {})[last] = value
+    state, values = apart(node, names)
     groups: dict[bytes, dict[str, Any]] = {}
     digests = Digests()
     for name, its in values.items():
-        read = with_scalars({str(key): value for key, value in its.items()}, path)
+        read = with_scalars(its, path)
         groups.setdefault(digests.of(read), {**read, "params": []})["params"].append(name)
     return {STATE_KEY: state, GROUPS_KEY: list(groups.values())}
 

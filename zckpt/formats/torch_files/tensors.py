@@ -339,7 +339,7 @@ def scalars_in(values: Mapping[Key, object], path: str) -> dict[Key, Scalar]:
     return found
 
 
-def with_scalars(values: Mapping[object, object], path: str) -> dict[str, object]:
+def with_scalars(values: Mapping[Any, object], path: str) -> dict[str, object]:
     """Return a dict of a torch file with its 0-d tensors read (a learning rate may be one) and its keys as text."""
     scalars = scalars_in(values, path)
     return {str(key): scalars.get(key, value) for key, value in values.items()}

@@ -263,8 +263,6 @@ def _in_any_order(state: OptimizerState, weights: Sequence[Weights], *, placed: 
         found = read_names(state, whole if placed else replace(whole, places={}))
         if found:
             common = found if common is None else dict(common.items() & found.items())
-        if common == {}:
-            break
     return {number: name for number, name in (common or {}).items() if name not in alike}
 
 
