@@ -23,6 +23,7 @@ from zckpt.state.names import aligned, is_number
 Number = TypeVar("Number", bound=Hashable)
 State = TypeVar("State", bound=Hashable)
 Step = TypeVar("Step")
+Candidate = TypeVar("Candidate")
 
 FACTORED = (("exp_avg_sq_row", "exp_avg_sq_col", 0), ("row_var", "col_var", 1))
 """Slots of Adafactor, transformers' and torch's: the shape of the parameter without its last dimension, and without the
@@ -247,6 +248,13 @@ def may_be_trained(name: str, dtypes: Mapping[str, str]) -> bool:
     module, dot, last = name.rpartition(".")
     count = dtypes.get(f"{module}{dot}num_batches_tracked") if last in ("running_mean", "running_var") else None
     return is_trainable(dtypes[name]) and (count is None or is_trainable(count))
+
+
+def greatest(candidates: Iterable[Candidate], by: Callable[[Candidate], Any]) -> list[Candidate]:
+    """Return those candidates of which something is greatest: of several things what comes first counts most."""
+    found = [(by(one), one) for one in candidates]
+    most = max((its for its, _ in found), default=None)
+    return [one for its, one in found if its == most]
 
 
 # --- what is said, and refused, where no name is certain, and what would settle it

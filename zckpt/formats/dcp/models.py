@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from operator import itemgetter
 
 from zckpt.errors import UnsupportedError
+from zckpt.evidence import greatest
 from zckpt.formats.dcp.metadata import Keys
 from zckpt.formats.dcp.optimizer import Optimizer
 from zckpt.formats.dcp.tree import ModelPart, joined
-from zckpt.formats.torch_files.content import SAME, STATE_DICT_KEYS, can_have, is_averages, likeness
+from zckpt.formats.torch_files.content import STATE_DICT_KEYS, calls, can_have, is_averages
 from zckpt.state import are_distinct
 from zckpt.state.names import aligned, bare_names
 
@@ -41,7 +44,7 @@ def find_models(
         usual = [one for one in candidates if one.path and one.path[-1] in STATE_DICT_KEYS]
         large = [one for one in candidates if any(tensor.shape for tensor in one.tensors.values())]
         plain = [one for one in large if not is_average(one)]
-        chosen = [min(usual, key=_unusual)] if usual else large
+        chosen = [max(usual, key=_usual)] if usual else large
         if len(optimizers) > 1 and not _may_have(chosen, optimizers) and _may_have(plain, optimizers):
             chosen = plain
         elif is_one and found[0] is not None and found[0] not in chosen:
@@ -108,14 +111,11 @@ def _nearness(optimizer: Optimizer, model: ModelPart) -> tuple[int, bool, bool, 
     ours, theirs = (
         [str(step) for step in one.path[at:] if optimizer.names or isinstance(step, str)] for one in (optimizer, model)
     )
-    like = max((likeness(a, b) for a in ours for b in theirs), default=0)
-    return at, like == SAME, not any(map(is_averages, model.path[at:])), like
+    return at, *calls(ours, theirs)
 
 
 def _nearest(optimizer: Optimizer, models: Sequence[ModelPart]) -> list[ModelPart]:
-    found = [_nearness(optimizer, one) for one in models]
-    best = max(found, default=None)
-    return [one for one, its in zip(models, found, strict=True) if its == best]
+    return greatest(models, partial(_nearness, optimizer))
 
 
 def _may_have(models: Sequence[ModelPart], optimizers: Sequence[Optimizer]) -> bool:
@@ -126,15 +126,12 @@ def _may_have(models: Sequence[ModelPart], optimizers: Sequence[Optimizer]) -> b
 
 def _most_alike(optimizer: Optimizer, models: Sequence[ModelPart]) -> list[ModelPart]:
     """Return the models that have most of an optimizer's names."""
-    counts = [len(aligned(one.tensors, optimizer.names)) for one in models]
-    most = max(counts, default=0)
-    return [one for one, count in zip(models, counts, strict=True) if count == most > 0]
+    some = [(its, one) for one in models if (its := len(aligned(one.tensors, optimizer.names)))]
+    return [one for _, one in greatest(some, itemgetter(0))]
 
 
 def _owner(optimizer: Optimizer, models: Sequence[ModelPart]) -> ModelPart | None:
-    best = _nearest(optimizer, _most_alike(optimizer, models))
-    first = min(map(_unusual, best), default=None)
-    best = [one for one in best if _unusual(one) == first]
+    best = greatest(_nearest(optimizer, _most_alike(optimizer, models)), _usual)
     if len(best) > 1:
         raise _open(optimizer, best)
     return best[0] if best else None
@@ -153,7 +150,7 @@ def _common(one: Keys, other: Keys) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _unusual(part: ModelPart) -> tuple[int, int]:
-    """Sort dicts that are called as models are before others, and those near the root before those deep in it."""
+def _usual(part: ModelPart) -> tuple[int, int]:
+    """Sort dicts that are called as models are behind others, and those near the root behind those deep in it."""
     last = part.path[-1] if part.path else None
-    return (STATE_DICT_KEYS.index(last) if last in STATE_DICT_KEYS else len(STATE_DICT_KEYS), len(part.path))
+    return -STATE_DICT_KEYS.index(last) if last in STATE_DICT_KEYS else -len(STATE_DICT_KEYS), -len(part.path)

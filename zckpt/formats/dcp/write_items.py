@@ -177,7 +177,7 @@ def _opened(path: Path, node: object, file: FromFile | None) -> Iterator[Item]:
 
 def _is_opened(values: list[object]) -> bool:
     """Tell whether torch stores the members of a list one by one."""
-    below = each(values, lambda node: node if type(node) is list else ())
+    below = each(values, _listed)
     return any(isinstance(value, (*MAPPINGS, *TENSORS)) for value in below)
 
 
