@@ -281,8 +281,9 @@ class Reading:
             shape = parameter["shape"] if one["shape"] is None else one["shape"]
             key = one["key"] or f"{one['name']}/{parameter['name']}"
             cuts.append(Cut(one["name"], key, one["dtype"], shape, self.layouts.pieces(one["layout"], key, shape)))
-        if len({cut.name for cut in cuts}) != len(cuts):
-            raise wrong(f"slots of {parameter['name']}", "every slot once", [cut.name for cut in cuts])
+        names = [cut.name for cut in cuts]
+        if not are_distinct(names):
+            raise wrong(f"slots of {parameter['name']}", "every slot once", names)
         return parameter, cuts
 
     def _parameter(self, one: dict[str, Json], cuts: Sequence[Cut]) -> Parameter:
