@@ -105,8 +105,8 @@ def read(directory: Path) -> Checkpoint:
     if not path.is_file():
         raise ShardError("no optimizer_state.pt", path=path, expected="the file with the param groups",
                          code=MISSING_FILE)  # fmt: skip
-    reading = _Reading(directory, read_torchfile(path))
     with about(path):
+        reading = _Reading(directory, read_torchfile(path))
         reading.describe()
         reading.place_groups()
         reading.place_untrained()
@@ -152,8 +152,8 @@ class _Reading:
 
     def __init__(self, directory: Path, file: TorchFile) -> None:
         self.folder, self.file = directory / FOLDER, file
-        self.content = as_mapping(file.root, file.path)
-        self.rest = as_mapping(self.content.get(KEY, {}), file.path)
+        self.content = as_mapping(file.root)
+        self.rest = as_mapping(self.content.get(KEY, {}))
         self.ranks, unused = _read_models(directory)
         self.models = [model for one in [*self.ranks, unused] for model in one]
         self.firsts = [models[0] for models in self.ranks]
@@ -405,8 +405,8 @@ class _Reading:
         """
         for group in self.checkpoint.param_groups:
             members = [self.checkpoint.parameters[name] for name in group.parameters]
-            slotted = [p for p in members if p.slots.keys() - {WEIGHT, MASTER}]
-            present = [p for p in members if self.values[p.name] or p.slots.keys() - {WEIGHT, MASTER}]
+            slotted = [p for p in members if p.optimizer_slots]
+            present = [p for p in members if self.values[p.name] or p.optimizer_slots]
             whole = present and (slotted or len(present) == len(members))
             common = shared([self.values[p.name] for p in present]) if whole else {}
             group.state |= common
