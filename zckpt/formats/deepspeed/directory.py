@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zckpt.codes import LATEST, MISSING_FILE, TWICE
-from zckpt.errors import ShardError, SourceError, UnknownFormatError
+from zckpt.errors import ShardError, SourceError, UnknownFormatError, listed
 from zckpt.formats.latest import is_tag, latest_name
 from zckpt.immutable import immutable
 from zckpt.storage.files import entries_of
@@ -72,7 +72,7 @@ class Shard:
         return name_to_load(self.path)
 
     @property
-    def identity(self) -> tuple[str, int | None, int | None, int | None, int | None]:
+    def identity(self) -> tuple[object, ...]:
         """What no two files of one checkpoint share."""
         return self.role, self.dp_rank, self.mp_rank, self.layer, self.expert
 
@@ -203,8 +203,6 @@ def _is_tag_directory(directory: Path) -> bool:
 
 
 def _tag_directory(source: Path, tag: str | None, roots: Sequence[Path]) -> Path | None:
-    if not source.is_dir():
-        return None
     if tag is not None:
         if os.path.isdir(source / tag) and (roots or _shards(source / tag)):  # noqa: PTH112  # false of too long a name
             return source / tag
@@ -242,5 +240,4 @@ def _tags(source: Path) -> list[str]:
 
 
 def _listed(source: Path) -> str:
-    tags = _tags(source)
-    return ", ".join(tags[:8]) + (f" and {len(tags) - 8} more" if len(tags) > 8 else "") or "no checkpoint"
+    return listed(_tags(source), most=8) or "no checkpoint"

@@ -6,7 +6,7 @@ under tensor parallelism every model-parallel rank has. A rank that exists in so
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError, listed
@@ -124,8 +124,7 @@ def _without_clipping(written: TargetFiles, checkpoint: Checkpoint, stage: int) 
 
 
 def _recut(options: Options, world_size: int, stage: int | None) -> RecutOptions:
-    same = {one.name: getattr(options, one.name) for one in fields(Options)}
-    return RecutOptions(**{**same, "world_size": world_size, "stage": stage})
+    return RecutOptions(**{**asdict(options), "world_size": world_size, "stage": stage})
 
 
 def recut(job: Job) -> TargetFiles:
