@@ -227,8 +227,7 @@ def is_counted(key: str) -> bool:
 
 
 def _config(checkpoint: Checkpoint) -> dict[object, object]:
-    config = checkpoint.metadata.get("ds_config")
-    node = node_of(config)
+    node = node_of(checkpoint.metadata.get("ds_config"))
     if isinstance(node, dict):
         return {"zero_optimization": {}, **node}
     found: dict[object, object] = {"zero_optimization": {}}

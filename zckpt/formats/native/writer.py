@@ -233,5 +233,4 @@ def lay_out_document(members: Mapping[str, object], identity: str, files: Sequen
         "id": identity,
         "files": [{**asdict(one), "header_crc32": f"{one.header_crc32:08x}"} for one in files],
     }
-    text = encode({**head, **members})
-    return TargetFile.of(DOCUMENT_NAME, text)
+    return TargetFile.of(DOCUMENT_NAME, encode({**head, **members}))
