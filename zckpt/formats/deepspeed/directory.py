@@ -164,15 +164,15 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
                 "is not a directory", path=root, advice="give the same directory from another node with --root"
             )
         candidate = root if directory == source else root / _tag_of(directory, source)
-        if candidate.is_dir() and _shards(candidate):
+        if candidate.is_dir() and shards_in(candidate):
             directories.append(candidate)
-        elif _shards(root):
+        elif shards_in(root):
             directories.append(root)
         else:
             raise ShardError(
                 "holds no files of the checkpoint", path=root, expected=f"files of {directory.name}", code=MISSING_FILE
             )
-    every = (shard for one in directories for shard in _shards(one))
+    every = (shard for one in directories for shard in shards_in(one))
     for shard in sorted(every, key=lambda shard: shard.writer or ()):
         known = shards.setdefault(shard.identity, shard)
         if known.writer and shard.writer and known.writer[0] < shard.writer[0] and known.writer[1] == shard.writer[1]:
@@ -193,18 +193,19 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
     return TagDirectory(directory, _tag_of(directory, source), found, tuple(further))
 
 
-def _shards(directory: Path) -> list[Shard]:
+def shards_in(directory: Path) -> list[Shard]:
+    """Return the files of a directory that have names of a DeepSpeed checkpoint."""
     files = (one for one in entries_of(directory) if one.is_file())
     return list(filter(None, (classify(one.name, str(directory / one.name)) for one in files)))
 
 
 def _is_tag_directory(directory: Path) -> bool:
-    return any(shard.role in (MODEL, OPTIMIZER) for shard in _shards(directory))
+    return any(shard.role in (MODEL, OPTIMIZER) for shard in shards_in(directory))
 
 
 def _tag_directory(source: Path, tag: str | None, roots: Sequence[Path]) -> Path | None:
     if tag is not None:
-        if os.path.isdir(source / tag) and (roots or _shards(source / tag)):  # noqa: PTH112  # false of too long a name
+        if os.path.isdir(source / tag) and (roots or shards_in(source / tag)):  # noqa: PTH112  # false of too long a name
             return source / tag
         return source if source.name == tag and _is_tag_directory(source) else None
     if _is_tag_directory(source):

@@ -125,9 +125,7 @@ class Layout:
             elif name in module and (module[name].storage in of_buffers or self.is_beside(name, slot)):
                 rank.buffers[name] = Parameter.of(name, slot)
             elif (frozen := self.frozen(name, slot)) is not None:
-                rank.parameters[name] = Parameter(
-                    name, frozen.shape, frozen.dtype, {WEIGHT: frozen}, frozen=bool(self.firsts)
-                )
+                rank.parameters[name] = replace(Parameter.of(name, frozen), frozen=bool(self.firsts))
             else:
                 lost.append(name)
         if lost:
