@@ -74,7 +74,7 @@ def items(checkpoint: Checkpoint, dtype: str = "keep", keys: str = NESTED) -> li
     UnsupportedError
         State that no single parameter can hold, or names that make one key of two leaves.
     """
-    model = model_tree(checkpoint, model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False))
+    model = model_tree(checkpoint, model_tensors(checkpoint, dtype))
     root: dict[str, object] = {"model": model} if keys == NESTED else {str(name): one for name, one in model.items()}
     if checkpoint.param_groups:
         if "optimizer" in root:

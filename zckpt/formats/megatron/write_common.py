@@ -129,7 +129,7 @@ class Source:
         if several:
             raise UnsupportedError("Megatron-Core has one model and one optimizer", found=listed(several))
         check_names(checkpoint.names)
-        tensors = model_tensors(checkpoint, getattr(options, "dtype", "keep"), tied="drop", exclude_frozen=False)
+        tensors = model_tensors(checkpoint, getattr(options, "dtype", "keep"), tied="drop")
         absent = [one.name for one in checkpoint.owners if one.name not in tensors]
         if absent:
             raise UnsupportedError("the model lacks some of its tensors", found=listed(absent))
