@@ -116,6 +116,11 @@ def test_files_are_read_as_torch_loads_them(name):
                     assert torch.equal(bits(mine), bits(tensor))
 
 
+def test_names_that_are_given_are_not_used_and_that_is_said():
+    found = zckpt.open(SAMPLES / "s1_fp32_dp3", names=["a", "b"])
+    assert found.warnings[-1] == "--names is ignored: the directory has the names of the parameters"
+
+
 def test_empty_parameters_are_not_taken_for_each_other():
     parameters = zckpt.open(SAMPLES / "s2_bf16_dp2_empty").parameters
     assert parameters["empty"].shape == (0, 8)

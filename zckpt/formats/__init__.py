@@ -16,6 +16,7 @@ from zckpt.errors import SourceError, UnknownFormatError, UsageError, about, lis
 from zckpt.formats.format import Format, Found, NearMiss, Search
 from zckpt.formats.registry import TRIED_LAST, BrokenPluginError, formats
 from zckpt.storage.files import collector_paused
+from zckpt.storage.nodes import on_nodes
 
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint
@@ -85,7 +86,7 @@ def open_checkpoint(
         why, advice = getattr(error, "strerror", str(error)), interrupted(path) or meant(path)
         raise SourceError("cannot be opened", path=path, found=why, advice=advice) from error
     misses: list[NearMiss] = []
-    with salvaging(wanted=salvage) as lost:
+    with salvaging(wanted=salvage) as lost, on_nodes(path, search.roots):
         found_by, found = recognise(search, misses)
         place = found.place if isinstance(found.place, Path) else getattr(found.place, "path", path)
         try:

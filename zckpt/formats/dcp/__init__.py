@@ -16,7 +16,7 @@ from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
 from zckpt.formats.dcp.directory import Directory, find, is_own, is_whole, lacks_metadata, rank_of
-from zckpt.formats.format import TAG, Found, Job, NearMiss, Search, Strippable, Survey, TargetFiles
+from zckpt.formats.format import ROOTS, TAG, Found, Job, NearMiss, Search, Strippable, Survey, TargetFiles
 from zckpt.formats.latest import is_tag
 from zckpt.formats.options import dtype_option, option
 from zckpt.formats.steps import LastStep, last_folder
@@ -69,7 +69,7 @@ class Dcp(Strippable):
     )
     writes = "torch.distributed.checkpoint"
     options = Options
-    takes = frozenset({TAG})
+    takes = frozenset({ROOTS, TAG})
     owns = Owned(is_own)
     every_name = True
 

@@ -26,6 +26,7 @@ from zckpt.formats.torch_files.tensors import span_of
 from zckpt.immutable import immutable
 from zckpt.state import Extent, Shape, Span, Spans
 from zckpt.state.boxes import Box, bounds
+from zckpt.storage.nodes import wherever
 from zckpt.torchfile import Tensor
 
 T = TypeVar("T")
@@ -102,7 +103,7 @@ class Chunks:
         """Say where an item is."""
         file = self._files.setdefault(name, len(self.paths))
         if file == len(self.paths):
-            self.paths.append(str(self._directory / name))
+            self.paths.append(str(wherever(self._directory / name)))
         self.file[number], self.offset[number], self.nbytes[number] = file, offset, nbytes
 
     def entry(self, number: int) -> Entry:

@@ -40,6 +40,7 @@ from zckpt.state import Extent, Shape, Slot, Span
 from zckpt.state.boxes import row_major
 from zckpt.state.ranges import merge, without
 from zckpt.storage.files import is_file, opened
+from zckpt.storage.nodes import ADVICE
 from zckpt.torchfile import (
     ALIGNMENT,
     FileRange,
@@ -453,7 +454,7 @@ def _missing(metadata: Metadata, at: int) -> ShardError:
         f"file {path.relative_to(directory)} is missing",
         path=directory,
         expected=f"every file that {Path(metadata.path).name} names",
-        advice="copy it from the node of the rank that wrote it",
+        advice=ADVICE,
         code=MISSING_FILE,
     )
 

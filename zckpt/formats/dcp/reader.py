@@ -271,7 +271,7 @@ def say_what_values_are(checkpoint: Checkpoint, folders: Mapping[str, Folder], *
     single = {key for one in checkpoint.holders() for key in (*one.state, *one.optimizer_slots)}
     single |= {key for group in checkpoint.param_groups for key in (*group.hyperparameters, *group.state)}
     for file in checkpoint.files:
-        folder = folders.get(str(Path(file.path).parent))
+        folder = folders.get(file.path)
         if folder is None or not isinstance(file.tree, LazyTree):
             continue
         rules = [Rule((key, "*", "*", "qmap"), COPY, "the map of each chunk", tensors=True) for key in folder.quantised]
@@ -301,7 +301,7 @@ def _pickled(node: object, *place: str) -> Iterator[tuple[str, ...]]:
 
 
 def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[str, Folder]]:
-    """Return the dict that was saved, and the path of each key; of several folders, a dict by their names."""
+    """Return the dict that was saved, by name of several folders; and the paths of keys, by the file of a folder."""
     trees: Tree = {}
     used: list[ItemFile] = []
     folders: dict[str, Folder] = {}
@@ -326,7 +326,7 @@ def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[
         above = (name,) if name else ()
         several = [key for key, item in items.tensors.items() if len(item.spans) > 1]
         paths = {key: (*above, *steps) for key, steps in metadata.paths.items()}
-        folders[str(folder)] = Folder(paths, several, items.quantised)
+        folders |= dict.fromkeys((file.path for file in items.files), Folder(paths, several, items.quantised))
         describe_files(checkpoint, metadata, items.files)
         if metadata.unsaved:
             checkpoint.warnings.append(f"no rank saved any part of {listed(metadata.unsaved)}")

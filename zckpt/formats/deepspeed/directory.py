@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zckpt.codes import LATEST, MISSING_FILE, TWICE
-from zckpt.errors import ShardError, SourceError, UnknownFormatError, listed
+from zckpt.errors import ShardError, UnknownFormatError, listed
 from zckpt.formats.latest import is_tag, latest_name
 from zckpt.immutable import immutable
 from zckpt.storage.files import entries_of
@@ -159,10 +159,6 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
     further: list[Shard] = []
     directories = [directory]
     for root in roots:
-        if not root.is_dir():
-            raise SourceError(
-                "is not a directory", path=root, advice="give the same directory from another node with --root"
-            )
         candidate = root if directory == source else root / _tag_of(directory, source)
         if candidate.is_dir() and shards_in(candidate):
             directories.append(candidate)

@@ -33,6 +33,7 @@ from zckpt.formats.lost import MOST_RANKS, stand_in
 from zckpt.formats.remainder import jsonables
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import ParamGroup, SourceFile, as_float, differ, number_of, without
+from zckpt.storage.nodes import ADVICE
 from zckpt.torchfile import plain, read_torchfile
 
 Of = TypeVar("Of", ModelShard, OptimizerShard)
@@ -88,7 +89,7 @@ def missing_files(what: str, size: int, present: Collection[int], path: Path | s
         path=path,
         expected=f"{size} ranks",
         found=f"{len(present)} files",
-        advice="give each directory that holds some of them with --root",
+        advice=ADVICE,
         code=MISSING_FILE,
         ranks=_first_missing(size, present),
     )

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zckpt.formats.format import TAG, InFolder
+from zckpt.formats.format import ROOTS, TAG, InFolder
 from zckpt.formats.fsdp_rank_files.directory import OWNED
 from zckpt.formats.options import option
 from zckpt.immutable import immutable
@@ -65,7 +65,7 @@ class FsdpRankFiles(InFolder):
             "one torch file per rank: FSDP1 and FSDP2, DTensor of any mesh, ShardedTensor, flat parameters",
         ),
     )
-    takes = frozenset({TAG})
+    takes = frozenset({ROOTS, TAG})
     writes = "verl and SkyRL: one torch file per rank, for FSDP2, or FSDP1 with flat parameters"
     options = Options
     owns = OWNED

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from zckpt.formats.latest import is_tag, latest_name
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.immutable import immutable
 from zckpt.storage.files import files_in, folders_in, is_file, read_json
+from zckpt.storage.nodes import ADVICE, on_each, wherever
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
@@ -192,8 +194,8 @@ def _of_training(step: Path) -> tuple[Path, ...]:
 def _read(path: Path, beside: tuple[Path, ...], trackers: tuple[Path, ...]) -> Directory:
     config = read_json(path / CONFIG_NAME, most=MAX_TEXT_NBYTES) or {}
     by_size: dict[int, dict[str, dict[int, Path]]] = {}
-    for kind, size, rank, name in _rank_files(path):
-        by_size.setdefault(size, {}).setdefault(kind, {})[rank] = path / name
+    for kind, size, rank, name in chain.from_iterable(map(_rank_files, on_each(path))):
+        by_size.setdefault(size, {}).setdefault(kind, {})[rank] = wherever(path / name)
     step = next((int(m[1]) for one in (path, path.parent) if (m := STEP.fullmatch(one.resolve().name))), None)
     beside = (*_of_training(path), *beside)  # of a step without roles: its own
     said = config.get("world_size")
@@ -231,6 +233,7 @@ def complete(path: Path, kind: str, found: dict[int, Path], world_size: int) -> 
 
     error = missing(path, f"{kind} file", found, world_size) if found else None
     if error is not None:
+        error.advice = ADVICE
         if max(found) >= world_size or world_size > MOST_RANKS:
             raise error
         known, like = min(found), found[min(found)].name

@@ -41,7 +41,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.format import TAG, Found, InFolder, Job, Search, Survey, TargetFiles
+from zckpt.formats.format import ROOTS, TAG, Found, InFolder, Job, Search, Survey, TargetFiles
 from zckpt.formats.megatron.directory import LEGACY, ZARR, is_written, names_own
 from zckpt.formats.options import dtype_option, option
 from zckpt.immutable import immutable
@@ -142,7 +142,7 @@ class Megatron(InFolder):
     options = Options
     recut_options = RecutOptions
     owns = Owned(names_own, is_written)
-    takes = frozenset({TAG})
+    takes = frozenset({ROOTS, TAG})
     own_metadata = frozenset({
         "args", "checkpoint_version", "content_metadata", "iteration", "num_floating_point_operations_so_far",
         "opt_param_scheduler", "rng_state",

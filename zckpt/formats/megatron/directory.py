@@ -23,6 +23,7 @@ from zckpt.formats.latest import is_name, latest_name
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.immutable import immutable
 from zckpt.storage.files import is_file, json_object, read_head
+from zckpt.storage.nodes import on_each, wherever
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Names the iteration of a run that was saved last."""
@@ -149,8 +150,9 @@ def folders(directory: Path) -> dict[str, Path]:
     """Return the directories of model-parallel ranks in a directory that have a rank's file, by name."""
     if not directory.is_dir():
         return {}
-    found = (path for path in directory.iterdir() if FOLDER.fullmatch(path.name))
-    return {path.name: path for path in sorted(found) if is_file(path / FILE)}
+    names = sorted(path.name for one in on_each(directory) for path in one.iterdir() if FOLDER.fullmatch(path.name))
+    files = {name: wherever(directory / name / FILE) for name in names}
+    return {name: path.parent for name, path in files.items() if is_file(path)}
 
 
 def folder_of(text: str) -> str:

@@ -45,6 +45,7 @@ from zckpt.state import WEIGHT, Checkpoint, Parameter, ParamGroup, Slot, SourceF
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import COPY, IMPLIED, REST, STATE, Rule
 from zckpt.storage.files import is_file
+from zckpt.storage.nodes import ADVICE
 from zckpt.torchfile import Digests, Tensor, TorchFile, has_tensors, read_torchfile
 
 UNTIED = "untie_embeddings_and_output_weights"
@@ -193,6 +194,7 @@ def _check_all(ranks: Sequence[RankFile], arguments: Mapping[object, object]) ->
             "rank files are missing",
             expected=f"{tp} tensor-parallel ranks, {pp} stages, {ep} expert-parallel ranks",
             found=f"none of rank {t} of stage {p}" + (f" and experts {e}" if ep > 1 else ""),
+            advice=ADVICE,
             code=MISSING_FILE,
         )
     first = ranks[0]

@@ -14,7 +14,7 @@ reader          which files those are            writer          the files, and 
 
 from __future__ import annotations
 
-from zckpt.formats.format import Found, InFolder, Search
+from zckpt.formats.format import ROOTS, Found, InFolder, Search
 from zckpt.formats.options import option
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.immutable import immutable
@@ -45,6 +45,7 @@ class TorchCheckpointing(InFolder):
     name = "torch-checkpointing"
     title = "torch-checkpointing"
     reads = (("torch-checkpointing", "one torch file per item and rank: DTensor of any mesh, whole tensors"),)
+    takes = frozenset({ROOTS})
     writes = "torch-checkpointing, for any number of ranks"
     options = Options
     owns = Owned(_is_named, lambda directory: (directory / OWN_NAME).is_file())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from zckpt.formats.torch_files.tensors import with_scalars
 from zckpt.state import Checkpoint, GivenNames, SourceFile, dict_of, number_of
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.storage.files import files_in, is_file
+from zckpt.storage.nodes import on_each, wherever
 from zckpt.torchfile import Place, TorchFile, brief, node_of, read_pickle, read_torchfile
 
 NAME, VERSION = "metadata.pkl", "2.0"
@@ -40,9 +42,9 @@ def find(path: Path) -> Directory | None:
     is missing, or it is of a form that is not read.
     """
     items: dict[str, dict[int, Path]] = {}
-    for name in files_in(path):
+    for name in chain.from_iterable(map(files_in, on_each(path))):
         if (match := _FILE.fullmatch(name)) is not None:
-            items.setdefault(match[1], {})[int(match[2])] = path / name
+            items.setdefault(match[1], {})[int(match[2])] = wherever(path / name)
     said = _said(path / NAME) if is_file(path / NAME) else None
     if said is None and (MODEL not in items or not ({*items[MODEL]} == {0} or is_share(_first(items[MODEL])))):
         return None
@@ -111,7 +113,7 @@ def _moved(path: Path, item: str, said: dict[str, Any]) -> dict[int, Path]:
         )  # fmt: skip
     if any(file.is_absolute() or ".." in file.parts for file in files.values()):
         raise DamagedFileError("names a file outside the directory", found=listed([*map(str, files.values())]))
-    return {rank: path / file for rank, file in files.items()}
+    return {rank: wherever(path / file) for rank, file in files.items()}
 
 
 def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:

@@ -18,14 +18,10 @@ in the files:
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zckpt.formats.format import TAG, TP_RULES, Found, Job, NearMiss, Search, Strippable, Survey, TargetFiles
 from zckpt.formats.universal.directory import FOLDER, LATEST_NAME, find, is_own
 from zckpt.storage.ownership import Owned
-
-if TYPE_CHECKING:
-    from zckpt.state import Checkpoint
 
 
 class Universal(Strippable):
@@ -44,12 +40,6 @@ class Universal(Strippable):
         """Find its directory, or the one that `latest_universal` names."""
         directory = find(search.path, tag=search.tag) if search.path.is_dir() else None
         return Found(directory) if directory is not None else None
-
-    def read(self, found: Found, search: Search) -> Checkpoint:  # noqa: ARG002
-        """Read the structure of all of its files."""
-        from zckpt.formats.universal.reader import read
-
-        return read(found.place)
 
     def lay_out(self, job: Job) -> TargetFiles:
         """Return a folder for each parameter, the model, and the file next to the directory, which names it."""

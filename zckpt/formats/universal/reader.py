@@ -17,6 +17,7 @@ from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, SLOT_MISSING
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, about, listed
+from zckpt.evidence import note_not_used
 from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.axes.auto_ep import KEY as LAYERS_KEY
 from zckpt.formats.deepspeed.axes.auto_ep import common, router_names
@@ -51,6 +52,7 @@ from zckpt.state import (
     Checkpoint,
     Duplicate,
     Extent,
+    GivenNames,
     Parameter,
     ParamGroup,
     Slot,
@@ -88,13 +90,15 @@ Held = tuple[int, str, frozenset[str], frozenset[str]]
 """Of a parameter: its group, its name, the keys of what it has, and those of what has a value for each element."""
 
 
-def read(directory: Path) -> Checkpoint:
+def read(directory: Path, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of a universal checkpoint, of zckpt or of DeepSpeed.
 
     Parameters
     ----------
     directory : Path
         As `find` returns it.
+    names : sequence of str, optional
+        Not used: it has all names.
 
     Raises
     ------
@@ -115,6 +119,7 @@ def read(directory: Path) -> Checkpoint:
         reading.give_state()
         reading.carry()
         reading.warn()
+    note_not_used(reading.checkpoint, names)
     return reading.checkpoint
 
 

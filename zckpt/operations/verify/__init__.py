@@ -28,6 +28,7 @@ from zckpt.operations.verify.findings import Checked, Finding, Verification, fin
 from zckpt.operations.verify.structure import structure_findings
 from zckpt.state import MASTER, WEIGHT, Checkpoint, SourceFile
 from zckpt.storage.files import is_file
+from zckpt.storage.nodes import on_nodes
 
 __all__ = ["Finding", "Verification", "verify"]
 
@@ -130,7 +131,8 @@ def _unopened(
     """Say what is wrong with a source that cannot be opened, and what with each of its files."""
     if not os.path.lexists(path):
         raise error
-    surveyed = survey(Search(path, tuple(roots), tag))
+    with on_nodes(path, roots):
+        surveyed = survey(Search(path, tuple(roots), tag))
     said = {(one.path, one.message) for one in surveyed.errors}
     is_said = (error.path, error.message) in said
     about_it = error.path is None or Path(error.path) == path
