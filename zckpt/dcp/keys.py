@@ -95,7 +95,7 @@ class Keys(dict[str, StorageEntry]):
         self._optimizers = _prefixes(optimizer, OPTIMIZER_KEYS)
         self._is_usual = model is None and optimizer is None
         self._names = frozenset([*checkpoint.parameters, *checkpoint.unnamed])
-        self._bare = {short: one for one, short in bare_names(p.name for p in checkpoint.tensors()).items()}
+        self._bare = {short: one for one, short in bare_names(checkpoint.names).items()}
         self._values: dict[str, dict[str, object]] = {}
         self._beside: dict[str, Meaning] = {}
         self.paths: dict[str, tuple[str | int, ...]] = {}

@@ -252,7 +252,7 @@ def _served(
         if Ranks().rank == 0:  # which has opened it: what was sent no longer tells one value from an equal one
             _check_nothing_lost(checkpoint)
     live = [name for names in training.names for name in names]
-    if checkpoint.unnamed or {*live} - {one.name for one in checkpoint.tensors()}:
+    if checkpoint.unnamed or {*live} - {*checkpoint.names}:
         # Its optimizer has numbers, which the engine's order gives names; or transformers has other names in files.
         order = [list(names) for names in training.numbered]
         checkpoint = open_for(path, live, order, Asked(), model=engine.module, notes=notes)
@@ -386,7 +386,7 @@ def _consolidating(served: Served, loading: Loading, *, optimizer: bool) -> Iter
         """Return the model: masters of what is trained, all else as it is."""
         checkpoint = served.target.checkpoint
         tensors = trained_tensors(checkpoint)
-        absent = [one.name for one in checkpoint.tensors() if one.name not in tensors]
+        absent = [name for name in checkpoint.names if name not in tensors]
         if absent:
             raise UnsupportedError(f"no file holds the values of {listed(absent)}", path=checkpoint.source)
         file = VirtualFile(lay_out("model.pt", model_tree(checkpoint, tensors)), threads=has_cores())

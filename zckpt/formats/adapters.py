@@ -331,7 +331,7 @@ class _Reading:
             if not isinstance(self.settings.get(setting) or kind(), kind):
                 raise DamagedFileError(f"unusable {setting}", path=self.path, found=brief(self.settings[setting]),
                                        expected="an object" if kind is dict else "a list")  # fmt: skip
-        names = _plain(one.name for one in self.checkpoint.tensors())
+        names = _plain(self.checkpoint.names)
         kinds = _FACTOR, _TOKENS, _SAVED
         of = {name: next((one for kind in kinds if (one := kind.fullmatch(name))), None) for name in names.values()}
         adapters = {match["adapter"] or UNNAMED for match in of.values() if match}

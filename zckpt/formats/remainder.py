@@ -182,7 +182,7 @@ def of_modules(checkpoint: Checkpoint) -> tuple[dict[str, object], set[str]]:
         left[key] = len(inside) if its else 1
         held += [(key, place, value if place == key else put_back(value, inside[place])) for place in its]
     modules = {""}
-    for name in [one.name for one in checkpoint.tensors()] if held else ():
+    for name in checkpoint.names if held else ():
         while (name := name.rpartition(".")[0]) and name not in modules:
             modules.add(name)
     found = by_key((known_as, one) for one in held if (known_as := _in_model(one[1], modules)) is not None)

@@ -383,7 +383,7 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int
         advice = "`zckpt consolidate --dequantize` writes numbers in the place of codes, and these can be mapped"
     found = fit(map_, {parameter.name: parameter.shape for parameter in checkpoint.tensors()}, advice)
     if found.source == to:
-        return Mapped(whole, [], to, {parameter.name: parameter.name for parameter in whole.tensors()})
+        return Mapped(whole, [], to, {name: name for name in whole.names})
     # torchtitan 0.3 has queries, keys and values of a layer in one parameter, which its optimizer's state is of, and
     # saves the model as three tensors: that state is taken apart, too.
     unnamed = dict(checkpoint.unnamed)
@@ -438,7 +438,7 @@ class _Mapping:
     def __init__(self, checkpoint: Checkpoint, map_: Map, found: Fit, config: Mapping[str, int]) -> None:
         self._checkpoint, self._map, self._fit, self._config = checkpoint, map_, found, config
         self._side = map_.sides[found.target]
-        self._positions = {name: number for number, name in enumerate(one.name for one in checkpoint.tensors())}
+        self._positions = {name: number for number, name in enumerate(checkpoint.names)}
         self._made: dict[str, _Made] = {}
         self._notes = [f"{map_.name}: names of {map_.sides[found.source].name} become those of {self._side.name}"]
         if found.ignored:

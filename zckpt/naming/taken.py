@@ -80,7 +80,7 @@ def take(checkpoint: Checkpoint, taken: Sequence[Taken], where: str) -> tuple[Ch
 
 def _layers(checkpoint: Checkpoint, taken: Taken, where: str) -> Checkpoint:
     parts = {name: (name[: match.start(1)], int(match[1]), name[match.end(1) :])
-             for name in (one.name for one in checkpoint.tensors())
+             for name in checkpoint.names
              if (match := taken.pattern.match(name)) is not None}  # fmt: skip
     if not parts:
         raise UsageError(f"{where}: no name begins with {taken.front}", path=checkpoint.named)

@@ -122,8 +122,7 @@ def average(
             advice=f"name each one: `zckpt average {listed(inside, by=' ')} TARGET`" if len(inside) > 1 else None,
         )  # fmt: skip
     rule, shares = _rule(len(sources), weights, ema)
-    chosen = Chosen.of(shared)
-    how = How.of("average", shared, weights=weights, ema=ema, from_last=from_last)
+    chosen = Chosen.of(target, How.of("average", shared, weights=weights, ema=ema, from_last=from_last), shared)
     found = _opened(sources, **shared)
     dropped = check_nothing_lost(found, shared["drop"], of_model=not shared["slots"])
     settings = [one.details.get("adapter") for one in found]
@@ -144,14 +143,14 @@ def average(
             raise UnsupportedError(f"{listed(codes)}: low-bit codes have no mean", path=one.named,
                                    advice="--dequantize averages the floats that they stand for")  # fmt: skip
     alike, notes = naming_of(shared).of_all(found)
-    alike, told = as_beside(alike, Path(target), chosen, how)
+    alike, told = as_beside(alike, chosen)
     mean = combined(alike, rule, slots=chosen.slots, from_last=from_last)
-    _check_equal(mean, alike, how.memory)
+    _check_equal(mean, alike, shared["memory"])
     names = {one.name for one in mean.checkpoint.tensors() if one.tied_to is None}
     num_averaged, num_from_last = len(names & mean.computed), len(names & mean.last)
     num_equal = len(names - mean.computed - mean.last)
     done = write_computed(
-        Averaged, mean.checkpoint, found, Path(target), chosen, how, verify=verify, dropped=dropped,
+        Averaged, mean.checkpoint, found, chosen, verify=verify, dropped=dropped,
         num_averaged=num_averaged, num_equal=num_equal, num_from_last=num_from_last,
     )  # fmt: skip
     weighted = "equal weights" if len(set(shares)) == 1 else "weights " + ", ".join(f"{share:.6g}" for share in shares)
@@ -319,7 +318,7 @@ def combined(
     """
     first, last = sources[0], sources[-1]
     for one in sources[1:]:
-        like_model(one, [tensor.name for tensor in first.tensors()])
+        like_model(one, first.names)
     chosen = [slots] if isinstance(slots, str) else list(slots)
     if chosen and any(one.unnamed for one in sources):
         raise UsageError(
@@ -370,7 +369,7 @@ def _by_name(sources: Sequence[Checkpoint]) -> dict[str, list[Parameter]]:
     tied = {alias: owner for source in sources for alias, owner in source.aliases.items()}
     every: dict[str, list[Parameter]] = {}
     missing: dict[int, list[str]] = {}
-    for name in dict.fromkeys(tensor.name for source in sources for tensor in source.tensors()):
+    for name in dict.fromkeys(name for source in sources for name in source.names):
         others = [name, tied.get(name), *(alias for alias, owner in tied.items() if owner == name)]
         every[name] = []
         for at, source in enumerate(sources):
@@ -380,7 +379,7 @@ def _by_name(sources: Sequence[Checkpoint]) -> dict[str, list[Parameter]]:
             else:
                 every[name].append(source.owner(its))
     for at, names in missing.items():
-        has = next(source for source in sources if any(one.name == names[0] for one in source.tensors()))
+        has = next(source for source in sources if names[0] in source.names)
         raise UsageError(
             f"lacks {len(names)} of the tensors of {has.named}: {listed(names)}",
             path=sources[at].named,

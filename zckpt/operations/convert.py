@@ -119,7 +119,7 @@ def convert(
     if written.every_name:
         from zckpt.naming.sizes import read_config
 
-        names = [one.name for one in checkpoint.tensors()]
+        names = checkpoint.names
         config: Mapping[str, object] = {}
         with suppress(UsageError):  # one that cannot be read
             config, _ = read_config(None, whole)

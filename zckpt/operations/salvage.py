@@ -126,10 +126,10 @@ class _Filling:
     def __post_init__(self) -> None:
         if self.base is None:
             return
-        ours = [one.name for one in self.checkpoint.tensors()]
+        ours = self.checkpoint.names
         ours += [name for names in self.checkpoint.lost.values() for name in names]
         self.codes = codes_in(self.base)
-        self.theirs = {our: its for its, our in aligned(ours, [one.name for one in self.base.tensors()]).items()}
+        self.theirs = {our: its for its, our in aligned(ours, self.base.names).items()}
         if not self.theirs:
             raise UsageError(
                 "shares no tensor name with the source, so it fills nothing", path=self.base.named,
@@ -172,7 +172,7 @@ class _Filling:
         if base is None:
             return found
         known = {its: our for our, its in self.theirs.items()}
-        there = {one.name for one in self.checkpoint.tensors()}
+        there = {*self.checkpoint.names}
         for one in base.tensors():
             name, owner = known.get(one.name, one.name), base.owner(one.name)
             best = owner.slots.get(WEIGHT) or owner.slots.get(MASTER)

@@ -178,7 +178,7 @@ def open_for(
         [found] = with_floats(found)
     if renamed:
         found = cast("OpenedCheckpoint", naming.of(found)[0])  # which is of the same class
-    lacks = {*live} - {one.name for one in found.tensors()}
+    lacks = {*live} - {*found.names}
     if isinstance(model, torch.nn.Module) and naming.map != TRANSFORMERS and lacks:
         from zckpt.naming.numbered import as_live
 

@@ -431,7 +431,7 @@ class Checkpoint:
         if not isinstance(names, list) or len(names) < 2:
             return []
         fronts = tuple(f"{name}." for name in names)
-        return list(map(str, names)) if all(one.name.startswith(fronts) for one in self.tensors()) else []
+        return list(map(str, names)) if all(name.startswith(fronts) for name in self.names) else []
 
     @property
     def named(self) -> str:
@@ -485,6 +485,11 @@ class Checkpoint:
         """Iterate over parameters, then buffers."""
         yield from self.parameters.values()
         yield from self.buffers.values()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all parameters, then of all buffers."""
+        return [one.name for one in self.tensors()]
 
     def holders(self) -> Iterator[Parameter]:
         """Iterate over everything with slots: parameters, buffers, and what an optimizer only numbers."""

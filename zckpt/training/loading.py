@@ -257,7 +257,7 @@ class Meeting:
             else:
                 found[name] = its
         ours = {*self.known, *live.tensors.extra}
-        report.unexpected = [one.name for one in checkpoint.tensors() if one.name not in ours]
+        report.unexpected = [name for name in checkpoint.names if name not in ours]
         return found
 
     def read_others(self, scheduler: Stateful | None, grad_scaler: Stateful | None, rank: int | None) -> OtherState:

@@ -72,7 +72,7 @@ def parts_of(checkpoint: Checkpoint, *, paired: bool) -> Parts:
         if checkpoint.optimizers():
             raise _unpaired(checkpoint, "one model, or which parameters are of which")
         return Parts(checkpoint, [checkpoint], [checkpoint] if checkpoint.param_groups else [])
-    names = [one.name for one in checkpoint.tensors()]
+    names = checkpoint.names
     modules, alone_there = of_modules(checkpoint)
     apart = []  # what is of one model under its own names; param groups only where all of their parameters are
     for front in (f"{model}." for model in models):
@@ -142,7 +142,7 @@ def lay_out(job: Job) -> TargetFiles:
         raise UsageError("--world-size only applies to sharded files", expected=f"--fsdp={SHARDED}")
     refuse_trees(checkpoint, "these files", "convert to zckpt, dcp or universal")
     assets = find_assets(checkpoint)
-    if is_adapter([one.name for one in checkpoint.tensors()], assets):
+    if is_adapter(checkpoint.names, assets):
         raise UnsupportedError(
             "is an adapter, but Accelerate loads the whole model",
             advice="`zckpt merge-adapter` makes one model from both",

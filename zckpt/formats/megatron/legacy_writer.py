@@ -117,7 +117,7 @@ def target_of(checkpoint: Checkpoint, options: object) -> Target:
     bounds = said("stage_bounds")
     if bounds is None and (topology.pp, chunks) == (own.pp, known) and isinstance(checkpoint.details.get(BOUNDS), str):
         bounds = str(checkpoint.details[BOUNDS])
-    names = [one.name for one in checkpoint.tensors()]
+    names = checkpoint.names
     layers = [one.layer for one in map(Name.of, names) if one.layer is not None and BLOCK.fullmatch(one.block)]
     if size is None:
         size = default_bucket_numel(arguments, topology.dp) if arguments.get("overlap_grad_reduce") is True else None

@@ -128,7 +128,7 @@ class Source:
         several = checkpoint.optimizers() or checkpoint.models()
         if several:
             raise UnsupportedError("Megatron-Core has one model and one optimizer", found=listed(several))
-        check_names([one.name for one in checkpoint.tensors()])
+        check_names(checkpoint.names)
         tensors = model_tensors(checkpoint, getattr(options, "dtype", "keep"), tied="drop", exclude_frozen=False)
         absent = [one.name for one in checkpoint.owners if one.name not in tensors]
         if absent:

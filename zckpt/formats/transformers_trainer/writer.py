@@ -67,7 +67,7 @@ def lay_out(job: Job) -> TargetFiles:
     known = architecture(model_type if isinstance(model_type, str) else None)
     notes: list[str] = []
     entries = [Entry(name, *one) for name, one in trained_tensors(checkpoint).items()]
-    adapter = is_adapter([one.name for one in checkpoint.tensors()], assets)
+    adapter = is_adapter(checkpoint.names, assets)
     if adapter:
         files = [safetensors_layout.lay_out(f"{ADAPTER_STEM}.safetensors", entries, FOR_TORCH)]
     else:

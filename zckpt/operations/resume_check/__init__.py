@@ -311,7 +311,7 @@ def _wants_every_name(program: Program) -> bool:
 def _named(facts: Facts, refused: list[str], *, every_name: bool) -> Iterator[tuple[dict[str, Any], Facts]]:
     """Yield a checkpoint under its own names, and under those that transformers has in memory; with options for it."""
     one = facts.checkpoint
-    names = [tensor.name for tensor in one.tensors()]
+    names = one.names
 
     def under(**naming: Any) -> tuple[dict[str, Any], Facts]:  # noqa: ANN401  # of Naming
         return naming, replace(facts, checkpoint=under_names(opened(one), Naming(**naming))[0])
