@@ -177,7 +177,7 @@ def digest_share(
         if parameter.tied_to is not None:
             continue
         entries[name] = {}
-        weight, master = own_weight(parameter), parameter.slots.get(MASTER)
+        weight, master = own_weight(parameter), parameter.master
         if weight is not None:
             chosen.append((name, WEIGHT, weight, None))
         if master is not None:

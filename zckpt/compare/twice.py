@@ -112,7 +112,7 @@ def _same(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
 def _states(checkpoint: Checkpoint, held: Mapping[str, Held]) -> dict[str, dict[str, bytes]]:
     """Return by parameter what an optimizer has that has stepped float32 weights for a while; none where it may not."""
     rates = [group.hyperparameters.get("lr") for group in checkpoint.param_groups]
-    coarse = any(one.slots[MASTER].dtype != "float32" for one in checkpoint.parameters.values() if MASTER in one.slots)
+    coarse = any(one.master and one.master.dtype != "float32" for one in checkpoint.parameters.values())
     if coarse or (checkpoint.step or 0) < STEPPED or not all(isinstance(one, float) and one > 0 for one in rates):
         return {}
     found: dict[str, dict[str, bytes]] = {}

@@ -254,7 +254,7 @@ class Combined:
         """Return a tensor of the model, `ones` in the sources, with its weight, and a master where one has that."""
         last, there = ones[-1], list[Slot]()
         for one, source in zip(ones, self.sources, strict=True):
-            slot = one.slots.get(MASTER) or one.slots.get(WEIGHT)
+            slot = one.master or one.weight
             if one.shape != ones[0].shape:
                 raise UsageError(
                     f"{name} has another shape than in {self.sources[0].named}",
@@ -266,7 +266,7 @@ class Combined:
             if slot is None:
                 raise UsageError(f"{name} has no values", path=source.named, expected="a weight or a master")
             there.append(slot)
-        owned = any(one.group is not None or MASTER in one.slots for one in ones)
+        owned = any(one.group is not None or one.master for one in ones)
         frozen = any(one.frozen for one in ones) and not owned
         result = replace(last, name=name, slots={}, tied_to=None, frozen=frozen)
         if name in self.last:
@@ -275,7 +275,7 @@ class Combined:
             self.computed.add(name)
             result.dtype = _common([one.dtype for one in ones])
             result.slots[WEIGHT] = self._of_all(name, WEIGHT, there, result.dtype)
-            if any(MASTER in one.slots for one in ones):
+            if any(one.master for one in ones):
                 result.slots[MASTER] = self._of_all(name, MASTER, there)
         else:
             result.dtype = ones[0].dtype

@@ -362,7 +362,7 @@ def write_computed(
         found = like_model(open_checkpoint(written), tensors)
         for name in tensors:
             there = name in found.parameters or name in found.buffers
-            copy = found.owner(name).slots.get(WEIGHT) if there else None
+            copy = found.owner(name).weight if there else None
             check_arrived(name, copy, holes[name].slot.shape, holes[name].dtype)
         if not verify:
             return 0

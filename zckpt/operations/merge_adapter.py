@@ -401,7 +401,7 @@ def _lies(product: Product, shape: Shape) -> bool | None:
 
 
 def _values(one: Parameter) -> Slot:
-    slot = one.slots.get(MASTER) or one.slots.get(WEIGHT)
+    slot = one.master or one.weight
     if slot is None:
         raise LayoutError(f"{one.name} has no values", expected="a weight or a master")
     return slot

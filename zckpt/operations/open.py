@@ -118,7 +118,7 @@ class OpenedCheckpoint(Checkpoint):
             owner = self.owner(next(bare for bare, filed in self.wrapped.items() if filed == name))
         else:
             raise UsageError(f"no parameter {name}{near(name, self)}", path=self.source)
-        key = slot or (MASTER if MASTER in owner.slots else WEIGHT)
+        key = slot or (MASTER if owner.master else WEIGHT)
         if key in owner.slots:
             return owner.slots[key]
         from zckpt.formats.deepspeed.rare.quantised import with_float_slots

@@ -151,7 +151,7 @@ class _Filling:
                 continue
             source = self._of_base(one, key)
             if source is None and key == MASTER and self.masters:
-                own = one.slots.get(WEIGHT)
+                own = one.weight
                 source = self._of_base(one, WEIGHT) or (None if own is None or own.lost else own)
             if source is None and key == WEIGHT:
                 source = self._of_base(one, MASTER)
@@ -175,7 +175,7 @@ class _Filling:
         there = {*self.checkpoint.names}
         for one in base.tensors():
             name, owner = known.get(one.name, one.name), base.owner(one.name)
-            best = owner.slots.get(WEIGHT) or owner.slots.get(MASTER)
+            best = owner.weight or owner.master
             tied = known.get(owner.name, owner.name)
             if name in there or best is None or (one.tied_to is not None and tied in there):
                 continue

@@ -133,7 +133,7 @@ class Facts:
     @cached_property
     def rounded(self) -> str | None:
         """The type of weights that have masters of more digits beside them."""
-        held = ((one.slots.get(WEIGHT), one.slots.get(MASTER)) for one in self.checkpoint.owners)
+        held = ((one.weight, one.master) for one in self.checkpoint.owners)
         pairs = ((weight.dtype, master.dtype) for weight, master in held if weight and master)
         return next((weight for weight, master in pairs if itemsize(weight) < itemsize(master)), None)
 

@@ -105,7 +105,7 @@ def _other_dtype(slot: Slot) -> tuple[str, str] | None:
 
 def _without(parameter: Parameter, slot: Slot) -> str | None:
     """Return a file that has elements of a parameter's master and none of a slot."""
-    master = parameter.slots.get(MASTER)
+    master = parameter.master
     if master is None or slot.name == MASTER:
         return None
     present = {span.path for span in slot.spans}
