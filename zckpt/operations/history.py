@@ -23,7 +23,7 @@ from zckpt.immutable import immutable
 from zckpt.operations.fingerprint import fingerprint as fingerprint_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.verify import Verification, verify
-from zckpt.state import Document, Result, document
+from zckpt.state import Document, Result
 
 SETTLE_S = 60.0
 """Seconds without a write after which a checkpoint is taken for finished, unless said otherwise."""
@@ -91,20 +91,16 @@ class History(Result):
     ----------
     run : str
     checkpoints : list of Recorded
+    nbytes : int
+        Of all of them.
     leftovers : list of str
         Leftovers of interrupted writes and removals.
     """
 
     run: str
     checkpoints: list[Recorded]
+    nbytes: int
     leftovers: list[str]
-
-    def as_dict(self) -> Document:
-        """Return the result as JSON-able data, the document of `--json`."""
-        nbytes = sum(one.nbytes for one in self.checkpoints)
-        return {
-            "run": self.run, "checkpoints": document(self.checkpoints), "nbytes": nbytes, "leftovers": self.leftovers,
-        }  # fmt: skip
 
 
 @shares(Copying)
@@ -139,7 +135,7 @@ def history(source: Place, *, deep: bool = False, fingerprint: bool = False, **s
         replace(one, equal=tuple(it.name for it in known if it is not one and it.fingerprint == one.fingerprint))
         for one in found
     ]
-    return History(str(run), found, list(map(str, around.left)))
+    return History(str(run), found, sum(one.nbytes for one in found), list(map(str, around.left)))
 
 
 def units_of(run: Path) -> list[Unit]:

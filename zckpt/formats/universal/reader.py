@@ -405,8 +405,8 @@ class _Reading:
         """
         for group in self.checkpoint.param_groups:
             members = [self.checkpoint.parameters[name] for name in group.parameters]
-            slotted = [p for p in members if p.slots.keys() - {WEIGHT, MASTER}]
-            present = [p for p in members if self.values[p.name] or p.slots.keys() - {WEIGHT, MASTER}]
+            slotted = [p for p in members if p.optimizer_slots]
+            present = [p for p in members if self.values[p.name] or p.optimizer_slots]
             whole = present and (slotted or len(present) == len(members))
             common = shared([self.values[p.name] for p in present]) if whole else {}
             group.state |= common

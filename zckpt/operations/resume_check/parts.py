@@ -156,7 +156,7 @@ class Facts:
     def _found(self) -> Iterator[tuple[str, str]]:
         one = self.checkpoint
         slots = one.slot_names()
-        if any({WEIGHT, MASTER} & parameter.slots.keys() for parameter in one.tensors()):
+        if any(parameter.weight or parameter.master for parameter in one.tensors()):
             yield WEIGHTS, WEIGHT if WEIGHT in slots else MASTER
         if any(parameter.frozen for parameter in one.owners) and one.param_groups:
             yield FROZEN, WEIGHT

@@ -38,7 +38,6 @@ from zckpt.operations.resume_check.parts import (
     WEIGHTS,
     Facts,
 )
-from zckpt.state import MASTER, WEIGHT
 from zckpt.state.partition import flat_partition_numel
 from zckpt.storage.files import entries_of, is_file
 
@@ -460,7 +459,7 @@ def _stateless(facts: Facts) -> str | None:
     one = facts.checkpoint
     for group in one.param_groups:
         names = [name for name in group.parameters if name in one.parameters]
-        found = {name: {*one.owner(name).slots} - {WEIGHT, MASTER} for name in names}
+        found = {name: one.owner(name).optimizer_slots for name in names}
         most = max((len(slots) for slots in found.values()), default=0)
         short = [name for name, slots in found.items() if len(slots) < most]
         if short:
