@@ -52,7 +52,7 @@ Entries = dict[str, dict[str, str]]
 """For each name its entries: digests with type and shape, and single values as text."""
 
 
-@immutable(repr=False)
+@immutable
 class Fingerprint(Brief):
     """A fingerprint and what it is of.
 

@@ -43,7 +43,7 @@ LEAST_SUM = 1e-6
 cancel out."""
 
 
-@immutable(kw_only=True, repr=False)
+@immutable(kw_only=True)
 class Averaged(Consolidated):
     """What `average` wrote.
 
@@ -320,12 +320,13 @@ def combined(
     for one in sources[1:]:
         like_model(one, first.names)
     chosen = [slots] if isinstance(slots, str) else list(slots)
-    if chosen and any(one.unnamed for one in sources):
-        raise UsageError(
-            "its optimizer's parameters have no names",
-            path=next(one for one in sources if one.unnamed).named,
-            advice="give --names, or average without --slots",
-        )
+    for one in sources if chosen else ():
+        if one.unnamed:
+            raise UsageError(
+                "its optimizer's parameters have no names",
+                path=one.named,
+                advice="give --names, or average without --slots",
+            )
     if chosen == ["all"]:
         for one in sources:
             refuse_rank_values(one, advice="name the slots with one value per element, such as --slots=master,exp_avg")

@@ -103,7 +103,7 @@ class Chosen:
                 raise UsageError("a quantised model cannot be written with its optimizer", expected="no --slots")
 
 
-@immutable(kw_only=True, repr=False)
+@immutable(kw_only=True)
 class Consolidated(Written):
     """What `consolidate` wrote.
 

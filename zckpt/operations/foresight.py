@@ -69,7 +69,7 @@ class Reads:
         self._last = offset, end
 
 
-@immutable(kw_only=True, repr=False)
+@immutable(kw_only=True)
 class Foresight(Result):
     """What a run will take, and what there is of it; None: unknown.
 

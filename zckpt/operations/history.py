@@ -32,7 +32,7 @@ LEFT = re.compile(r"\..*\.zckpt-[a-z]+|\.zckpt-removed")
 """Names of what is being written or removed, or was when that was interrupted."""
 
 
-@immutable
+@immutable(repr=True)
 class Recorded(Result):
     """A checkpoint of a run.
 
@@ -83,7 +83,7 @@ class Recorded(Result):
         return {**Result.as_dict(self), "saved": saved}
 
 
-@immutable(repr=False)
+@immutable
 class History(Result):
     """The checkpoints of a run; those in one directory are ordered by step.
 

@@ -27,7 +27,7 @@ from zckpt.torchfile import FromFile, plain
 FILE_FIELDS = ("path", "nbytes", "role", "dp_rank", "mp_rank", "tensor_nbytes", "unreferenced_nbytes")
 
 
-@immutable(repr=False)
+@immutable
 class Inspection(Result):
     """What is in a checkpoint. Lists and mappings are JSON-able.
 

@@ -48,7 +48,7 @@ SEVERAL = -2
 NONE = -1
 
 
-@immutable(repr=False)
+@immutable
 class Map(Result):
     """Which elements of every slot lie on which rank, or in which file if there are no ranks; JSON-able.
 

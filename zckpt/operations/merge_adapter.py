@@ -30,7 +30,7 @@ from zckpt.state.views import concat, narrow, reshape, transpose
 from zckpt.storage.files import read_json
 
 
-@immutable(kw_only=True, repr=False)
+@immutable(kw_only=True)
 class Merged(Consolidated):
     """What `merge_adapter` wrote.
 
@@ -102,8 +102,10 @@ def merge_adapter(
     """
     if isinstance(base, (str, os.PathLike)) and holds_adapter(Path(base)) and not holds_adapter(Path(adapter)):
         raise UsageError("is an adapter", path=base, expected="the model, then the adapter", advice="swap them")
-    own = {"adapter_config": adapter_config, "adapter_name": adapter_name, "fan_in_fan_out": fan_in_fan_out}
-    chosen = Chosen.of(target, How.of("merge-adapter", shared, **own), shared)
+    how = How.of(
+        "merge-adapter", shared, adapter_config=adapter_config, adapter_name=adapter_name, fan_in_fan_out=fan_in_fan_out
+    )
+    chosen = Chosen.of(target, how, shared)
     sources = [opened(base, **shared)]
 
     def read(path: Path) -> Checkpoint:

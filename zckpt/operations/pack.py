@@ -35,7 +35,7 @@ class PackedOne:
     stored_nbytes: int
 
 
-@immutable
+@immutable(repr=True)
 class Packed(Result):
     """What `pack` did.
 

@@ -46,7 +46,7 @@ DEEPEST = 2
 _OWNED = Owned(called(r"store\.json|00000\d\.(index|chunks)|\.0*\d+\.index|\.store\.json.*"))
 
 
-@immutable
+@immutable(repr=True)
 class Patched(Result):
     """What `patch` wrote.
 

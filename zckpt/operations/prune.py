@@ -48,7 +48,7 @@ class Judged:
         return {**self.checkpoint.as_dict(), "goes": self.goes, "because": self.why}
 
 
-@immutable(repr=False)
+@immutable
 class Pruned(Result):
     """What is removed from a run, and what stays.
 

@@ -37,7 +37,7 @@ class Moved:
     change: list[float | None] = field(default_factory=list)
 
 
-@immutable(repr=False)
+@immutable
 class Series(Result):
     """Several checkpoints of one run, and how their slots moved, in the order of the first."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,7 @@ BLOCK_NUMEL = 1 << 20
 _INDEX = re.compile(r"([+-]?[0-9]{1,18})|([+-]?[0-9]{1,18})?:([+-]?[0-9]{1,18})?")
 
 
-@immutable(repr=False)
+@immutable
 class Elements(Result):
     """Elements of one slot.
 
@@ -97,10 +97,7 @@ def show(
     SourceError
         The checkpoint cannot be read.
     """
-    found = opened(source, **shared)
-    if not isinstance(found, OpenedCheckpoint):
-        found = OpenedCheckpoint(**{one.name: getattr(found, one.name) for one in fields(found)})
-    whole = found.slot(name, slot)
+    whole = OpenedCheckpoint.of(opened(source, **shared)).slot(name, slot)
     part, shape = _part(whole, slice)
     refuse_endless(part, f"{whole.name} of {name}")
     elements = Elements(name, whole.name, whole.dtype, whole.shape, slice, None)

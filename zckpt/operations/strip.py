@@ -26,7 +26,7 @@ CHOICES = {
 }
 
 
-@immutable(kw_only=True, repr=False)
+@immutable(kw_only=True)
 class Stripped(Written):
     """What `strip` wrote.
 

@@ -407,7 +407,7 @@ def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> tuple[int, li
     return compared, drifts
 
 
-@immutable(kw_only=True, repr=False)
+@immutable(kw_only=True)
 class Written(Result):
     """What a verb wrote, or with `dry_run` would write.
 

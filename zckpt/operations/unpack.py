@@ -24,7 +24,7 @@ from zckpt.storage.packed.store import PackedStore
 AT_ONCE_NBYTES = 8 * CHUNK_NBYTES
 
 
-@immutable
+@immutable(repr=True)
 class Unpacked(Result):
     """What `unpack` wrote, or with `dry_run` would write: target, checkpoints, number of files, bytes."""
 

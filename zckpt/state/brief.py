@@ -24,7 +24,7 @@ MOST_ITEMS = 4
 
 
 class Brief:
-    """A dataclass, made with `repr=False`, that shows itself in at most ten lines."""
+    """A class of fields that shows itself in at most ten lines."""
 
     __slots__ = ()
 

@@ -60,7 +60,7 @@ def most_steps(values: Iterable[object]) -> int | None:
     return max((int(n) for n in map(as_float, values) if n is not None and n.is_integer()), default=None)
 
 
-@mutable(repr=False)
+@mutable
 class Parameter:
     """A named tensor of the model and all its slots.
 
@@ -277,7 +277,7 @@ class SourceFile:
     archive: str = ""
 
 
-@mutable(repr=False)
+@mutable
 class Checkpoint:
     """The logical state of a checkpoint, and where every element lies. An adapter creates it.
 

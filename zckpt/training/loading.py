@@ -39,7 +39,7 @@ SPOILED = "weights are in part the checkpoint's and must not be used: load a sou
 LEFT_OVER = "model and optimizer are the checkpoint's already; a scheduler, a grad scaler or a module is not"
 
 
-@mutable(repr=False)
+@mutable
 class Restored(Brief):
     """What a checkpoint had, and what was restored.
 

@@ -47,7 +47,7 @@ class Changed:
         }
 
 
-@immutable(repr=False)
+@immutable
 class Compared(Brief):
     """What `diff` found.
 

@@ -56,7 +56,7 @@ WHOLE, PARTLY, NO, UNKNOWN = "whole", "partly", "no", "unknown"
 SHOWN = 3
 
 
-@immutable
+@immutable(repr=True)
 class ResumeCheck(Result):
     """Whether a program can resume a checkpoint.
 

@@ -90,7 +90,7 @@ class Finding:
         }
 
 
-@immutable
+@immutable(repr=True)
 class Checked(Result):
     """How much was looked at.
 
@@ -114,7 +114,7 @@ class Checked(Result):
     checksums: int = 0
 
 
-@immutable(repr=False)
+@immutable
 class Verification(Brief):
     """What `verify` found.
 
