@@ -30,7 +30,7 @@ from zckpt.engine.cast import Array, cast
 from zckpt.engine.scan import SlotSet, scan
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.immutable import immutable
-from zckpt.state import MASTER, WEIGHT, Brief, Checkpoint, Slot, dict_of
+from zckpt.state import MASTER, WEIGHT, Brief, Checkpoint, Slot, are_texts, dict_of
 from zckpt.storage.files import read_whole
 from zckpt.storage.ownership import FINGERPRINT_NAME
 
@@ -111,7 +111,7 @@ def read_digests(path: str | os.PathLike[str]) -> Fingerprint:
         raise DamagedFileError("unreadable", path=file, expected="digests that zckpt wrote", found=error) from error
     text, entries = (dict_of(stored).get(key) for key in ("fingerprint", "entries"))
     are_entries = isinstance(entries, dict) and all(
-        isinstance(found, dict) and all(isinstance(one, str) for one in found.values()) for found in entries.values()
+        isinstance(found, dict) and are_texts(found.values()) for found in entries.values()
     )
     if not isinstance(text, str) or not isinstance(entries, dict) or not are_entries:
         raise DamagedFileError("holds no digests", path=file, expected="what `zckpt fingerprint --write` writes")

@@ -23,7 +23,7 @@ from zckpt.immutable import immutable
 from zckpt.operations.fingerprint import fingerprint as fingerprint_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.verify import Verification, verify
-from zckpt.state import Document, Result
+from zckpt.state import Document, Result, nbytes_of
 
 SETTLE_S = 60.0
 """Seconds without a write after which a checkpoint is taken for finished, unless said otherwise."""
@@ -135,7 +135,7 @@ def history(source: Place, *, deep: bool = False, fingerprint: bool = False, **s
         replace(one, equal=tuple(it.name for it in known if it is not one and it.fingerprint == one.fingerprint))
         for one in found
     ]
-    return History(str(run), found, sum(one.nbytes for one in found), list(map(str, around.left)))
+    return History(str(run), found, nbytes_of(found), list(map(str, around.left)))
 
 
 def units_of(run: Path) -> list[Unit]:

@@ -20,7 +20,7 @@ from zckpt.immutable import immutable
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.operations.salvage import missing_from
-from zckpt.state import Checkpoint, Document, Padding, Parameter, Result, Slot, by_key
+from zckpt.state import Checkpoint, Document, Padding, Parameter, Result, Slot, by_key, nbytes_of
 from zckpt.storage.files import collector_paused
 from zckpt.torchfile import FromFile, plain
 
@@ -191,7 +191,7 @@ def inspect(
                 checkpoint.files, _globals(checkpoint) if include_globals else repeat(None), strict=False
             )
         ],
-        nbytes=sum(file.nbytes for file in checkpoint.files),
+        nbytes=nbytes_of(checkpoint.files),
         unreferenced_nbytes=sum(file.unreferenced_nbytes for file in checkpoint.files),
         details=jsonable(
             {**checkpoint.details, **({"quantised_weights": low} if (low := described(checkpoint)) else {})}
@@ -226,7 +226,7 @@ def _slots(checkpoint: Checkpoint) -> Document:
             "dtypes": sorted({slot.dtype for slot in slots}),
             "num_parameters": len(slots),
             "num_elements": sum(slot.numel for slot in slots),
-            "nbytes": sum(slot.nbytes for slot in slots),
+            "nbytes": nbytes_of(slots),
         }
         for name, slots in found.items()
         if slots
@@ -240,7 +240,7 @@ def _parameter(parameter: Parameter) -> Document:
 
 def _padding(paddings: Iterable[Padding]) -> Document:
     def sums(some: Sequence[Padding]) -> Document:
-        return {"num_elements": sum(one.numel for one in some), "nbytes": sum(one.nbytes for one in some)}
+        return {"num_elements": sum(one.numel for one in some), "nbytes": nbytes_of(some)}
 
     ranks = by_key((one.rank, one) for one in paddings)
     listed = [

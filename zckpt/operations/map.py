@@ -40,6 +40,7 @@ from zckpt.state import (
     Slot,
     SourceFile,
     itemsize,
+    nbytes_of,
 )
 from zckpt.state.boxes import Box, bounds, row_major
 from zckpt.state.spans import LOST
@@ -151,7 +152,7 @@ def map(  # noqa: A001  # the verb's name, as `open`
             "mp": files[0].mp_rank,
             "held": drawing.held.get(row) or [0] * len(chosen),
             "padding": padded[row],
-            "file_nbytes": sum(file.nbytes for file in files),
+            "file_nbytes": nbytes_of(files),
             "paths": [SEVERAL if path is None else number.get(path, NONE) for path in held],
         })  # fmt: skip
     return Map(

@@ -16,7 +16,7 @@ from zckpt.errors import UsageError
 from zckpt.immutable import immutable
 from zckpt.operations.open import OpenedCheckpoint, Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
-from zckpt.state import Document, Extent, Result, Shape, Slot, is_floating, number
+from zckpt.state import Document, Result, Shape, Slot, is_floating, number
 from zckpt.state.views import narrow
 from zckpt.storage.durable import written
 from zckpt.storage.files import Sources
@@ -152,8 +152,7 @@ def _blocks(part: Slot) -> Iterator[tuple[int, Array]]:
     """Yield the elements of a slot, some at a time, each with the index of the first."""
     with Sources() as sources:
         for start in range(0, part.numel, BLOCK_NUMEL):
-            extent = Extent.flat(part.shape, start, min(BLOCK_NUMEL, part.numel - start))
-            yield start, read_extent(part, extent, sources)
+            yield start, read_extent(part, part.flat(start, min(BLOCK_NUMEL, part.numel - start)), sources)
 
 
 def _plain(values: Array) -> Array:

@@ -23,7 +23,18 @@ from zckpt.state.checkpoint import (
     number_of,
 )
 from zckpt.state.dtypes import is_floating, itemsize
-from zckpt.state.mappings import are_distinct, are_sizes, are_texts, by_key, dict_of, differ, list_of, stated, without
+from zckpt.state.mappings import (
+    are_distinct,
+    are_sizes,
+    are_texts,
+    by_key,
+    dict_of,
+    differ,
+    list_of,
+    nbytes_of,
+    stated,
+    without,
+)
 from zckpt.state.spans import (
     ZEROS,
     CutFiles,

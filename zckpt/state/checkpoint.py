@@ -20,7 +20,7 @@ from typing import Any
 from zckpt.errors import SHOWN_PATH, listed, shortened, without_controls
 from zckpt.immutable import immutable, mutable
 from zckpt.state.inventory import Claim, Rule
-from zckpt.state.mappings import dict_of, without
+from zckpt.state.mappings import dict_of, nbytes_of, without
 from zckpt.state.spans import Padding, PaddingSpan, Shape, Slot
 
 WEIGHT = "weight"
@@ -381,7 +381,7 @@ class Checkpoint:
             "parameters": len(owners),
             "elements": sum(p.numel for p in owners),
             "files": len(self.files),
-            "bytes": sum(file.nbytes for file in self.files),
+            "bytes": nbytes_of(self.files),
             "step": self.step,
         }
         lines = (

@@ -20,7 +20,7 @@ from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.tensors import slot_of_storage
 from zckpt.immutable import immutable
-from zckpt.state import ZEROS, Checkpoint, Extent, Parameter, Slot, Span, stated
+from zckpt.state import ZEROS, Checkpoint, Extent, Parameter, Slot, Span, nbytes_of, stated
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import check_world_size, even_extents
 from zckpt.torchfile import Mentioned
@@ -133,7 +133,7 @@ def _cut(
         stored.append(Entry(storage_key(number), whole, whole.whole, "uint8", (one.storage.nbytes,)))
     used = {entry.key for entry in stored}
     slots = [(name, p.name, slot) for p in _parameters(checkpoint) for name, slot in p.slots.items()]
-    assigned = cut([slot for *_, slot in slots], sum(entry.nbytes for entry in stored))
+    assigned = cut([slot for *_, slot in slots], nbytes_of(stored))
     placed = []
     entries = [stored, *([] for _ in range(world_size - 1))]
     for (name, parameter, slot), pieces in zip(slots, assigned, strict=True):

@@ -16,7 +16,7 @@ from zckpt.formats.transformers_trainer.architectures import is_converted
 from zckpt.naming.numbered import has_names_of_files
 from zckpt.state import MASTER, WEIGHT, Checkpoint, by_key, itemsize
 from zckpt.storage.files import entries_of, is_file, read_json
-from zckpt.torchfile import FromFile
+from zckpt.torchfile import node_of
 
 WEIGHTS = "weights"
 FROZEN = "frozen weights"
@@ -173,7 +173,7 @@ class Facts:
         if one.loss_scale not in (None, 1.0) or one.optimizer_metadata.get("dynamic_loss_scale") is True:
             yield SCALE, "loss_scaler"
         for key, value in one.metadata.items():
-            node = value.node if isinstance(value, FromFile) else value
+            node = node_of(value)
             if node is None or node in ({}, [], ()) or SETTINGS_OF_PROGRAMS.fullmatch(key):
                 continue
             is_data = one.format == rank_files.FORMAT and rank_files.OF_TRAINING.fullmatch(f"{key}.pt")

@@ -41,6 +41,7 @@ from zckpt.state import (
     Spans,
     by_key,
     itemsize,
+    nbytes_of,
 )
 from zckpt.state.boxes import Box, row_major
 from zckpt.state.cuts import Cuts
@@ -335,7 +336,7 @@ class Block:
     @property
     def nbytes(self) -> int:
         """Bytes that are read, those of partners too."""
-        return self.size + sum(one.nbytes for one in self._partners)
+        return self.size + nbytes_of(self._partners)
 
     @property
     def paths(self) -> Iterator[str]:

@@ -23,7 +23,7 @@ from zckpt.errors import LayoutError, listed
 from zckpt.formats.account import take_inventory
 from zckpt.formats.registry import find_format
 from zckpt.operations.verify.findings import Finding, finding_of, findings_of
-from zckpt.state import MASTER, ZEROS, Checkpoint, CutSpans, Parameter, Slot, as_float, number_of
+from zckpt.state import MASTER, ZEROS, Checkpoint, CutSpans, Parameter, Slot, as_float, nbytes_of, number_of
 from zckpt.state.inventory import Item
 
 
@@ -61,7 +61,7 @@ def _left_out(checkpoint: Checkpoint) -> Iterator[Finding]:
             STATE_LEFT_OUT if trained else LEFT_OUT,
             f"{what}{items[0].about}",
             path,
-            found=f"{sum(item.nbytes for item in items)} bytes",
+            found=f"{nbytes_of(items)} bytes",
         )
 
 
