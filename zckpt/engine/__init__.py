@@ -36,17 +36,8 @@ class Reporter(Protocol):
         """Finish, successfully or not."""
 
 
-class SilentReporter:
+class SilentReporter(Reporter):
     """A reporter that does nothing."""
-
-    def begin(self, nbytes: int) -> None:
-        """Do nothing."""
-
-    def advance(self, nbytes: int) -> None:
-        """Do nothing."""
-
-    def end(self) -> None:
-        """Do nothing."""
 
 
 @contextmanager

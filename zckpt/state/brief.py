@@ -59,6 +59,11 @@ def document(value: Any) -> Any:  # noqa: ANN401  # data of any kind
     return number(value) if isinstance(value, float) else value
 
 
+def values_of(thing: object, names: Iterable[str]) -> dict[str, Any]:
+    """Return some attributes of something by their names."""
+    return {name: getattr(thing, name) for name in names}
+
+
 def number(value: float | None) -> float | str | None:
     """Return a float as JSON can say it."""
     return str(value) if value is not None and not math.isfinite(value) else value

@@ -353,8 +353,6 @@ class Journal:
 
     def said(self) -> str:
         """Return what a failed run has left, and what to do with it."""
-        if not self.kept:
-            return NOTHING_LEFT
         return (
             f"{self._nbytes} of {self.purpose.nbytes} bytes are written and kept in "
             f"{partial_name(self._target).name}: --resume continues with them, --restart starts over"

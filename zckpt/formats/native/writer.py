@@ -20,7 +20,7 @@ from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.tensors import slot_of_storage
 from zckpt.immutable import immutable
-from zckpt.state import ZEROS, Checkpoint, Extent, Parameter, Slot, Span, nbytes_of, stated
+from zckpt.state import ZEROS, Checkpoint, Extent, Parameter, Slot, Span, nbytes_of, stated, values_of
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import check_world_size, even_extents
 from zckpt.torchfile import Mentioned
@@ -195,7 +195,7 @@ def describe(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[Mentioned]]:
             }
             said = {"name": one.name, "shape": list(one.shape), "dtype": one.dtype, "slots": [], **stated(about)}
             members[section].append(said)
-    storages = [{key: getattr(one.storage, key) for key in ("dtype", "nbytes", "location")} for one in nodes.storages]
+    storages = [values_of(one.storage, ("dtype", "nbytes", "location")) for one in nodes.storages]
     return members | {"layouts": [], **inert, "objects": nodes.objects, "storages": storages}, nodes.storages
 
 

@@ -29,7 +29,7 @@ from zckpt.errors import (
     WeightMismatchError,
 )
 from zckpt.immutable import immutable
-from zckpt.state import Brief, Checkpoint, Document, Result, SourceFile, document
+from zckpt.state import Brief, Checkpoint, Document, Result, SourceFile, document, values_of
 
 _BY_CLASS: tuple[tuple[type[SourceError], str], ...] = (
     (PickleError, BAD_PICKLE),
@@ -83,7 +83,7 @@ class Finding:
     def as_dict(self) -> Document:
         """Return the finding as JSON-able data."""
         return {
-            **{key: getattr(self, key) for key in ("code", "severity", "title", "message", "file")},
+            **values_of(self, ("code", "severity", "title", "message", "file")),
             "ranks": list(self.ranks or ()),
             **{key: document(getattr(self, key)) for key in ("parameters", "expected", "found")},
             "advice": self.advice or CODES[self.code].advice,
