@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     def mutable(
         *, eq: bool = True, repr: bool | None = None, kw_only: bool = False
     ) -> Callable[[type[Class]], type[Class]]: ...
-    def mutable(*_: Any, **__: bool) -> Any:
+    def mutable(*_: Any, **__: bool | None) -> Any:
         """Make a class of a class's fields. Parameters are those of `dataclasses.dataclass`.
 
         Without `repr`, one that is derived from what shows itself in some way shows itself in that way.
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     def immutable(
         *, eq: bool = True, repr: bool | None = None, kw_only: bool = False
     ) -> Callable[[type[Class]], type[Class]]: ...
-    def immutable(*_: Any, **__: bool) -> Any:
+    def immutable(*_: Any, **__: bool | None) -> Any:
         """Make a class of a class's fields, none of which can be set anew. Parameters are those of `mutable`."""
 
 else:

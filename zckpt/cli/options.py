@@ -36,8 +36,6 @@ class ByteSize(_IntegerType):
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the number of bytes."""
-        if isinstance(value, int):
-            return value
         match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]i?)?b?", str(value).strip().lower())
         if match is None or float(match[1]) <= 0:
             self.fail(f"{value!r} is not a size; write, for example, 64MB or 5GiB", param, ctx)

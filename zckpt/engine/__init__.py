@@ -36,8 +36,17 @@ class Reporter(Protocol):
         """Finish, successfully or not."""
 
 
-class SilentReporter(Reporter):
+class SilentReporter:
     """A reporter that does nothing."""
+
+    def begin(self, nbytes: int) -> None:
+        """Do nothing."""
+
+    def advance(self, nbytes: int) -> None:
+        """Do nothing."""
+
+    def end(self) -> None:
+        """Do nothing."""
 
 
 @contextmanager

@@ -167,8 +167,7 @@ def look(
     errors = [one for found in verified for one in found.errors]
     if errors and why is None:
         why = f"{errors[0].code}: {errors[0].message}" + (f", and {len(errors) - 1} more" if len(errors) > 1 else "")
-    opened = [one.checkpoint for one in verified if one.checkpoint is not None]
-    first = opened[0] if opened else None
+    first = next((one.checkpoint for one in verified if one.checkpoint is not None), None)
     if first is not None and len(unit.states) == 1:
         for place in (digests_path(first), unit.path / FILE_NAME):
             with suppress(SourceError):

@@ -149,7 +149,7 @@ def patch(
     files = files_of(source)
     nbytes, stored = nbytes_of(files), 0
     if not dry_run:
-        known, given = as_tensors({".": base}, GIVEN)
+        known, given = as_tensors(base)
         cuts = cuts_of(Known.of(NUMBER, {".": result}, source, files), known)
         details: dict[str, object] = {"base": prints[0].text, "result": prints[1].text}
         with (
@@ -209,7 +209,7 @@ def apply(
             base, Path(patch), path, overwrite=overwrite, dry_run=dry_run, reporter=shared["reporter"]
         )
         return Unpacked(str(path), *done, dry_run)
-    _, given = as_tensors({".": base}, GIVEN)
+    _, given = as_tensors(base)
     store = PackedStore(patch, kind=PATCH, given=partial(_elements, given))
     index = store.index(NUMBER)
     store.check_index(NUMBER)

@@ -89,7 +89,7 @@ def salvage(checkpoint: Checkpoint, given: Mapping[str, object], *, of_optimizer
     gone = checkpoint.parameters.keys() - parameters.keys()
     parameters = {name: one for name, one in parameters.items() if one.tied_to not in gone}
     if base is not None:
-        for name, one in filling.others().items():
+        for name, one in filling.others(base).items():
             (parameters if one.name in base.parameters else buffers)[name] = replace(one, name=name)
     names = {*parameters, *unnamed}
     groups = [replace(one, parameters=[n for n in one.parameters if n in names]) for one in checkpoint.param_groups]
@@ -166,11 +166,9 @@ class _Filling:
             return None
         return one.name, replace(one, slots=slots)
 
-    def others(self) -> dict[str, Parameter]:
+    def others(self, base: Checkpoint) -> dict[str, Parameter]:
         """Return what BASE has and the checkpoint has not, by our names: no optimizer owns it."""
-        base, found = self.base, dict[str, Parameter]()
-        if base is None:
-            return found
+        found = dict[str, Parameter]()
         known = {its: our for our, its in self.theirs.items()}
         there = {*self.checkpoint.names}
         for one in base.tensors():
