@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 
 from zckpt.immutable import immutable, mutable
+from zckpt.state import positions
 from zckpt.state.names import is_number
 
 MOST_DEPTH = 64
@@ -205,7 +206,7 @@ class Search:
         names = [*module.own, *module.children]
         reaches = [(self._places[one],) * 2 if one in self._places else NOWHERE for one in module.own.values()]
         reaches += [child.reach for child in module.children.values()]
-        known = {name: at for at, name in enumerate(self._siblings(module.path, names))}
+        known = positions(self._siblings(module.path, names))
         own = len(module.own)
         found = []
         for i, name in enumerate(names):

@@ -217,7 +217,7 @@ def _globals(checkpoint: Checkpoint) -> Iterator[dict[str, list[str]]]:
 
 def _slots(checkpoint: Checkpoint) -> Document:
     found: dict[str, list[Slot]] = {name: [] for name in checkpoint.slot_names()}
-    for parameter in [*checkpoint.parameters.values(), *checkpoint.unnamed.values()]:
+    for parameter in checkpoint.all_parameters:
         for name, slot in parameter.slots.items():
             found[name].append(slot)
     return {

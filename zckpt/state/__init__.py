@@ -30,8 +30,10 @@ from zckpt.state.mappings import (
     by_key,
     dict_of,
     differ,
+    first_of,
     list_of,
     nbytes_of,
+    positions,
     stated,
     without,
 )

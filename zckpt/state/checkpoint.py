@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, field, replace
+from pathlib import Path
 from typing import Any
 
 from zckpt.errors import SHOWN_PATH, listed, shortened, without_controls
@@ -276,6 +277,11 @@ class SourceFile:
     header: tuple[int, int] | None = field(default=None, repr=False, compare=False)
     archive: str = ""
 
+    @property
+    def name(self) -> str:
+        """Its own name, in whatever folder."""
+        return Path(self.path).name
+
 
 @mutable
 class Checkpoint:
@@ -495,6 +501,11 @@ class Checkpoint:
         """Iterate over everything with slots: parameters, buffers, and what an optimizer only numbers."""
         yield from self.tensors()
         yield from self.unnamed.values()
+
+    @property
+    def all_parameters(self) -> list[Parameter]:
+        """The parameters, and then what an optimizer only numbers."""
+        return [*self.parameters.values(), *self.unnamed.values()]
 
     def slot_names(self) -> list[str]:
         """Return the names of all slots, `weight` and `master` first, each once."""

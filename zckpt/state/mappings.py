@@ -58,6 +58,16 @@ def differ(values: Sequence[object]) -> bool:
     return any(one != values[0] for one in values)
 
 
+def positions(values: Iterable[Key]) -> dict[Key, int]:
+    """Return where each of some values is, counted from 0."""
+    return {one: at for at, one in enumerate(values)}
+
+
+def first_of(values: Iterable[Value | None]) -> Value | None:
+    """Return the first that is not None; None: all are."""
+    return next((one for one in values if one is not None), None)
+
+
 class Sized(Protocol):
     """Something of so many bytes."""
 

@@ -20,7 +20,7 @@ from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.tensors import slot_of_storage
 from zckpt.immutable import immutable
-from zckpt.state import ZEROS, Checkpoint, Extent, Parameter, Slot, Span, nbytes_of, stated, values_of
+from zckpt.state import ZEROS, Checkpoint, Extent, Parameter, Slot, Span, nbytes_of, positions, stated, values_of
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import check_world_size, even_extents
 from zckpt.torchfile import Mentioned
@@ -52,7 +52,7 @@ def lay_out_as_cut(checkpoint: Checkpoint, paths: Sequence[str]) -> list[TargetF
 
     `checkpoint`: slots may have been taken from it; `paths`: its ranks' files, in order.
     """
-    numbers = {path: number for number, path in enumerate(paths)}
+    numbers = positions(paths)
 
     def as_they_are(slots: Sequence[Slot], _: int) -> Iterator[Pieces]:
         for slot in slots:

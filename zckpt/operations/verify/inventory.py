@@ -170,7 +170,7 @@ class Inventory:
 def take_inventory(checkpoint: Checkpoint, checks: Checks) -> Inventory:
     """Return all elements of a checkpoint: pieces that lie end to end, and what does not."""
     found, numbers = Inventory(), count()
-    kinds = [(PARAMETER, p) for p in [*checkpoint.parameters.values(), *checkpoint.unnamed.values()]]
+    kinds = [(PARAMETER, p) for p in checkpoint.all_parameters]
     kinds += [(BUFFER, p) for p in checkpoint.buffers.values()]
     rounded = not steps_weights(checkpoint)
     free = _free_weights([p for _, p in kinds]) if rounded else {}
