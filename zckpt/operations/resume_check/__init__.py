@@ -201,7 +201,7 @@ def _lost(facts: Facts) -> str | None:
 
 def _words(facts: Facts) -> Document:
     """Return what a call and its conditions are filled in with."""
-    within = Path(facts.checkpoint.source)
+    within = facts.folder
     stage, torch = facts.checkpoint.zero_stage, facts.checkpoint.details.get("torch_version")
     step, usual = step_folder(facts), Path("RUN", f"global_step_{facts.checkpoint.step}")
     return {

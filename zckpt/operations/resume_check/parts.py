@@ -87,6 +87,11 @@ class Facts:
         return Path(self.checkpoint.named)
 
     @cached_property
+    def folder(self) -> Path:
+        """The directory, or the file, that has the checkpoint itself."""
+        return Path(self.checkpoint.source)
+
+    @cached_property
     def names(self) -> frozenset[str]:
         """Of what lies in that directory."""
         if self.planned is not None:
@@ -141,7 +146,7 @@ class Facts:
     def dcp_paths(self) -> frozenset[tuple[str | int, ...]]:
         """The paths of all that torch's DCP has saved in one directory; none of another format."""
         try:
-            directory = find_dcp(Path(self.checkpoint.source))
+            directory = find_dcp(self.folder)
             one = directory.folders.get("") if directory is not None else None
             return frozenset(read_metadata(one).paths.values()) if one is not None else frozenset()
         except SourceError:
