@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zckpt.evidence.modules import MOST_DEPTH, Search, TooManyOrdersError, tree_of
+from zckpt.evidence.modules import MOST_DEPTH, TooManyOrdersError, possible, tree_of
 
 NAMES = ["a", "b.c", "b.d", "b.e.f", "g.0.h", "g.0.i", "g.1.h", "g.1.i", "g.10.h"]
 
@@ -49,9 +49,7 @@ def test_possible_names_are_those_of_all_orders_that_fit(data):
             for group, one in enumerate(members):
                 for number, name in enumerate(one):
                     expected.setdefault((group, number), set()).add(name)
-    found = Search(
-        group_of, lambda name, group, number: shapes[group][number] == shape[name], 2, {}, lambda *_: ()
-    ).possible()
+    found = possible(group_of, lambda name, group, number: shapes[group][number] == shape[name], {}, lambda *_: ())
     assert found == expected
 
 
@@ -59,7 +57,7 @@ def test_places_and_siblings_leave_fewer_orders():
     names = {"a.x": 0, "a.y": 0, "b.x": 0, "b.y": 0}
 
     def search(places, known):
-        return Search(names, lambda *_: True, 1, places, lambda *_: known).possible()
+        return possible(names, lambda *_: True, places, lambda *_: known)
 
     assert len(search({}, ())[0, 0]) == 4
     assert search({"a.x": 1, "b.y": 0}, ("y", "x")) == {
@@ -71,6 +69,6 @@ def test_places_and_siblings_leave_fewer_orders():
 def test_what_would_take_too_long_is_not_searched():
     wide = {f"m{number}.w": 0 for number in range(40)}
     with pytest.raises(TooManyOrdersError):
-        Search(wide, lambda *_: True, 1, {}, lambda *_: ()).possible()
+        possible(wide, lambda *_: True, {}, lambda *_: ())
     with pytest.raises(TooManyOrdersError):
-        tree_of({"a." * (MOST_DEPTH + 1) + "w": 0}, 1, {})
+        tree_of({"a." * (MOST_DEPTH + 1) + "w": 0}, {})

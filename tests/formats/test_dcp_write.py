@@ -32,7 +32,7 @@ from zckpt.engine.plan import plan
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.dcp import writer
-from zckpt.formats.dcp.directory import is_own
+from zckpt.formats.dcp.directory import find, is_own
 from zckpt.formats.dcp.reader import read
 from zckpt.formats.torch_files import reader as torch_reader
 from zckpt.operations.open import OpenedCheckpoint
@@ -332,7 +332,7 @@ def test_steps_taken_are_in_the_state_dict(tmp_path):
 
 
 def assert_comes_back(checkpoint: Checkpoint, directory: Path, world_size: int) -> OpenedCheckpoint:
-    back = opened(read(written(checkpoint, directory, world_size=world_size)))
+    back = opened(read(find(written(checkpoint, directory, world_size=world_size))))
     prove(checkpoint, back)
     assert_same_state(back, opened(checkpoint))
     return back
@@ -456,7 +456,7 @@ def test_flat_keys_are_those_that_torch_saves_and_it_goes_on_from_them(ranks, tm
 def test_flat_keys_come_back_with_their_groups(name, world_size, tmp_path):
     checkpoint = open_checkpoint(FIXTURES / name)
     write_directory(plan(writer.lay_out(checkpoint, world_size=world_size, keys="flat")), tmp_path / "dcp")
-    assert_same_state(opened(read(tmp_path / "dcp")), opened(checkpoint))
+    assert_same_state(opened(read(find(tmp_path / "dcp"))), opened(checkpoint))
 
 
 def test_groups_of_equal_values_stay_two(tmp_path):
@@ -465,7 +465,7 @@ def test_groups_of_equal_values_stay_two(tmp_path):
         group["weight_decay"] = 0.1
     saved = of_torch(model, optimizer, tmp_path / "one.pt")
     write_directory(plan(writer.lay_out(saved, keys="flat")), tmp_path / "flat")
-    found = read(tmp_path / "flat")
+    found = read(find(tmp_path / "flat"))
     assert [group.parameters for group in found.param_groups] == [group.parameters for group in saved.param_groups]
 
 

@@ -425,8 +425,7 @@ def test_a_universal_checkpoint_is_found(tmp_path):
     target = sample(tmp_path)
     assert find(target) == target
     assert find(tmp_path) is None
-    latest = universal_directory.latest_universal(target.name)
-    (tmp_path / latest.name).write_bytes(latest.literals[0].data)
+    (tmp_path / universal_directory.LATEST_NAME).write_text(target.name)
     assert find(tmp_path) == target
     (tmp_path / "latest").write_text("global_step5")
     assert find(tmp_path) is None, "an ordinary checkpoint is there"

@@ -17,6 +17,7 @@ from tests.live import whole
 from tests.logical import opened
 from tests.pairwise import some
 from tests.truth import assert_same
+from zckpt.formats.dcp.directory import find
 from zckpt.formats.dcp.reader import read as read_dcp
 from zckpt.formats.safetensors import shards as safetensors_shards
 
@@ -63,7 +64,7 @@ def save(rank, world_size, wrap: str, folder: Path) -> Any:
 def test_what_ranks_save_is_read_as_they_have_it(wrap, world_size, tmp_path):
     live = next(one for one in gloo.run(save, world_size, wrap, tmp_path) if one is not None)
     for flat in (False, True):
-        checkpoint = opened(read_dcp(tmp_path / f"flat{flat}"))
+        checkpoint = opened(read_dcp(find(tmp_path / f"flat{flat}")))
         assert {p.name for p in checkpoint.tensors()} == set(live["model"])
         for name, tensor in live["model"].items():
             assert_same(checkpoint.read(name, "weight"), tensor, name)

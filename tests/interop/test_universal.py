@@ -35,7 +35,6 @@ from zckpt.engine.plan import plan
 from zckpt.formats.universal import directory as universal_directory
 from zckpt.formats.universal import writer
 from zckpt.formats.universal.directory import find
-from zckpt.operations.target import write_target
 from zckpt.state import Checkpoint
 
 pytestmark = pytest.mark.interop
@@ -115,8 +114,7 @@ def written(source: Path | Checkpoint, directory: Path) -> Path:
     """Write a source as `directory/step_u`, and `latest_universal` beside it; return the directory."""
     checkpoint = zckpt.open(source) if isinstance(source, Path) else source
     write_directory(plan(writer.lay_out(checkpoint)), directory / "step_u")
-    latest = universal_directory.latest_universal("step_u")
-    write_target(plan([latest]), directory / latest.name, overwrite=True)
+    (directory / universal_directory.LATEST_NAME).write_text("step_u")
     return directory
 
 

@@ -26,7 +26,8 @@ from zckpt.engine.plan import plan
 from zckpt.formats.deepspeed.directory import find as find_deepspeed
 from zckpt.formats.deepspeed.reader import read as read_deepspeed
 from zckpt.formats.torch_files.reader import read as read_torch_file
-from zckpt.formats.zero_redundancy.reader import read
+from zckpt.formats.zero_redundancy import reader
+from zckpt.formats.zero_redundancy.directory import find
 from zckpt.formats.zero_redundancy.writer import lay_out
 from zckpt.state import Checkpoint
 from zckpt.state.partition import greedy_partition
@@ -192,6 +193,12 @@ def written(checkpoint: Checkpoint, directory: Path, world_size: int, *, per_ran
     files = lay_out(checkpoint, world_size=world_size, per_rank=per_rank)
     write_directory(plan(files), directory)
     return directory
+
+
+def read(path: Path, names: list[str] | None = None) -> Checkpoint:
+    directory = find(path)
+    assert directory is not None
+    return reader.read(directory, names=names)
 
 
 def without_consolidated(folder: Path, target: Path) -> Path:

@@ -21,6 +21,7 @@ from zckpt.evidence.solver import (
     agree,
     can_be_of,
     factored_shape,
+    greatest,
     in_order,
     in_order_or_sorted,
     is_trainable,

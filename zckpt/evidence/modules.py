@@ -2,14 +2,15 @@
 
 `named_parameters()` goes through the modules from the root: the parameters of a module come first, then its children,
 each as a whole, those of a list by their numbers. So the order of all parameters is one of siblings in each module.
-What is known of that, and the shapes of an optimizer's state, leaves one order, or several. `Search` finds which state
-each parameter may have in any of them.
+What is known of that, and the shapes of an optimizer's state, leaves one order, or several. `possible` finds which
+state each parameter may have in any of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
+from functools import cache
 
 from zckpt.immutable import immutable, mutable
 from zckpt.state import positions
@@ -36,7 +37,7 @@ class TooManyOrdersError(Exception):
     """More orders than are looked through."""
 
 
-@mutable
+@mutable(eq=False)
 class Module:
     """A module: its parameters and modules by name, as yet in no order.
 
@@ -64,18 +65,18 @@ Siblings = Callable[[str, Sequence[str]], Sequence[str]]
 """Those of a module's siblings whose order is known, in that order, by the module's path."""
 
 
-def tree_of(group_of: Mapping[str, int], num_groups: int, places: Mapping[str, int]) -> Module:
+def tree_of(group_of: Mapping[str, int], places: Mapping[str, int]) -> Module:
     """Return the root of the modules that have some parameters.
 
     Parameters
     ----------
     group_of : mapping of str to int
         The param group of each parameter.
-    num_groups : int
     places : mapping of str to int
         Where a file has them: of two parameters with places, that with the smaller one comes first.
     """
-    root = Module("", widths=[0] * num_groups)
+    empty = [0] * (1 + max(group_of.values(), default=-1))
+    root = Module("", widths=[*empty])
     for name, group in group_of.items():
         *above, last = name.split(".")
         if len(above) > MOST_DEPTH:
@@ -85,7 +86,7 @@ def tree_of(group_of: Mapping[str, int], num_groups: int, places: Mapping[str, i
         for step in ["", *above]:
             if step or here is not root:
                 path.append("*" if step.isdecimal() else step)
-                here = here.children.setdefault(step, Module(".".join(path), widths=[0] * num_groups))
+                here = here.children.setdefault(step, Module(".".join(path), widths=[*empty]))
             here.widths[group] += 1
             if name in places:
                 here.reach = min(here.reach[0], places[name]), max(here.reach[1], places[name])
@@ -97,131 +98,116 @@ def tree_of(group_of: Mapping[str, int], num_groups: int, places: Mapping[str, i
 class _Item:
     """A parameter or a module among its siblings."""
 
-    name: str | None
-    module: Module | None
+    of: str | Module
     widths: Offsets
     before: int
     """The siblings that come before it in every order, as bits."""
 
 
-class Search:
-    """Finds the state that parameters may have.
+def possible(
+    group_of: Mapping[str, int],
+    fits: Callable[[str, int, int], bool],
+    places: Mapping[str, int],
+    siblings: Siblings,
+) -> dict[tuple[int, int], set[str]]:
+    """Return the parameters that each number may be, by its group and its position in it; empty if no order fits.
 
     Parameters
     ----------
-    group_of : mapping of str to int
+    group_of, places : mapping of str to int
+        As for `tree_of`.
     fits : callable
         Tells whether a parameter may have the state of a param group's n-th one: (name, group, n).
-    num_groups : int
-    places : mapping of str to int
-        As for `tree_of`.
     siblings : callable
+
+    Raises
+    ------
+    TooManyOrdersError
     """
+    items_of = cache(lambda module: _with_order(module, group_of, places, siblings))
 
-    def __init__(
-        self,
-        group_of: Mapping[str, int],
-        fits: Callable[[str, int, int], bool],
-        num_groups: int,
-        places: Mapping[str, int],
-        siblings: Siblings,
-    ) -> None:
-        self._group_of = group_of
-        self._fits = fits
-        self._num_groups = num_groups
-        self._places = places
-        self._siblings = siblings
-        self._items: dict[int, list[_Item]] = {}
-        self._steps: dict[tuple[int, Offsets], list[tuple[_Item, Offsets]] | None] = {}
-
-    def possible(self) -> dict[tuple[int, int], set[str]]:
-        """Return the parameters that each number may be, by its group and its position in it; empty if no order fits.
-
-        Raises
-        ------
-        TooManyOrdersError
-        """
-        root = tree_of(self._group_of, self._num_groups, self._places)
-        start = (0,) * self._num_groups
-        found: dict[tuple[int, int], set[str]] = {}
-        if self._orders(root, start) is None:
-            return found
-        waiting, seen = [(root, start)], {(id(root), start)}
-        while waiting:
-            module, offsets = waiting.pop()
-            for item, at in self._orders(module, offsets) or ():
-                if item.name is not None:
-                    group = self._group_of[item.name]
-                    found.setdefault((group, at[group]), set()).add(item.name)
-                elif item.module is not None and (id(item.module), at) not in seen:
-                    seen.add((id(item.module), at))
-                    waiting.append((item.module, at))
-        return found
-
-    def _orders(self, module: Module, offsets: Offsets) -> list[tuple[_Item, Offsets]] | None:
+    @cache
+    def orders(module: Module, offsets: Offsets) -> list[tuple[_Item, Offsets]] | None:
         """Return which siblings may come where in a module, in some order that fits as a whole; None if none does."""
-        key = id(module), offsets
-        if key not in self._steps:
-            if id(module) not in self._items:
-                self._items[id(module)] = self._with_order(module)
-            self._steps[key] = self._arranged(self._items[id(module)], offsets)
-        return self._steps[key]
 
-    def _arranged(self, items: Sequence[_Item], offsets: Offsets) -> list[tuple[_Item, Offsets]] | None:
-        whole = (1 << len(items)) - 1
-        at = {0: offsets}
-        edges: list[tuple[int, int, int]] = []
-        level = [0]
-        while level:
-            following: dict[int, None] = {}
-            for done in level:
-                for number, item in enumerate(items):
-                    may_stand = not done >> number & 1 and not item.before & ~done
-                    if may_stand and item.name is not None:
-                        group = self._group_of[item.name]
-                        may_stand = self._fits(item.name, group, at[done][group])
-                    elif may_stand:
-                        may_stand = item.module is not None and self._orders(item.module, at[done]) is not None
-                    if may_stand:
-                        after = done | 1 << number
-                        edges.append((done, after, number))
-                        following[after] = None
-                        at[after] = tuple(map(sum, zip(at[done], item.widths, strict=True)))
-            if len(at) > MOST_ORDERS:
-                raise TooManyOrdersError
-            level = list(following)
-        if whole not in at:
-            return None
-        useful, found = {whole}, []
-        for done, after, number in reversed(edges):  # an edge comes after all that lead to it
-            if after in useful:
-                useful.add(done)
-                found.append((items[number], at[done]))
-        return found
+        def may_stand(item: _Item, at: Offsets) -> bool:
+            if isinstance(item.of, Module):
+                return orders(item.of, at) is not None
+            group = group_of[item.of]
+            return fits(item.of, group, at[group])
 
-    def _with_order(self, module: Module) -> list[_Item]:
-        """Return what is in a module, with what has to come before it."""
-        if len(module.own) + len(module.children) > MOST_SIBLINGS:
+        return _arranged(items_of(module), offsets, may_stand)
+
+    root = tree_of(group_of, places)
+    start = (root, tuple(0 for _ in root.widths))
+    found: dict[tuple[int, int], set[str]] = {}
+    waiting, seen = [start], {start}
+    while waiting:
+        for item, at in orders(*waiting.pop()) or ():
+            if isinstance(item.of, str):
+                group = group_of[item.of]
+                found.setdefault((group, at[group]), set()).add(item.of)
+            elif (item.of, at) not in seen:
+                seen.add((item.of, at))
+                waiting.append((item.of, at))
+    return found
+
+
+def _arranged(
+    items: Sequence[_Item], offsets: Offsets, may_stand: Callable[[_Item, Offsets], bool]
+) -> list[tuple[_Item, Offsets]] | None:
+    whole = (1 << len(items)) - 1
+    at = {0: offsets}
+    edges: list[tuple[int, int, int]] = []
+    level = [0]
+    while level:
+        following: dict[int, None] = {}
+        for done in level:
+            for number, item in enumerate(items):
+                is_next = not done >> number & 1 and not item.before & ~done
+                if is_next and may_stand(item, at[done]):
+                    after = done | 1 << number
+                    edges.append((done, after, number))
+                    following[after] = None
+                    at[after] = tuple(map(sum, zip(at[done], item.widths, strict=True)))
+        if len(at) > MOST_ORDERS:
             raise TooManyOrdersError
-        names = [*module.own, *module.children]
-        reaches = [(self._places[one],) * 2 if one in self._places else NOWHERE for one in module.own.values()]
-        reaches += [child.reach for child in module.children.values()]
-        known = positions(self._siblings(module.path, names))
-        own = len(module.own)
-        found = []
-        for i, name in enumerate(names):
-            before = 0
-            for j, other in enumerate(names):
-                is_before = (j < own <= i) or (is_number(other) and is_number(name) and int(other) < int(name))
-                is_before = is_before or (other in known and name in known and known[other] < known[name])
-                (first, last), end = reaches[j], reaches[i][1]  # it cannot be after this one as a whole
-                is_before = is_before or (i != j and last >= 0 and end >= 0 and first < end)
-                before |= is_before << j
-            if i < own:
-                whole = module.own[name]
-                widths = tuple(int(self._group_of[whole] == group) for group in range(self._num_groups))
-                found.append(_Item(whole, None, widths, before))
-            else:
-                child = module.children[name]
-                found.append(_Item(None, child, tuple(child.widths), before))
-        return found
+        level = list(following)
+    if whole not in at:
+        return None
+    useful, found = {whole}, []
+    for done, after, number in reversed(edges):  # an edge comes after all that lead to it
+        if after in useful:
+            useful.add(done)
+            found.append((items[number], at[done]))
+    return found
+
+
+def _with_order(
+    module: Module, group_of: Mapping[str, int], places: Mapping[str, int], siblings: Siblings
+) -> list[_Item]:
+    """Return what is in a module, with what has to come before it."""
+    if len(module.own) + len(module.children) > MOST_SIBLINGS:
+        raise TooManyOrdersError
+    names = [*module.own, *module.children]
+    reaches = [(places[one],) * 2 if one in places else NOWHERE for one in module.own.values()]
+    reaches += [child.reach for child in module.children.values()]
+    known = positions(siblings(module.path, names))
+    own = len(module.own)
+    found = []
+    for i, name in enumerate(names):
+        before = 0
+        for j, other in enumerate(names):
+            is_before = (j < own <= i) or (is_number(other) and is_number(name) and int(other) < int(name))
+            is_before = is_before or (other in known and name in known and known[other] < known[name])
+            (first, last), end = reaches[j], reaches[i][1]  # it cannot be after this one as a whole
+            is_before = is_before or (i != j and last >= 0 and end >= 0 and first < end)
+            before |= is_before << j
+        if i < own:
+            whole = module.own[name]
+            widths = tuple(int(group_of[whole] == group) for group in range(len(module.widths)))
+            found.append(_Item(whole, widths, before))
+        else:
+            child = module.children[name]
+            found.append(_Item(child, tuple(child.widths), before))
+    return found

@@ -23,6 +23,7 @@ from zckpt.state.names import aligned, is_number
 Number = TypeVar("Number", bound=Hashable)
 State = TypeVar("State", bound=Hashable)
 Step = TypeVar("Step")
+Candidate = TypeVar("Candidate")
 
 FACTORED = (("exp_avg_sq_row", "exp_avg_sq_col", 0), ("row_var", "col_var", 1))
 """Slots of Adafactor, transformers' and torch's: the shape of the parameter without its last dimension, and without the
@@ -100,9 +101,7 @@ class Evidence(Generic[Number]):
     def fits(self, number: Number, name: str) -> bool:
         """Tell whether a number can be a candidate."""
         shape, whole = self.shapes.get(number), self.candidates[name]
-        alike = shape is None or shape == whole
-        if shape is not None and self.factored:
-            alike = alike or can_be_of(shape, whole)
+        alike = shape is None or shape == whole or (self.factored and can_be_of(shape, whole))
         frozen = shape is not None and self.is_original(name)
         return alike and not frozen and all(rule(number, name) for rule in self.rules)
 
@@ -249,6 +248,13 @@ def may_be_trained(name: str, dtypes: Mapping[str, str]) -> bool:
     module, dot, last = name.rpartition(".")
     count = dtypes.get(f"{module}{dot}num_batches_tracked") if last in ("running_mean", "running_var") else None
     return is_trainable(dtypes[name]) and (count is None or is_trainable(count))
+
+
+def greatest(candidates: Iterable[Candidate], by: Callable[[Candidate], Any]) -> list[Candidate]:
+    """Return those candidates of which something is greatest: of several things what comes first counts most."""
+    found = [(by(one), one) for one in candidates]
+    most = max((its for its, _ in found), default=None)
+    return [one for its, one in found if its == most]
 
 
 # --- what is said, and refused, where no name is certain, and what would settle it

@@ -15,7 +15,7 @@ from zckpt.errors import UsageError
 from zckpt.formats.companions import copy_of
 from zckpt.state import Checkpoint, without
 from zckpt.state.names import PEFT, PROMPT, is_added, without_adapter
-from zckpt.storage.files import entries_of, read_head
+from zckpt.storage.files import entries_of, files_in, read_head
 
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -113,5 +113,5 @@ def copies_of(assets: dict[str, Path]) -> list[TargetFile]:
 
 
 def _assets_in(directory: Path) -> dict[str, Path]:
-    every = entries_of(directory) if directory.is_dir() else []
-    return {one.name: Path(one.path) for one in every if _NAMES.fullmatch(one.name) and one.is_file()}
+    every = files_in(directory) if directory.is_dir() else []
+    return {name: directory / name for name in every if _NAMES.fullmatch(name)}

@@ -40,6 +40,7 @@ from zckpt.state import (
     Span,
     by_key,
     dict_of,
+    list_of,
     stated,
     without,
 )
@@ -170,8 +171,7 @@ def _carry_json(checkpoint: Checkpoint, path: Path) -> None:
 def trainer_account(directory: Path) -> tuple[dict[str, object], str | None]:
     """Return what a Trainer has logged at a checkpoint's step, and which checkpoint it names as the best."""
     found = read_json(directory / TRAINER_STATE, most=MAXIMUM_JSON_NBYTES) or {}
-    log, best = found.get("log_history"), found.get("best_model_checkpoint")
-    entries = [e for e in log if isinstance(e, dict)] if isinstance(log, list) else []
+    best, entries = found.get("best_model_checkpoint"), map(dict_of, list_of(found.get("log_history")))
     at_step = [e for e in entries if e.get("step") == found.get("global_step")]
     return {key: value for e in at_step for key, value in e.items()}, best if isinstance(best, str) else None
 
@@ -238,7 +238,7 @@ def _under_other_names(checkpoint: Checkpoint, slots: Mapping[str, Slot], named:
     """Return the copies that tensors of no parameter's name are, as their values say."""
     from zckpt.formats.rearranged import rearranged
 
-    masters = any(parameter.master for parameter in checkpoint.parameters.values())
+    masters = checkpoint.has_masters
     lacking = [one for one in checkpoint.tensors() if one.tied_to is None and one.name not in named]
     copies = []
     for dtype in sorted({slot.dtype for slot in slots.values()}) if lacking else ():
@@ -253,7 +253,7 @@ def _under_other_names(checkpoint: Checkpoint, slots: Mapping[str, Slot], named:
 
 
 def _duplicates(checkpoint: Checkpoint, slots: Mapping[str, Slot]) -> Iterator[Duplicate]:
-    masters = any(parameter.master for parameter in checkpoint.parameters.values())
+    masters = checkpoint.has_masters
     for name, slot in slots.items():
         one = checkpoint.parameters.get(name) or checkpoint.buffers.get(name)
         original = _original(checkpoint.owner(name), slot, widens=masters) if one is not None else None

@@ -368,11 +368,19 @@ class Format(Protocol):
 
 
 class InFolder(Format):
-    """A format in a folder of its own: `reader` reads it, `writer` lays it out. Modules are imported when needed."""
+    """A format in a folder of its own, whose modules are imported when needed.
+
+    `directory` finds it, `reader` reads it, `writer` lays it out.
+    """
 
     def module(self, name: str) -> Any:  # noqa: ANN401  # with functions of its own
         """Return a module of the folder."""
         return import_module(f"{type(self).__module__}.{name}")
+
+    def find(self, search: Search) -> Found | NearMiss | None:
+        """Return what `directory.find` finds."""
+        answer = self.module("directory").find(search)
+        return answer if answer is None or isinstance(answer, NearMiss) else Found(answer)
 
     def read(self, found: Found, search: Search) -> Checkpoint:
         """Return what `reader.read` makes of a place and the user's names."""

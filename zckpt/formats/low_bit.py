@@ -80,7 +80,7 @@ def refuse_casts(checkpoint: Checkpoint, casts: Iterable[tuple[Slot, str]], advi
     codes = codes_in(checkpoint)
     if not codes:
         return
-    trains = checkpoint.param_groups or any(one.master for one in checkpoint.parameters.values())
+    trains = checkpoint.param_groups or checkpoint.has_masters
     names = {*filter(_SCALE.fullmatch, checkpoint.names)}.union(codes)
     own = {_place(slot) for one in checkpoint.tensors() if one.name in names for slot in one.slots.values()}
     for slot, dtype in casts:

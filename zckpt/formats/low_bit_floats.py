@@ -46,6 +46,9 @@ _BESIDE = (
 
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
 
+Plain = tuple[str, Slot]
+"""What codes stand for: its name in a plain model, and its numbers."""
+
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
@@ -129,12 +132,12 @@ class _Model:
             self.used.add(name)
         return self.slots.get(name)
 
-    def floats(self, name: str) -> tuple[str, Slot] | None:
+    def floats(self, name: str) -> Plain | None:
         """Return the name and the slot of what codes stand for; None of a kind that is not known."""
         slot = self.slots[name]
         module = name.rpartition(".")[0]
         of = f"{module}." if module else ""
-        kinds: tuple[Callable[[str, str, Slot], tuple[str, Slot] | None], ...] = (
+        kinds: tuple[Callable[[str, str, Slot], Plain | None], ...] = (
             self._bitsandbytes, self._fp8, self._int8, self._experts, self._fp4, self._words, self._columns,
         )  # fmt: skip
         found = next((one for kind in kinds if (one := kind(name, of, slot)) is not None), None)
@@ -147,7 +150,7 @@ class _Model:
         own = dtype if dtype in ("bfloat16", "float16") else self.dtype
         return Computed(WEIGHT, own, shape, (), function=function)
 
-    def _fp8(self, name: str, of: str, slot: Slot) -> tuple[str, Slot] | None:
+    def _fp8(self, name: str, of: str, slot: Slot) -> Plain | None:
         names = (
             f"{name}_scale_inv",
             f"{name}_scale",
@@ -205,14 +208,14 @@ class _Model:
         every = dict_of(groups).values()
         return [one["weights"] for one in every if isinstance(one, dict) and isinstance(one.get("weights"), dict)]
 
-    def _int8(self, name: str, of: str, slot: Slot) -> tuple[str, Slot] | None:
+    def _int8(self, name: str, of: str, slot: Slot) -> Plain | None:
         scale = self.get(f"{of}SCB")
         if scale is None or slot.dtype != "int8" or scale.shape != slot.shape[:1] or len(slot.shape) != 2:
             return None
         function = matrices(slot.shape, (Part(slot, width=slot.shape[1], dtype="int8"), Part(scale)), scaled.of_int8)
         return name, self._made(slot.shape, function, "float32")
 
-    def _experts(self, name: str, _of: str, slot: Slot) -> tuple[str, Slot] | None:
+    def _experts(self, name: str, _of: str, slot: Slot) -> Plain | None:
         scale = self.get(f"{name.removesuffix('_blocks')}_scales")
         if scale is None or slot.shape[:-1] != scale.shape or slot.shape[-1] != 16 or len(slot.shape) != 4:
             return None
@@ -227,7 +230,7 @@ class _Model:
         function = matrices(shape, parts, partial(scaled.of_experts, columns=columns), least=128)
         return name.removesuffix("_blocks"), self._made(shape, function, "float32")
 
-    def _fp4(self, name: str, of: str, slot: Slot) -> tuple[str, Slot] | None:
+    def _fp4(self, name: str, of: str, slot: Slot) -> Plain | None:
         scale = self.get(f"{of}weight_scale")
         if (
             scale is None
@@ -253,7 +256,7 @@ class _Model:
         function = matrices(shape, parts, values, shared=() if once is None else (whole(once),))
         return f"{of}weight", self._made(shape, function, dtype)
 
-    def _words(self, name: str, of: str, slot: Slot) -> tuple[str, Slot] | None:
+    def _words(self, name: str, of: str, slot: Slot) -> Plain | None:
         scale, stated = self.get(f"{of}weight_scale"), self.get(f"{of}weight_shape")
         bits = {int(n) if type(n := one.get("num_bits")) is int else 0 for one in self._groups()}
         if scale is None or stated is None or slot.dtype != "int32" or len(bits) != 1:
@@ -273,7 +276,7 @@ class _Model:
         codes = Part(slot, width=slot.shape[1], dtype="int32")
         return self._integers(of, (rows, columns), count, codes, scale, zero, groups=columns // groups)
 
-    def _columns(self, name: str, of: str, slot: Slot) -> tuple[str, Slot] | None:
+    def _columns(self, name: str, of: str, slot: Slot) -> Plain | None:
         """Return what GPTQ and AWQ keep as (in, out), with zeros beside it."""
         scale, zero, order = self.get(f"{of}scales"), self.get(f"{of}qzeros"), self.get(f"{of}g_idx")
         told, method = self.settings, self.settings.get("quant_method")
@@ -346,7 +349,7 @@ class _Model:
             raise DamagedFileError(f"{name}: its quant_state is unreadable", path=self.path, expected=expected)
         return shape, block, dtype, nested, offset
 
-    def _bitsandbytes(self, name: str, _of: str, slot: Slot) -> tuple[str, Slot] | None:
+    def _bitsandbytes(self, name: str, _of: str, slot: Slot) -> Plain | None:
         state = next(
             (one for kind in ("nf4", "fp4") if (one := self.get(f"{name}.quant_state.bitsandbytes__{kind}"))), None
         )

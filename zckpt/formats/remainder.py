@@ -34,11 +34,12 @@ from zckpt.state import (
     as_float,
     by_key,
     dict_of,
+    list_of,
 )
 from zckpt.state.dtypes import DTYPES
 from zckpt.state.inventory import COPY, IMPLIED, Rule
 from zckpt.state.names import is_number
-from zckpt.torchfile import FromFile, Renderer, Tensor, TorchFile, brief, node_of, put_back
+from zckpt.torchfile import Renderer, Tensor, TorchFile, brief, node_of, put_back
 from zckpt.torchfile.plain import LIMIT
 
 KEY = "zckpt"
@@ -88,7 +89,7 @@ def remainder(checkpoint: Checkpoint) -> dict[str, object]:
         "frozen": [p.name for p in parameters if p.frozen],
         "tied": {p.name: p.tied_to for p in parameters if p.tied_to is not None},
         "buffers": list(checkpoint.buffers),
-        "masters": any(p.master for p in parameters),
+        "masters": checkpoint.has_masters,
         "metadata": dict(checkpoint.metadata),
         "optimizer_metadata": dict(checkpoint.optimizer_metadata),
     }
@@ -96,9 +97,8 @@ def remainder(checkpoint: Checkpoint) -> dict[str, object]:
 
 def names_of_models(own: TorchFile | None, usual: list[str]) -> list[str]:
     """Return what several models are called: as usual, unless zckpt has written what they were before."""
-    known = own.root.get("models") if own is not None and isinstance(own.root, dict) else None
-    is_known = isinstance(known, list) and len(known) == len(usual) and are_texts(known)
-    return known if isinstance(known, list) and is_known else usual
+    known = list_of(dict_of(own and own.root).get("models"))
+    return known if len(known) == len(usual) and are_texts(known) else usual
 
 
 def known_names(checkpoint: Checkpoint) -> dict[str, object]:
@@ -342,7 +342,7 @@ def jsonable(value: object, renderer: Renderer | None = None) -> object:
 
 def are_of_save(states: object) -> bool:
     """Tell random states that `zckpt.save` wrote: files without room for an origin (DeepSpeed's) keep these, too."""
-    every = states.node if isinstance(states, FromFile) else states
+    every = node_of(states)
     return isinstance(every, list) and any(every) and all(
         isinstance(one, Mapping) and (not one or {"python", "numpy", "torch"} <= one.keys()) for one in every
     )  # fmt: skip

@@ -297,10 +297,8 @@ def _model_files(
     if kind == SAFETENSORS:
         return [safetensors_layout.lay_out(name, entries)]
     if is_adapter(tensors, assets):
-        return [safetensors_layout.lay_out(ADAPTER_NAME, entries, safetensors_layout.FOR_TORCH)]
-    return safetensors_layout.lay_out_directory(
-        entries, chosen.max_shard_size, stem=stem_of(assets), metadata=safetensors_layout.FOR_TORCH
-    )
+        return [safetensors_layout.lay_out(ADAPTER_NAME, entries)]
+    return safetensors_layout.lay_out_directory(entries, chosen.max_shard_size, stem=stem_of(assets))
 
 
 def _optimizer_file(checkpoint: Checkpoint, chosen: Chosen) -> TargetFile:

@@ -34,6 +34,7 @@ from zckpt.state.mappings import (
     list_of,
     nbytes_of,
     positions,
+    size_of,
     stated,
     without,
 )

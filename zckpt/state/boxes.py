@@ -30,6 +30,11 @@ def row_major(shape: Sequence[int]) -> Shape:
     return tuple(reversed(strides))
 
 
+def torch_strides(shape: Sequence[int]) -> Shape:
+    """Return the strides of a tensor that torch has made so: where one has no elements, too, none of them is 0."""
+    return row_major([max(size, 1) for size in shape])
+
+
 def is_row_major(shape: Shape, strides: Shape) -> bool:
     """Tell whether a tensor's elements follow each other; the stride of a dimension of one does not matter."""
     return all(n == 1 or a == b for n, a, b in zip(shape, strides, row_major(shape), strict=True))

@@ -487,15 +487,20 @@ class Checkpoint:
         """Return the parameter or buffer with a name, or what an optimizer only numbers; None if there is none."""
         return self.parameters.get(name) or self.buffers.get(name) or self.unnamed.get(name)
 
+    @property
+    def names(self) -> list[str]:
+        """Names of parameters, then buffers."""
+        return [one.name for one in self.tensors()]
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether some parameter has a master."""
+        return any(one.master for one in self.parameters.values())
+
     def tensors(self) -> Iterator[Parameter]:
         """Iterate over parameters, then buffers."""
         yield from self.parameters.values()
         yield from self.buffers.values()
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all parameters, then of all buffers."""
-        return [one.name for one in self.tensors()]
 
     def holders(self) -> Iterator[Parameter]:
         """Iterate over everything with slots: parameters, buffers, and what an optimizer only numbers."""

@@ -38,6 +38,12 @@ def list_of(node: object) -> list[Any]:
     return list(node) if isinstance(node, (list, tuple)) else []
 
 
+def size_of(mapping: Mapping[Any, object], key: str) -> int | None:
+    """Return how many of something a program says that there are, under a key; None where it does not."""
+    value = mapping.get(key)
+    return value if type(value) is int and value > 0 else None
+
+
 def are_texts(values: Iterable[object]) -> bool:
     """Tell whether all are texts."""
     return all(isinstance(one, str) for one in values)

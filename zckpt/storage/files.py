@@ -16,6 +16,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Any
 
@@ -175,6 +176,16 @@ def entries_of(path: str | os.PathLike[str], *, lenient: bool = False) -> list[o
         if lenient:
             return []
         raise SourceError("cannot be read", path=path, found=error.strerror) from error
+
+
+def files_in(path: str | os.PathLike[str], *, lenient: bool = False) -> list[str]:
+    """Return the names of a directory's files; errors are those of `entries_of`."""
+    return [one.name for one in entries_of(path, lenient=lenient) if one.is_file()]
+
+
+def folders_in(path: str | os.PathLike[str], *, lenient: bool = False) -> list[Path]:
+    """Return the directories in one; errors are those of `entries_of`."""
+    return [Path(one.path) for one in entries_of(path, lenient=lenient) if one.is_dir()]
 
 
 def real_path(path: str, folders: dict[str, str]) -> str:

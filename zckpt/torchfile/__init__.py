@@ -64,6 +64,7 @@ from zckpt.torchfile.trees import (
     check_depth,
     children,
     each,
+    has_tensors,
     is_leaf,
     is_tensor,
     oddity,

@@ -137,6 +137,11 @@ def is_leaf(node: object) -> bool:
     )
 
 
+def has_tensors(root: object) -> bool:
+    """Tell whether a dense tensor is below `root`, or is it."""
+    return next(walk_tensors(root), None) is not None
+
+
 def walk_tensors(root: object) -> Iterator[tuple[Place, nodes.Tensor]]:
     """Yield every dense tensor below `root` with its path, each object once, in the order of the file.
 

@@ -13,19 +13,13 @@ DIR/zckpt.pt                                                    what none of the
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from zckpt.errors import UnsupportedError
 from zckpt.formats.dcp.directory import is_own as is_dcps
-from zckpt.formats.format import Found, InFolder, Search
+from zckpt.formats.format import InFolder, Search
 from zckpt.formats.options import option
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.immutable import immutable
 from zckpt.storage.ownership import Owned
-
-if TYPE_CHECKING:
-    from zckpt.state import Checkpoint
 
 
 @immutable
@@ -80,14 +74,6 @@ class Accelerate(InFolder):
     def find(self, search: Search) -> None:  # noqa: ARG002
         """Leave all directories to the formats that their files are of."""
         return
-
-    def read(self, found: Found, search: Search) -> Checkpoint:  # noqa: ARG002
-        """Refuse: other formats find these directories, and read them."""
-        raise UnsupportedError("Accelerate's directories are read through the formats of their files", path=search.path)
-
-    def is_checkpoint(self, directory: Path) -> bool:  # noqa: ARG002
-        """Leave all directories to other formats."""
-        return False
 
 
 FORMATS = (Accelerate(),)

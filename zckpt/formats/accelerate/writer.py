@@ -192,8 +192,7 @@ def _whole(parts: Parts, notes: list[str], *, full: bool) -> Iterator[TargetFile
         tied = model.aliases
         entries = [safetensors_layout.Entry(name, *one) for name, one in trained_tensors(model, tied="drop").items()]
         safetensors_layout.check_names([*(one.name for one in entries), *tied])
-        metadata = {**tied, **safetensors_layout.FOR_TORCH}
-        yield safetensors_layout.lay_out(f"{MODEL}{after}.safetensors", entries, metadata)
+        yield safetensors_layout.lay_out(f"{MODEL}{after}.safetensors", entries, tied)
     for number, optimizer in enumerate(parts.optimizers):
         tree = _by_name(optimizer, notes) if full else optimizer_tree(optimizer, optimizer.optimizer_slot_names())
         yield torch_writer.lay_out(f"{OPTIMIZER}_{number}.bin" if number else f"{OPTIMIZER}.bin", tree)

@@ -38,9 +38,9 @@ from zckpt.torchfile import (
     Tensor,
     children,
     each,
+    has_tensors,
     node_of,
     oddity,
-    walk_tensors,
 )
 
 TRAINED_ROLES = frozenset({"model", "optimizer", "expert", "pipeline layer", "shard", "rank"})
@@ -236,7 +236,7 @@ class FileAccount:
         """Yield what a tensor has besides its elements, but flags of its view and attributes that torch itself sets."""
         for step, child in children(tensor):
             own = child is tensor.attributes and all(_TORCHS.fullmatch(str(key)) for key in tensor.attributes or ())
-            if own and not any(True for _ in walk_tensors(child)):
+            if own and not has_tensors(child):
                 self._add(VALUE, IMPLIED, "attributes that torch sets on tensors", (*steps, step))
             elif child is not tensor.metadata:
                 yield step, child

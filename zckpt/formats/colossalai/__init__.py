@@ -11,20 +11,14 @@ The folders may have any names. Ranks have put their parts together before they 
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from zckpt.formats.format import Format, Found, NearMiss, Search
-from zckpt.storage.files import entries_of, is_file
-
-if TYPE_CHECKING:
-    from zckpt.state import Checkpoint
+from zckpt.formats.format import Found, InFolder, NearMiss, Search
+from zckpt.storage.files import folders_in, is_file
 
 OPTIMIZER, ASYNCHRONOUS = "pytorch_optim.bin.index.json", "pytorch_optim.safetensors.index.json"
 MODELS = ("pytorch_model.bin.index.json", "model.safetensors.index.json")
 
 
-class ColossalAI(Format):
+class ColossalAI(InFolder):
     """A model's folder and its optimizer's."""
 
     name = "colossalai"
@@ -34,7 +28,7 @@ class ColossalAI(Format):
     def find(self, search: Search) -> Found | NearMiss | None:
         """Find the folder of an optimizer, and the only one of a model beside it."""
         path = search.path
-        folders = [Path(one.path) for one in entries_of(path) if one.is_dir()] if path.is_dir() else []
+        folders = folders_in(path) if path.is_dir() else []
         optimizers = [one for one in folders if is_file(one / OPTIMIZER) or is_file(one / ASYNCHRONOUS)]
         models = [one for one in folders if any(is_file(one / name) for name in MODELS)]
         if not optimizers:
@@ -46,13 +40,7 @@ class ColossalAI(Format):
                 intact=True,
                 expected="one folder with a model's index, and one with pytorch_optim.bin.index.json",
             )
-        return Found((models[0], optimizers[0]))
-
-    def read(self, found: Found, search: Search) -> Checkpoint:
-        """Read the structure of all files."""
-        from zckpt.formats.colossalai.reader import read
-
-        return read(search.path, *found.place, names=search.names)
+        return Found((path, models[0], optimizers[0]))
 
 
 FORMATS = (ColossalAI(),)

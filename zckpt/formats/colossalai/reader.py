@@ -10,25 +10,27 @@ from zckpt.formats.colossalai import MODELS, OPTIMIZER
 from zckpt.formats.companions import carry
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.reader import fill, taken
-from zckpt.formats.dcp.tree import GROUPS, STATE, Node
+from zckpt.formats.dcp.tree import GROUPS, STATE, Tree
 from zckpt.formats.safetensors import file as safetensors
 from zckpt.formats.torch_files.reader import add_model
-from zckpt.formats.torch_files.tensors import TensorItem, as_mapping, describe, slot_of
+from zckpt.formats.torch_files.tensors import as_mapping, describe
 from zckpt.state import Checkpoint, GivenNames
 from zckpt.state.inventory import IMPLIED, REST, Claim, Rule
 from zckpt.state.inventory import STATE as AS_STATE
 from zckpt.storage.files import is_file, json_object
-from zckpt.torchfile import Tensor, TorchFile, brief, read_torchfile
+from zckpt.torchfile import TorchFile, brief, read_torchfile
 
 SCHEDULER = "lr_scheduler"
 
 
-def read(path: Path, model: Path, optimizer: Path, *, names: GivenNames = None) -> Checkpoint:
+def read(place: tuple[Path, Path, Path], *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of all files.
 
-    `names`: of the optimizer's parameters, in its order. Raises ShardError: one that an index names is missing;
-    DamagedFileError: one holds something else than the index says.
+    `place`: the directory, and in it the folders of model and optimizer; `names`: of the optimizer's parameters, in its
+    order. Raises ShardError: one that an index names is missing; DamagedFileError: one holds something else than the
+    index says.
     """
+    path, model, optimizer = place
     checkpoint = Checkpoint(str(path), "colossalai")
     of_model = model / MODELS[0]
     if is_file(of_model):
@@ -38,8 +40,8 @@ def read(path: Path, model: Path, optimizer: Path, *, names: GivenNames = None) 
         found.claims[str(of_model)] = Claim(IMPLIED, "which file each tensor is in")
     else:
         found = safetensors.read(model)
-    root: dict[str | int, Node] = {"model": taken(checkpoint, found)}
-    state: dict[str | int, Node] = {}
+    root: Tree = {"model": taken(checkpoint, found)}
+    state: Tree = {}
     index = optimizer / OPTIMIZER
     where = safetensors.weight_map(index)
     for name in sorted({*where.values()}):
@@ -48,18 +50,14 @@ def read(path: Path, model: Path, optimizer: Path, *, names: GivenNames = None) 
         if content.keys() != {key for key, its in where.items() if its == name}:
             raise DamagedFileError("holds state of parameters other than those in the index", path=file.path)
         for key, its in content.items():
-            state[key] = {str(slot): _leaf(file, str(slot), one) for slot, one in as_mapping(its, file.path).items()}
+            state[key] = ObjectItem(key, file, as_mapping(its, file.path))
         checkpoint.files.append(describe(file, "optimizer", rules=(Rule(("*", "*"), AS_STATE, "of a parameter"),)))
     said = json_object(index, "index", most=safetensors.MAXIMUM_INDEX_NBYTES).get("metadata")
     file = _file(index, str(said.get(GROUPS)) if isinstance(said, dict) else "")
     with about(file.path):
         if not isinstance(file.root, list):
             raise DamagedFileError("unexpected content", expected="a list of param groups", found=brief(file.root, 60))
-        root["optimizer"] = {
-            STATE: state,
-            GROUPS: {at: {str(k): ObjectItem(str(k), file, v) for k, v in as_mapping(one).items()}
-                     for at, one in enumerate(file.root)},
-        }  # fmt: skip
+        root["optimizer"] = {STATE: state, GROUPS: ObjectItem(GROUPS, file, list(map(as_mapping, file.root)))}
     rules = (Rule(("*", "params", REST), IMPLIED, "numbers of parameters"), Rule((REST,), AS_STATE, "hyperparameters"))
     checkpoint.files.append(describe(file, "optimizer", rules=rules))
     checkpoint.claims[str(index)] = Claim(IMPLIED, "which file each parameter's state is in")
@@ -75,9 +73,3 @@ def _file(index: Path, name: str) -> TorchFile:
         raise ShardError(f"the file {name or 'of param groups'} is missing", path=index.parent,
                          expected=f"every file that {index.name} names", code=MISSING_FILE)  # fmt: skip
     return read_torchfile(index.parent / name)
-
-
-def _leaf(file: TorchFile, key: str, value: object) -> Node:
-    if not isinstance(value, Tensor):
-        return ObjectItem(key, file, value)
-    return TensorItem(key, value.dtype, value.shape, slot_of(key, value, file.path).spans, value, file.path)

@@ -39,10 +39,11 @@ class Consolidated(TorchDirectory):
 
     def find(self, search: Search) -> Found | NearMiss | None:
         """Find the two files that only it has together."""
-        from zckpt.formats.consolidated.model import find
+        from zckpt.formats.consolidated.model import METADATA_NAME
+        from zckpt.formats.safetensors.file import INDEX_NAME
 
-        path = find(search.path)
-        return Found(path) if path is not None else None
+        path = search.path
+        return Found(path) if (path / METADATA_NAME).is_file() and (path / INDEX_NAME).is_file() else None
 
     def read(self, found: Found, search: Search) -> Checkpoint:
         """Read the model, the optimizer and the rest."""

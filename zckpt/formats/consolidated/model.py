@@ -32,12 +32,6 @@ OPTIMIZER_NAME = "optimizer.pt"
 METADATA_NAME = "metadata.pt"
 
 
-def find(path: Path) -> Path | None:
-    """Return a directory that holds a model and the rest of a training state with it; None for any other."""
-    whole = (path / METADATA_NAME).is_file() and (path / safetensors_file.INDEX_NAME).is_file()
-    return path if whole else None
-
-
 def model_tree(checkpoint: Checkpoint, tensors: Tensors) -> OrderedMapping:
     """Return a model's state dict, with what modules keep besides tensors; names of one slot share its storage."""
     root = OrderedMapping()
@@ -54,7 +48,7 @@ def lay_out(checkpoint: Checkpoint, *, dtype: str = "keep") -> list[TargetFile]:
     `dtype`: of trained parameters in the model's files. Raises UnsupportedError: state that no single parameter can
     hold, or no model.
     """
-    tensors = model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False)
+    tensors = model_tensors(checkpoint, dtype)
     if not tensors:
         raise UnsupportedError(
             "holds only optimizer state, but the directory needs a model as well",
@@ -70,7 +64,7 @@ def lay_out(checkpoint: Checkpoint, *, dtype: str = "keep") -> list[TargetFile]:
 
 def lay_out_file(name: str, checkpoint: Checkpoint, *, dtype: str = "keep") -> TargetFile:
     """Return one torch file of all of it. Parameters and errors are those of `lay_out`."""
-    tensors = model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False)
+    tensors = model_tensors(checkpoint, dtype)
     root: dict[str, object] = {"model": model_tree(checkpoint, tensors)}
     if checkpoint.param_groups:
         root["optimizer"] = optimizer_tree(checkpoint, optimizer_slots(checkpoint, dtype))

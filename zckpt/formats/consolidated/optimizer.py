@@ -61,10 +61,11 @@ def optimizer_safetensors(checkpoint: Checkpoint, name: str, slots: Sequence[str
     refuse_trees(
         checkpoint, "safetensors files", "--dequantize writes floats; or give the target a name that ends in .pt"
     )
+    owners = _owners(checkpoint)
     entries = [
         safetensors_layout.Entry(f"{slot}/{parameter}", one.slots[slot], one.slots[slot].dtype)
         for slot in slots
-        for parameter, one in _owners(checkpoint).items()
+        for parameter, one in owners.items()
         if slot in one.slots
     ]
     renderer = Renderer(MAXIMUM_VALUES)
@@ -79,7 +80,7 @@ def optimizer_safetensors(checkpoint: Checkpoint, name: str, slots: Sequence[str
         }
         for group, values, state in zip(checkpoint.param_groups, hyperparameters, states, strict=True)
     ]
-    own = {parameter: one.state for parameter, one in _owners(checkpoint).items() if one.state}
+    own = {parameter: one.state for parameter, one in owners.items() if one.state}
     state = dict(zip(own, jsonables(own.values(), renderer), strict=True))
     if renderer.left < 0:
         raise UnsupportedError(
@@ -122,8 +123,7 @@ def attach_optimizer(checkpoint: Checkpoint, path: Path) -> None:
             if parameter is None:
                 parameter = checkpoint.unnamed[name] = Parameter(name, (), "float32")
             parameter.group = index
-            own = state.get(name, {})
-            parameter.state |= dict_of(own)
+            parameter.state |= dict_of(state.get(name))
         for key, slot in tensors.items():
             kind, _, name = key.partition("/")
             if name not in members:
@@ -172,7 +172,8 @@ def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str], *, in_pieces: b
     `in_pieces`: whether it may have pieces of torchao's slots as `zckpt.save` writes them, which no optimizer takes as
     such. Raises UnsupportedError: state that no single parameter can hold, or only in pieces.
     """
-    states = ((key, one, value) for one in _owners(checkpoint).values() for key, value in one.state.items())
+    owners = _owners(checkpoint)
+    states = ((key, one, value) for one in owners.values() for key, value in one.state.items())
     pieces = [f"{key} of {one.name}" for key, one, value in states if description(value) is not None]
     if pieces and not in_pieces:
         raise UnsupportedError(
@@ -184,7 +185,6 @@ def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str], *, in_pieces: b
     state: dict[object, object] = {}
     groups: list[object] = []
     first = 0
-    owners = _owners(checkpoint)
     for group in checkpoint.param_groups:
         for number, name in enumerate(group.parameters, first):
             owner = owners.get(name)

@@ -9,7 +9,9 @@ Tensors = dict[str, tuple[Slot, str]]
 """What is written under each name: a slot and its element type in the target."""
 
 
-def model_tensors(checkpoint: Checkpoint, dtype: str | None, *, tied: str, exclude_frozen: bool) -> Tensors:
+def model_tensors(
+    checkpoint: Checkpoint, dtype: str | None, *, tied: str = "duplicate", exclude_frozen: bool = False
+) -> Tensors:
     """Return what a whole model holds under each name; see `consolidate` for the parameters."""
     tensors: Tensors = {}
     for parameter in checkpoint.parameters.values():
@@ -28,7 +30,7 @@ def model_tensors(checkpoint: Checkpoint, dtype: str | None, *, tied: str, exclu
 
 def trained_tensors(checkpoint: Checkpoint, *, tied: str = "duplicate") -> Tensors:
     """Return what a whole model holds for programs without masters: these in the place of weights, as they are."""
-    found = model_tensors(checkpoint, None, tied=tied, exclude_frozen=False)
+    found = model_tensors(checkpoint, None, tied=tied)
     return {name: (slot, slot.dtype) for name, (slot, _) in found.items()}
 
 

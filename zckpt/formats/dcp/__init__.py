@@ -13,10 +13,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zckpt.codes import MISSING_FILE
-from zckpt.errors import listed
 from zckpt.formats.dcp.directory import Directory, find, is_own, is_whole, lacks_metadata, rank_of
 from zckpt.formats.format import TAG, Found, Job, NearMiss, Search, Strippable, Survey, TargetFiles
 from zckpt.formats.latest import is_tag
@@ -24,9 +22,6 @@ from zckpt.formats.options import dtype_option, option
 from zckpt.formats.steps import LastStep, last_folder
 from zckpt.immutable import immutable
 from zckpt.storage.ownership import Owned
-
-if TYPE_CHECKING:
-    from zckpt.state import Checkpoint
 
 
 @immutable
@@ -96,15 +91,6 @@ class Dcp(Strippable):
                 expected=".metadata",
             )
         return None
-
-    def read(self, found: Found, search: Search) -> Checkpoint:
-        """Read `.metadata` and the headers of the items."""
-        from zckpt.formats.dcp.reader import read
-
-        checkpoint = read(found.place.path, names=search.names)
-        if found.place.unfinished:
-            checkpoint.warnings.append(f"later steps are incomplete: {listed(found.place.unfinished)}")
-        return checkpoint
 
     def lay_out(self, job: Job) -> TargetFiles:
         """Return `.metadata`, the items, and what they have no place for."""

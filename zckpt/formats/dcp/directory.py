@@ -19,7 +19,7 @@ from pathlib import Path
 
 from zckpt.formats.suffixes import ADAPTER_NAME, OWN_NAME
 from zckpt.immutable import immutable
-from zckpt.storage.files import entries_of, is_file, read_head
+from zckpt.storage.files import entries_of, folders_in, is_file, read_head
 
 NAME = ".metadata"
 """Of the pickle that says what is where, in each folder."""
@@ -79,7 +79,7 @@ def find(path: Path) -> Directory | None:
         ranks = {int(match[1]): one for name, one in beside.items() if (match := _OLMO_RANK.fullmatch(name))}
         return Directory(path, {"": path / OLMO_NAME}, ranks=tuple(ranks[rank] for rank in sorted(ranks)))
     folders = {"": path} if is_whole(path) else {
-        one.name: Path(one.path) for one in entries_of(path) if _FOLDER.fullmatch(one.name) and is_whole(Path(one.path))
+        one.name: one for one in folders_in(path) if _FOLDER.fullmatch(one.name) and is_whole(one)
     } or _pair(path)  # fmt: skip
     own, lightning = (one if is_file(one) else None for one in (path / OWN_NAME, path / LIGHTNING_NAME))
     return Directory(path, folders, own, lightning if "" in folders else None) if folders else None
@@ -87,7 +87,7 @@ def find(path: Path) -> Directory | None:
 
 def _pair(path: Path) -> dict[str, Path]:
     """Return the folders of an optimizer and of its model, which may lie around it; none if there are not just two."""
-    below = {one.name: Path(one.path) for one in entries_of(path) if one.is_dir()}
+    below = {one.name: one for one in folders_in(path)}
     optimizer = {name: found for name, one in below.items() if _OPTIMIZER.fullmatch(name) and (found := _part(one))}
     if len(optimizer) != 1 or not is_whole(next(iter(optimizer.values()))):
         return {}
@@ -99,8 +99,7 @@ def _pair(path: Path) -> dict[str, Path]:
 
 def _part(folder: Path) -> Path | None:
     """Return the folder, or the only one in it, that DCP or a model's safetensors are in; of an adapter the file."""
-    inner = sorted(Path(one.path) for one in entries_of(folder, lenient=True) if one.is_dir())
-    every = (folder, *inner)
+    every = (folder, *folders_in(folder, lenient=True))
     own = [one for one in every if (is_whole(one) and not is_megatrons(one)) or is_model(one)]
     own = own or [one / ADAPTER_NAME for one in every if is_file(one / ADAPTER_NAME)]
     return own[0] if own[:1] == [folder] or len(own) == 1 else None
@@ -125,8 +124,8 @@ def is_own(name: str) -> bool:
 
 def lacks_metadata(path: Path) -> bool:
     """Tell whether a directory, or one of Accelerate's folders in it, has items and nothing that says what they are."""
-    inner = (one for one in entries_of(path, lenient=True) if _FOLDER.fullmatch(one.name) and one.is_dir())
-    without = [one for one in (path, *(Path(entry.path) for entry in inner)) if not is_file(one / NAME)]
+    inner = (one for one in folders_in(path, lenient=True) if _FOLDER.fullmatch(one.name))
+    without = [one for one in (path, *inner) if not is_file(one / NAME)]
     return any(rank_of(entry.name) is not None for one in without for entry in entries_of(one, lenient=True))
 
 

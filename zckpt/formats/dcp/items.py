@@ -29,10 +29,11 @@ from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError,
 from zckpt.formats.dcp.chunks import NOWHERE, OBJECT, UNUSED, Chunks, ChunkSpans, Each, moved
 from zckpt.formats.dcp.directory import rank_of
 from zckpt.formats.dcp.metadata import Metadata, Offsets
-from zckpt.formats.dcp.quantised import Chunk, is_quantised, pieces_of
+from zckpt.formats.dcp.quantised import Chunk, pieces_of
 from zckpt.formats.lost import stand_in, tensor_of
 from zckpt.formats.safetensors.file import header_in
 from zckpt.formats.safetensors.shards import offsets_in
+from zckpt.formats.torch_files.quantised import is_torchaos
 from zckpt.formats.torch_files.tensors import TensorItem
 from zckpt.immutable import immutable
 from zckpt.state import Extent, Shape, Slot, Span
@@ -273,7 +274,7 @@ class ItemFile:
                 else:
                     self.archives.numbers.append(number)
                     node = known.tensor
-            if is_quantised(node):
+            if is_torchaos(node):
                 yield number, Chunk(chunks.box(number), node, self.path, file)
                 continue
             if not isinstance(node, Tensor):

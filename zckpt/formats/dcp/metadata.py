@@ -22,7 +22,7 @@ from zckpt.formats.dcp.chunks import NOWHERE, OBJECT, UNUSED, Chunks, Entry
 from zckpt.formats.dcp.directory import NAME
 from zckpt.formats.torch_files.tensors import as_mapping
 from zckpt.immutable import immutable
-from zckpt.state import Shape, dict_of
+from zckpt.state import Shape, dict_of, list_of
 from zckpt.state.boxes import Box, is_within
 from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile import DType, Layout, Object, brief, read_pickle
@@ -52,10 +52,10 @@ class Metadata:
     Parameters
     ----------
     path : str
-    tensors, objects : dict of str to Entry
-        By key; the latter are all that is no tensor.
+    tensors : dict of str to Entry
+        By key.
     chunks : Chunks
-        Of all of them.
+        Of all of them, and of all that is no tensor.
     paths : dict of str to tuple
         Of every key, in the order of the dict that was saved.
     unsaved : tuple of str
@@ -65,7 +65,6 @@ class Metadata:
 
     path: str
     tensors: dict[str, Entry]
-    objects: dict[str, Entry]
     chunks: Chunks
     paths: dict[str, Keys]
     unsaved: tuple[str, ...]
@@ -91,14 +90,14 @@ def read_metadata(directory: Path) -> Metadata:
         entries = as_mapping(root.get("state_dict_metadata"), expected="a dict in state_dict_metadata")
         chunks, keys = Chunks(directory), list(entries)
         tensors: dict[str, Entry] = {}
-        objects: dict[str, Entry] = {}
+        objects: dict[str, int] = {}  # the item of each
         numbers: dict[str, dict[Offsets | None, int]] = {}  # of items by key and first index
         for key, entry in _drained(entries):
             if not isinstance(key, str) or not isinstance(entry, Object):
                 raise _unexpected("a tensor or an object by its key", key)
             if entry.qualified.endswith(".BytesStorageMetadata"):
-                objects[key] = chunks.add(key, OBJECT)
-                numbers[key] = {None: objects[key].first}
+                objects[key] = chunks.add(key, OBJECT).first
+                numbers[key] = {None: objects[key]}
             else:
                 tensors[key] = _tensor(key, _object(entry, "TensorStorageMetadata"), chunks)
                 firsts = [chunks.box(number)[0] for number in tensors[key].numbers]
@@ -106,13 +105,13 @@ def read_metadata(directory: Path) -> Metadata:
                     raise LayoutError(f"two chunks of {key} begin at {twice}")
                 numbers[key] = dict(zip(firsts, tensors[key].numbers, strict=True))
         _place(as_mapping(root.get("storage_data"), expected="a dict in storage_data"), chunks, numbers)
-        missing = next((key for key, one in objects.items() if chunks.file[one.first] == NOWHERE), None)
+        missing = next((key for key, number in objects.items() if chunks.file[number] == NOWHERE), None)
         if missing is not None:
             raise DamagedFileError(f"does not say where {missing} is")
         paths, unsaved = _paths(root.get("planner_data"), list(map(str, keys)))
         version = root.get("version")
         said = version if isinstance(version, str) else None
-        return Metadata(path, tensors, objects, chunks, paths, unsaved, said)
+        return Metadata(path, tensors, chunks, paths, unsaved, said)
 
 
 def _unexpected(expected: str, found: object) -> DamagedFileError:
@@ -143,7 +142,7 @@ def _integers(node: object, what: str) -> Shape:
 
 def _tensor(key: str, node: Object, chunks: Chunks) -> Entry:
     properties = _object(node.get("properties"), "TensorProperties")
-    values = properties.state if isinstance(properties.state, (tuple, list)) else ()
+    values = list_of(properties.state)
     dtype, layout = (
         values[:2] if len(values) > 1 else (properties.get("dtype"), properties.get("layout", Layout("torch.strided")))
     )

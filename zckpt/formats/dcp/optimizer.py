@@ -16,14 +16,15 @@ from zckpt.engine.targets import Hole
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
 from zckpt.evidence import Evidence, note_not_used, orders_of_models
 from zckpt.formats.dcp.items import ObjectItem
+from zckpt.formats.dcp.metadata import Keys
 from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Node, OptimizerPart, branch, carry
 from zckpt.formats.torch_files.attach import attach as attach_state
 from zckpt.formats.torch_files.attach import names_of
 from zckpt.formats.torch_files.optimizer import OptimizerState, joined, parse, unflattened
 from zckpt.formats.torch_files.tensors import TensorItem, with_scalars
 from zckpt.immutable import mutable
-from zckpt.state import WEIGHT, Checkpoint, GivenNames, by_key
-from zckpt.torchfile import FromFile, walk_tensors
+from zckpt.state import WEIGHT, Checkpoint, GivenNames, by_key, list_of
+from zckpt.torchfile import FromFile, has_tensors
 
 
 @mutable
@@ -32,7 +33,10 @@ class Optimizer:
 
     Parameters
     ----------
-    path : str
+    path : tuple
+    names : frozenset of str
+        Of its parameters, as the file has them; empty where it only numbers them.
+    where : str
         Where it is, for messages.
     state : OptimizerState
     others : dict
@@ -43,7 +47,9 @@ class Optimizer:
         What it is called, where several were saved together.
     """
 
-    path: str
+    path: Keys
+    names: frozenset[str]
+    where: str
     state: OptimizerState
     others: dict[str, Node] = field(default_factory=dict)
     prefix: str = ""
@@ -55,10 +61,10 @@ class Optimizer:
         self.state.names.update({number: names[label] for number, label in labels.items() if label in names})
 
 
-def read_optimizer(part: OptimizerPart, names: Sequence[str], source: str, warnings: list[str]) -> Optimizer:
+def read_optimizer(part: OptimizerPart, names: Collection[str], source: str, warnings: list[str]) -> Optimizer:
     """Bring an optimizer to one form.
 
-    `names`: the model's, which tell a name from a slot in keys that are joined; `source`: the directory; `warnings`:
+    `names`: of tensors, which tell a name from a slot in keys that are joined; `source`: the directory; `warnings`:
     gets what was decided without certainty. Raises DamagedFileError: it is malformed; UnsupportedError: it has state of
     a parameter of which no param group is known.
     """
@@ -84,7 +90,7 @@ def read_optimizer(part: OptimizerPart, names: Sequence[str], source: str, warni
             others = {str(key): node for key, node in part.node.items() if key not in (STATE, GROUPS)}
         # Pipeline stages each list their own parameters under the same key, of which torch saves one rank's list only:
         # parameters that have state and are in no group are put into the only group that there is.
-        members = [one for group in tree[GROUPS] for one in (group[PARAMS] if isinstance(group[PARAMS], list) else ())]
+        members = [one for group in tree[GROUPS] for one in list_of(group[PARAMS])]
         known = set(map(str, members))
         absent = [label for label in tree[STATE] if label not in known]
         if absent:
@@ -93,7 +99,7 @@ def read_optimizer(part: OptimizerPart, names: Sequence[str], source: str, warni
                 raise UnsupportedError(f"state of parameters that are in no param group: {shown}")
             tree[GROUPS][0][PARAMS] = [*members, *absent]
             warnings.append(f"no param group lists {shown}, which have state; they are added to the only group")
-        return Optimizer(where, parse(tree, where), others)
+        return Optimizer(part.path, part.names, where, parse(tree, where), others)
 
 
 def hyperparameters(content: Mapping[str | int, Node]) -> dict[str, object]:
@@ -109,8 +115,7 @@ def _leaf(what: str, node: Node, key: object) -> object:
     if isinstance(node, TensorItem) and (str(key).startswith(STATE) or (not node.shape and node.whole is not None)):
         return node
     if isinstance(node, ObjectItem):
-        held = next(walk_tensors(node.node), None)
-        return node.node if held is None else FromFile.of(node.file, node.node)
+        return FromFile.of(node.file, node.node) if has_tensors(node.node) else node.node
     lost: list[str] = []
     value = carry(node, lost)
     if lost:
@@ -169,14 +174,14 @@ def attach(
             pairs = zip(state.every_number, one.state.every_number, strict=True)
             found = {number: own[old] for number, old in pairs if old in own}
         if taken & set(found.values()):
-            checkpoint.warnings.append(f"{one.path} has parameters of an earlier optimizer; its state is not read")
+            checkpoint.warnings.append(f"{one.where} has parameters of an earlier optimizer; its state is not read")
             continue
         taken |= set(found.values())
         for name in found.values():
             if name in checkpoint.buffers:  # an optimizer has it, so that it is none
                 checkpoint.parameters[name] = checkpoint.buffers.pop(name)
         found = {number: name for number, name in found.items() if name in checkpoint.parameters}
-        attach_state(checkpoint, state, one.path, certain=found, known=(PARAMS,), front=one.prefix)
+        attach_state(checkpoint, state, one.where, certain=found, known=(PARAMS,), front=one.prefix)
 
 
 def _alike(checkpoint: Checkpoint) -> list[str]:

@@ -23,7 +23,7 @@ from zckpt.formats.dcp.write_items import expanded
 from zckpt.formats.remainder import WITH_ITEMS, described, descriptions, remainder, restore_from
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, with_scalars
 from zckpt.formats.torch_files.writer import value_node
-from zckpt.state import MASTER, WEIGHT, Checkpoint, GivenNames, are_distinct
+from zckpt.state import MASTER, WEIGHT, Checkpoint, GivenNames, are_distinct, list_of
 from zckpt.state.inventory import IMPLIED, Rule
 from zckpt.torchfile import TorchFile
 
@@ -79,7 +79,7 @@ def prepare(
         listed = said.get("groups")
         if listed is not None:  # of flat keys
             numbers = {name: number for one in optimizers for number, name in one.state.names.items()}
-            groups = [as_names(group) for group in listed] if isinstance(listed, list) else []
+            groups = list(map(as_names, list_of(listed)))
             members = [name for group in groups for name in group]
             if len(optimizers) != 1 or not are_distinct(members) or set(members) != numbers.keys():
                 raise DamagedFileError("param groups with other parameters", expected="those of the optimizer")

@@ -48,12 +48,6 @@ class Chunk:
         return node.subclass.name, numel // scale.numel, same
 
 
-def is_quantised(node: object) -> bool:
-    """Tell whether an item is a tensor of one of torchao's classes."""
-    own = node.subclass if isinstance(node, MetaTensor) else None
-    return own is not None and own.module.startswith("torchao.") and own.name in CLASSES
-
-
 def pieces_of(key: str, shape: Shape, chunks: Sequence[Chunk]) -> tuple[dict[str, TensorItem], dict[str, object]]:
     """Return the pieces of a slot by their names, and its description.
 

@@ -8,12 +8,13 @@ from itertools import combinations, product
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
-from zckpt.errors import ShardError, UnknownFormatError, UnsupportedError, listed
+from zckpt.errors import ShardError, UnsupportedError, listed
 from zckpt.evidence import may_be_trained
 from zckpt.formats.account.trees import LazyTree
-from zckpt.formats.dcp.directory import MEGATRON_NAMES, Directory, find, is_megatrons, is_whole, rank_of
+from zckpt.formats.dcp.directory import MEGATRON_NAMES, Directory, is_megatrons, is_whole, rank_of
 from zckpt.formats.dcp.items import ItemFile, ObjectItem, read_items
 from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
+from zckpt.formats.dcp.models import find_models, is_average, owners
 from zckpt.formats.dcp.optimizer import Optimizer, attach, read_optimizer
 from zckpt.formats.dcp.own import prepare, restore_own, without_carried
 from zckpt.formats.dcp.tree import (
@@ -21,15 +22,13 @@ from zckpt.formats.dcp.tree import (
     Branch,
     ModelPart,
     Node,
-    OptimizerPart,
+    Tree,
     branch,
     build,
     carry,
-    find_models,
+    dicts_of_tensors,
     find_optimizers,
-    is_average,
     joined,
-    owners,
 )
 from zckpt.formats.fsdp_rank_files.held import is_share, shares
 from zckpt.formats.remainder import names_of_models, of_modules
@@ -52,35 +51,29 @@ STEP_PLACES = ("train_state", "trainer_state", "trainer", "progress")
 """Keys under which programs keep a dict that has the step."""
 
 
-def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
+def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of a directory that torch's DCP wrote.
 
     Parameters
     ----------
-    path : Path
-        With a `.metadata` in it, or in the folders that Accelerate makes.
+    directory : Directory
     names : sequence of str, optional
         Names of the optimizer's parameters in its order, for a directory that only numbers them.
 
     Raises
     ------
-    UnknownFormatError
-        It is no such directory.
     SourceError
         Files are missing, damaged, or contradict each other; or hold something that zckpt does not know, as those of
         Megatron-Core do.
     """
-    directory = find(path)
-    if directory is None:
-        raise UnknownFormatError("is not a torch.distributed.checkpoint directory", path=path, expected=".metadata")
-    if is_megatrons(path):
+    if is_megatrons(directory.path):
         raise UnsupportedError(
             "is Megatron-Core's torch_dist format, but metadata.json is missing, which identifies it",
-            path=path,
+            path=directory.path,
             found=", ".join(MEGATRON_NAMES),
             advice="copy metadata.json to the other files",
         )
-    checkpoint = Checkpoint(str(path), FORMAT)
+    checkpoint = Checkpoint(str(directory.path), FORMAT)
     root, folders = tree_of(directory, checkpoint)
     own = read_torchfile(directory.own) if directory.own is not None else None
     lost = fill(checkpoint, root, names=names, own=own, pairs=directory.by_number())
@@ -119,6 +112,8 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
         rules = [Rule((key, REST), LEFT_OUT, AVERAGE, tensors=True) for key in averages]
         for filed in checkpoint.files:
             filed.rules = (*rules, *filed.rules)
+    if directory.unfinished:
+        checkpoint.warnings.append(f"later steps are incomplete: {listed(directory.unfinished)}")
     return checkpoint
 
 
@@ -149,7 +144,7 @@ def fill(
     SourceError
         As `read`.
     """
-    models, optimizers, states = _find(checkpoint, root if own is None else without_carried(own, root), own, pairs)
+    models, optimizers = _find(checkpoint, root if own is None else without_carried(own, root), own, pairs)
     if not models and not optimizers:
         found = listed(list(map(str, root)))
         raise UnsupportedError("holds neither a model nor an optimizer", path=checkpoint.source, found=found)
@@ -163,15 +158,15 @@ def fill(
             if (filed := model.prefix + model.filed.get(bare, bare)) != name:
                 checkpoint.wrapped[name] = filed
     parts = [{model.prefix + bare for bare in model.tensors} for model in models if not is_average(model)]
-    attach(checkpoint, states, names if own is None else prepare(checkpoint, states, own, names), parts)
+    attach(checkpoint, optimizers, names if own is None else prepare(checkpoint, optimizers, own, names), parts)
     model_paths, optimizer_paths = [part.path for part in models], [part.path for part in optimizers]
     checkpoint.step = _step(checkpoint, root, [*model_paths, *optimizer_paths])
     lost: list[str] = []
     if own is not None:
         restore_own(checkpoint, own, root, lost)
         return lost
-    for state in states:
-        checkpoint.optimizer_metadata.update({key: carry(node, lost) for key, node in state.others.items()})
+    for one in optimizers:
+        checkpoint.optimizer_metadata.update({key: carry(node, lost) for key, node in one.others.items()})
     for at, node in _rest(root, (), {*model_paths}, {*optimizer_paths}):
         before = len(lost)
         value = carry(node, lost)
@@ -182,21 +177,25 @@ def fill(
 
 def _find(
     checkpoint: Checkpoint, root: Branch, own: TorchFile | None, pairs: Sequence[Sequence[str]]
-) -> tuple[list[ModelPart], list[OptimizerPart], list[Optimizer]]:
-    """Return the models of a dict, and its optimizers as they are there, and in one form.
+) -> tuple[list[ModelPart], list[Optimizer]]:
+    """Return the models of a dict, and its optimizers.
 
     Several models of Accelerate's have each its own names, which may be those of another: they begin with what the
     model is called, `model` and `model_1` as where Accelerate writes them as files.
     """
     if len(pairs) < 2:
-        optimizers = find_optimizers(root)
-        models = find_models(root, optimizers, checkpoint.warnings, front=own is None)
-        return models, optimizers, _states(optimizers, models, checkpoint)
+        found = find_optimizers(root)
+        candidates = list(dicts_of_tensors(root, *(part.path for part in found)))
+        tensors = {name for one in candidates for name in one.tensors}
+        optimizers = [read_optimizer(part, tensors, checkpoint.source, checkpoint.warnings) for part in found]
+        models = find_models(candidates, optimizers, checkpoint.warnings, front=own is None)
+        _name(optimizers, models)
+        return models, optimizers
     known = names_of_models(own, [f"model_{number}" if number else "model" for number in range(len(pairs))])
     checkpoint.details["models"] = known
-    every: tuple[list[ModelPart], list[OptimizerPart], list[Optimizer]] = [], [], []
+    every: tuple[list[ModelPart], list[Optimizer]] = [], []
     for name, folders in zip(known, pairs, strict=True):
-        models, optimizers, states = _find(checkpoint, {folder: root[folder] for folder in folders}, own, ())
+        models, optimizers = _find(checkpoint, {folder: root[folder] for folder in folders}, own, ())
         if len(models) != 1 or len(optimizers) > 1:
             raise UnsupportedError(
                 "does not hold a model and its optimizer under each number",
@@ -205,58 +204,49 @@ def _find(
                 found=f"{len(models)} and {len(optimizers)}",
             )
         models[0] = replace(models[0], prefix=f"{name}.")
-        for state in states:
-            state.prefix, state.name = models[0].prefix, f"optimizer_{len(every[2])}" if every[2] else "optimizer"
+        for one in optimizers:
+            one.prefix, one.name = models[0].prefix, f"optimizer_{len(every[1])}" if every[1] else "optimizer"
         every[0].extend(models)
         every[1].extend(optimizers)
-        every[2].extend(states)
     return every
 
 
-def _states(
-    optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart], checkpoint: Checkpoint
-) -> list[Optimizer]:
-    """Return the optimizers in one form, under the names that their models have.
+def _name(optimizers: Sequence[Optimizer], models: Sequence[ModelPart]) -> None:
+    """Give optimizers the names that their models have.
 
     Before names is put what was put before those of the model, and before numbers that have to differ from another
     optimizer's, where that one is. Several are called by their keys, or by numbers where Lightning has made keys of a
     list.
     """
-    names = [name for one in models for name in one.tensors]
-    states = [read_optimizer(part, names, checkpoint.source, checkpoint.warnings) for part in optimizers]
-    numbered = sum(not part.names for part in optimizers) > 1
-    for state, part, model in zip(states, optimizers, owners(optimizers, models), strict=True):
-        if model is not None and part.names:
-            state.prefix = model.prefix
-            state.rename(aligned(model.tensors, part.names))
-        elif not part.names:
-            state.prefix = f"{joined(part.path)}." if numbered else ""
+    numbered = sum(not one.names for one in optimizers) > 1
+    for one, model in zip(optimizers, owners(optimizers, models), strict=True):
+        if model is not None and one.names:
+            one.prefix = model.prefix
+            one.rename(aligned(model.tensors, one.names))
+        elif not one.names:
+            one.prefix = f"{joined(one.path)}." if numbered else ""
             if model is not None:
-                state.state.scopes.update(dict.fromkeys(state.state.every_number, model.prefix))
-    _by_their_keys(optimizers, models, states)
-    if len(states) > 1:
-        keys = [str(part.path[-1]) if part.path else "" for part in optimizers]
+                one.state.scopes.update(dict.fromkeys(one.state.every_number, model.prefix))
+    keys = [str(one.path[-1]) if one.path else "" for one in optimizers]
+    _by_their_keys(optimizers, models, keys)
+    if len(optimizers) > 1:
         if set(keys) == {f"optimizer_{number}" for number in range(len(keys))}:
             keys = [key.removeprefix("optimizer_") for key in keys]
         elif not are_distinct(keys):
-            keys = [joined(part.path) for part in optimizers]
-        for state, key in zip(states, keys, strict=True):
-            state.name = key
-    return states
+            keys = [joined(one.path) for one in optimizers]
+        for one, key in zip(optimizers, keys, strict=True):
+            one.name = key
 
 
-def _by_their_keys(
-    optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart], states: Sequence[Optimizer]
-) -> None:
+def _by_their_keys(optimizers: Sequence[Optimizer], models: Sequence[ModelPart], keys: Sequence[str]) -> None:
     """Where each of several optimizers has one parameter, under its name, say so: they step in the backward pass."""
-    keys = [str(part.path[-1]) if part.path else "" for part in optimizers]
-    single = all(not part.names for part in optimizers) and all(len(one.state.every_number) == 1 for one in states)
+    single = all(not one.names and len(one.state.every_number) == 1 for one in optimizers)
     for model in models if single and len(keys) > 1 else ():
         names = aligned(model.tensors, keys)
         if len(set(names.values())) == len(keys):
-            for state, key in zip(states, keys, strict=True):
-                state.rename({state.state.every_number[0]: names[key]})
-                state.prefix = model.prefix
+            for one, key in zip(optimizers, keys, strict=True):
+                one.rename({one.state.every_number[0]: names[key]})
+                one.prefix = model.prefix
             return
 
 
@@ -312,7 +302,7 @@ def _pickled(node: object, *place: str) -> Iterator[tuple[str, ...]]:
 
 def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[str, Folder]]:
     """Return the dict that was saved, and the path of each key; of several folders, a dict by their names."""
-    trees: dict[str | int, Node] = {}
+    trees: Tree = {}
     used: list[ItemFile] = []
     folders: dict[str, Folder] = {}
     for name, folder in directory.folders.items():
@@ -337,7 +327,7 @@ def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[
         several = [key for key, item in items.tensors.items() if len(item.spans) > 1]
         paths = {key: (*above, *steps) for key, steps in metadata.paths.items()}
         folders[str(folder)] = Folder(paths, several, items.quantised)
-        describe_files(checkpoint, folder, metadata, items.files)
+        describe_files(checkpoint, metadata, items.files)
         if metadata.unsaved:
             checkpoint.warnings.append(f"no rank saved any part of {listed(metadata.unsaved)}")
         checkpoint.format_version = checkpoint.format_version or metadata.version
@@ -352,17 +342,18 @@ def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[
     return trees, folders
 
 
-def taken(checkpoint: Checkpoint, model: Checkpoint) -> dict[str | int, Node]:
+def taken(checkpoint: Checkpoint, model: Checkpoint) -> Tree:
     """Add the files of a model that was read by itself to those of a checkpoint; return its tensors as items."""
     checkpoint.files, checkpoint.claims = checkpoint.files + model.files, checkpoint.claims | model.claims
     slots = {one.name: model.owner(one.name).slots[WEIGHT] for one in model.tensors()}
     return {name: TensorItem(name, one.dtype, one.shape, one.spans, None, model.source) for name, one in slots.items()}
 
 
-def describe_files(checkpoint: Checkpoint, folder: Path, metadata: Metadata, files: Sequence[ItemFile]) -> None:
+def describe_files(checkpoint: Checkpoint, metadata: Metadata, files: Sequence[ItemFile]) -> None:
     """Add `.metadata` and the files of the items to those of a checkpoint."""
-    size = Path(metadata.path).stat().st_size
-    checkpoint.files.append(SourceFile(metadata.path, size, "metadata"))
+    index = Path(metadata.path)
+    folder = index.parent
+    checkpoint.files.append(SourceFile(metadata.path, index.stat().st_size, "metadata"))
     checkpoint.claims[metadata.path] = Claim(IMPLIED, "the place of each item")
     for file in sorted(files, key=lambda one: (rank_of(one.path) or 0, one.path)):
         checkpoint.files.append(

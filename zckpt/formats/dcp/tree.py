@@ -10,37 +10,29 @@ Programs keep models and optimizers under any keys:
 {"optimizer": {"state": {"0": {slot: value}}, "param_groups": [{"params": [0], ...}]}}        raw
 {"optimizer": {"state": {name: {slot: value}}}}                                               torchrec's
 
-An optimizer is known by its form. The model is the dict of tensors that has the optimizer's names (see `owners`); where
-those are numbers, or there is no optimizer, the dict that is called as models are.
+An optimizer is known by its form; which dicts of tensors are models, `models` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field, replace
 from typing import TypeGuard
 
 from zckpt.errors import DamagedFileError, UnsupportedError
-from zckpt.evidence import agree
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
-from zckpt.formats.torch_files.content import (
-    EXTRA_STATE,
-    SAME,
-    STATE_DICT_KEYS,
-    is_averages,
-    likeness,
-)
+from zckpt.formats.torch_files.content import EXTRA_STATE
 from zckpt.formats.torch_files.tensors import TensorItem, carried, holds_tensors, slot_of
 from zckpt.immutable import immutable
-from zckpt.state import without
-from zckpt.state.names import aligned, bare_names
+from zckpt.state import list_of, without
 from zckpt.torchfile import FromFile, Tensor, TorchFile, each, node_of
 
 Leaf = TensorItem | ObjectItem
 Node = object
 """A leaf, or a dict of nodes by text or number."""
 
+Tree = dict[str | int, Node]
 Branch = Mapping[str | int, Node]
 
 DEEPEST = 4
@@ -50,7 +42,7 @@ SPARE = 64
 """Elements that a list may lack for each that it has, and then these: empty dicts and lists are not saved."""
 
 
-def build(items: Mapping[str, Leaf], paths: Mapping[str, Keys], path: str) -> dict[str | int, Node]:
+def build(items: Mapping[str, Leaf], paths: Mapping[str, Keys], path: str) -> Tree:
     """Return the tree of items.
 
     Parameters
@@ -67,7 +59,7 @@ def build(items: Mapping[str, Leaf], paths: Mapping[str, Keys], path: str) -> di
     DamagedFileError
         Two items have one path, or one lies within another.
     """
-    root: dict[str | int, Node] = {}
+    root: Tree = {}
     for key, steps in paths.items():
         if key not in items:
             continue
@@ -182,7 +174,7 @@ class OptimizerPart:
     names: frozenset[str]
 
 
-@immutable
+@immutable(eq=False)
 class ModelPart:
     """A model found in the saved dict.
 
@@ -205,7 +197,7 @@ class ModelPart:
 
 def find_optimizers(root: Branch) -> list[OptimizerPart]:
     """Return the optimizers of a tree, in its order."""
-    tensors = {name for one in _dicts_of_tensors(root, (), set()) for name in one.tensors}
+    tensors = {name for one in dicts_of_tensors(root) for name in one.tensors}
     return list(_optimizers(root, (), set(), tensors))
 
 
@@ -240,7 +232,7 @@ def _nested_names(node: Branch) -> list[str] | None:
             return None
         params = group[PARAMS]
         listed = params.node if isinstance(params, ObjectItem) else None
-        found += [name for name in listed if isinstance(name, str)] if isinstance(listed, (list, tuple)) else []
+        found += [name for name in list_of(listed) if isinstance(name, str)]
     return found
 
 
@@ -261,53 +253,13 @@ def _flat_names(node: Branch) -> list[str] | None:
     return [key.rpartition(".")[0] for key in found] or None
 
 
-def find_models(root: Branch, optimizers: list[OptimizerPart], warnings: list[str], *, front: bool) -> list[ModelPart]:
-    """Return the models of a tree: one almost always, none where it holds only an optimizer.
-
-    Parameters
-    ----------
-    root : mapping
-    optimizers : list of OptimizerPart
-        Those of the same tree.
-    warnings : list of str
-        To which is added what was decided without certainty.
-    front : bool
-        As for `bare_names`.
-    """
-    candidates = list(_dicts_of_tensors(root, (), {part.path for part in optimizers}))
-    found = owners(optimizers, candidates)
-    is_one = len(found) == 1 and not optimizers[0].names  # beside whose model are others, too
-    chosen = [one for one in candidates if any(one is best for best in found) and not is_one]
-    if not chosen and candidates:  # the one that is called as models are; or else all with more than single numbers
-        usual = [one for one in candidates if one.path and one.path[-1] in STATE_DICT_KEYS]
-        large = [one for one in candidates if any(tensor.shape for tensor in one.tensors.values())]
-        plain = [one for one in large if not is_average(one)]
-        chosen = [min(usual, key=_unusual)] if usual else large
-        if len(optimizers) > 1 and not _may_have(chosen, optimizers) and _may_have(plain, optimizers):
-            chosen = plain
-        elif is_one and found[0] is not None and not any(one is found[0] for one in chosen):
-            chosen = plain if any(one is found[0] for one in plain) else large
-        elif len(usual) > 1:
-            shown = ", ".join(joined(one.path) for one in usual)
-            used = joined(chosen[0].path)
-            warnings.append(f"there are several dicts of tensors ({shown}); {used} is used as the model")
-    for at, one in enumerate(chosen):
-        names = bare_names(one.tensors, front=front)
-        tensors = {names[name]: tensor for name, tensor in one.tensors.items()}
-        chosen[at] = replace(one, tensors=tensors, filed={new: old for old, new in names.items()})
-    if len(chosen) > 1:
-        shown = " and ".join(joined(one.path) or "the rest" for one in chosen)
-        warnings.append(f"{shown} are read as one model; tensor names begin with these names")
-        return [replace(one, prefix=f"{joined(one.path)}." if one.path else "") for one in chosen]
-    return chosen
-
-
 def joined(path: Keys) -> str:
     """Return the key of what lies at a path."""
     return ".".join(map(str, path))
 
 
-def _dicts_of_tensors(node: Node, path: Keys, taken: set[Keys]) -> Iterator[ModelPart]:
+def dicts_of_tensors(node: Node, *taken: Keys, path: Keys = ()) -> Iterator[ModelPart]:
+    """Yield the dicts of tensors in a part of a tree, but for what lies at the paths that are `taken`."""
     pickled = node.node if isinstance(node, ObjectItem) and len(path) <= DEEPEST else None
     node = branch(node) if isinstance(pickled, dict) else node
     if not isinstance(node, dict) or path in taken or (pickled is not None and not holds_tensors(pickled)):
@@ -317,118 +269,4 @@ def _dicts_of_tensors(node: Node, path: Keys, taken: set[Keys]) -> Iterator[Mode
         yield ModelPart(path, tensors)
     for step, child in node.items():
         if not str(step).endswith(EXTRA_STATE):  # a module's own
-            yield from _dicts_of_tensors(child, (*path, step), taken)
-
-
-def owners(optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart]) -> list[ModelPart | None]:
-    """Return the model of each optimizer: what has most of its names, whatever wrappers they have.
-
-    Two models may have the same names: then its is the one beside it, or of a key like its own (`opt_gen`: `gen`), or
-    that is called as models are and not as their averages. None where none has any of them, and of those without names
-    unless each has another model that is nearest, or called like it; of one alone, nearer than any other. Raises
-    UnsupportedError: that leaves several.
-    """
-    if optimizers and not any(part.names for part in optimizers):
-        near = [_nearest(part, models) for part in optimizers]
-        places = {part.path[-1:]: part for part in models if part.path and type(part.path[-1]) is int}
-        if len(places) == len(models) and places.keys() == {part.path[-1:] for part in optimizers}:
-            return [places[part.path[-1:]] for part in optimizers]  # of lists that are as long
-        if None not in near and len({id(one) for one in near}) == len(near) > 1:
-            return near
-        if len(near) == 1 and near[0] is not None:
-            others = [one for one in models if one is not near[0]]
-            is_nearer = all(_nearness(optimizers[0], near[0]) > _nearness(optimizers[0], one) for one in others)
-            return near if is_nearer else [None]
-    found = [_owner(part, models) if part.names else None for part in optimizers]
-    for at, (part, model) in enumerate(zip(optimizers, found, strict=True)):
-        alike = [one for one in _most_alike(part, models) if not is_average(one)] if model is not None else []
-        if len(alike) > 1 and any(
-            one is model and part.names & other.names for one, other in zip(found[:at], optimizers, strict=False)
-        ):
-            raise _open(part, alike)
-    return found
-
-
-def is_average(part: ModelPart) -> bool:
-    """Tell a dict that is called as averages are."""
-    return any(is_averages(step) for step in part.path)
-
-
-def _nearness(optimizer: OptimizerPart, model: ModelPart) -> tuple[int, int]:
-    at = _common(optimizer.path, model.path)
-    ours, theirs = ([step for step in part.path[at:] if isinstance(step, str)] for part in (optimizer, model))
-    return at, max((likeness(a, b) for a in ours for b in theirs), default=0)
-
-
-def _nearest(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> ModelPart | None:
-    def nearness(one: ModelPart) -> tuple[int, int, bool]:
-        at, like = _nearness(optimizer, one)
-        return at, like, not any(is_averages(step) for step in one.path[at:])
-
-    best = max(map(nearness, models), default=None)
-    found = [one for one in models if nearness(one) == best]
-    return found[0] if len(found) == 1 and _may_have(found, [optimizer]) else None
-
-
-def _may_have(models: Sequence[ModelPart], optimizers: Sequence[OptimizerPart]) -> bool:
-    """Tell whether optimizers' parameters can be models', by their number and the shapes of their state."""
-
-    def values(key: str) -> Iterator[Branch]:
-        for part in optimizers:
-            yield from (branch(one) or {} for one in (branch(part.node.get(key)) or {}).values())
-
-    listed = [one.node for group in values(GROUPS) if isinstance(one := group.get(PARAMS), ObjectItem)]
-    count = sum(len(one) for one in listed if isinstance(one, list))
-    shapes = {
-        one.shape for state in values(STATE) for one in state.values() if isinstance(one, TensorItem) and one.shape
-    }
-    tensors = [tensor for one in models for tensor in one.tensors.values()]
-    have = {one.shape for one in tensors}
-    return count <= len(tensors) and all(any(agree(shape, whole) for whole in have) for shape in shapes - have)
-
-
-def _most_alike(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> list[ModelPart]:
-    """Return the models that have most of an optimizer's names."""
-    counts = [len(aligned(one.tensors, optimizer.names)) for one in models]
-    most = max(counts, default=0)
-    return [one for one, count in zip(models, counts, strict=True) if count == most > 0]
-
-
-def _owner(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> ModelPart | None:
-    best = _most_alike(optimizer, models)
-    if len(best) < 2:
-        return best[0] if best else None
-    nearest = max(_common(optimizer.path, one.path) for one in best)
-    best = [one for one in best if _common(optimizer.path, one.path) == nearest]
-    shared = set.intersection(*(set(one.path) for one in best))
-    narrower: list[Callable[[Keys], bool]] = [
-        lambda path: any(likeness(str(a), str(b)) == SAME for a in optimizer.path for b in path if b not in shared),
-        lambda path: not any(is_averages(step) for step in path if step not in shared),
-        lambda path: any(likeness(str(a), str(b)) for a in optimizer.path for b in path if b not in shared),
-    ]
-    for rule in narrower:
-        best = [one for one in best if rule(one.path)] or best
-    first = min(map(_unusual, best))
-    best = [one for one in best if _unusual(one) == first]
-    if len(best) > 1:
-        raise _open(optimizer, best)
-    return best[0]
-
-
-def _open(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> UnsupportedError:
-    return UnsupportedError(
-        f"{joined(optimizer.path)} could be the optimizer of several models",
-        found=" and ".join(joined(one.path) for one in models),
-        advice="save it under a key that begins like its model's key",
-    )
-
-
-def _common(one: Keys, other: Keys) -> int:
-    """Return how many steps two paths have in common before they part."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def _unusual(part: ModelPart) -> tuple[int, int]:
-    """Sort dicts that are called as models are before others, and those near the root before those deep in it."""
-    last = part.path[-1] if part.path else None
-    return (STATE_DICT_KEYS.index(last) if last in STATE_DICT_KEYS else len(STATE_DICT_KEYS), len(part.path))
+            yield from dicts_of_tensors(child, *taken, path=(*path, step))

@@ -74,7 +74,7 @@ def items(checkpoint: Checkpoint, dtype: str = "keep", keys: str = NESTED) -> li
     UnsupportedError
         State that no single parameter can hold, or names that make one key of two leaves.
     """
-    model = model_tree(checkpoint, model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False))
+    model = model_tree(checkpoint, model_tensors(checkpoint, dtype))
     root: dict[str, object] = {"model": model} if keys == NESTED else {str(name): one for name, one in model.items()}
     if checkpoint.param_groups:
         if "optimizer" in root:
@@ -177,7 +177,7 @@ def _opened(path: Path, node: object, file: FromFile | None) -> Iterator[Item]:
 
 def _is_opened(values: list[object]) -> bool:
     """Tell whether torch stores the members of a list one by one."""
-    below = each(values, lambda node: node if type(node) is list else ())
+    below = each(values, _listed)
     return any(isinstance(value, (*MAPPINGS, *TENSORS)) for value in below)
 
 

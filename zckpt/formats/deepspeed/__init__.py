@@ -71,7 +71,7 @@ class DeepSpeed(Strippable):
         """Tell whether a checkpoint is a pipeline's, whose layers get the names of one model."""
         from zckpt.formats.deepspeed.axes.pipeline import is_of_layer
 
-        return any(is_of_layer(name) for name in checkpoint.parameters)
+        return any(map(is_of_layer, checkpoint.parameters))
 
     def recut(self, job: Job) -> TargetFiles:
         """Return a run or a tag directory, as the source is one."""

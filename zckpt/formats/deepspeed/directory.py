@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zckpt.codes import LATEST, MISSING_FILE, TWICE
-from zckpt.errors import ShardError, SourceError, UnknownFormatError
+from zckpt.errors import ShardError, SourceError, UnknownFormatError, listed
 from zckpt.formats.latest import is_tag, latest_name
 from zckpt.immutable import immutable
 from zckpt.storage.files import entries_of
@@ -72,7 +72,7 @@ class Shard:
         return name_to_load(self.path)
 
     @property
-    def identity(self) -> tuple[str, int | None, int | None, int | None, int | None]:
+    def identity(self) -> tuple[object, ...]:
         """What no two files of one checkpoint share."""
         return self.role, self.dp_rank, self.mp_rank, self.layer, self.expert
 
@@ -164,15 +164,15 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
                 "is not a directory", path=root, advice="give the same directory from another node with --root"
             )
         candidate = root if directory == source else root / _tag_of(directory, source)
-        if candidate.is_dir() and _shards(candidate):
+        if candidate.is_dir() and shards_in(candidate):
             directories.append(candidate)
-        elif _shards(root):
+        elif shards_in(root):
             directories.append(root)
         else:
             raise ShardError(
                 "holds no files of the checkpoint", path=root, expected=f"files of {directory.name}", code=MISSING_FILE
             )
-    every = (shard for one in directories for shard in _shards(one))
+    every = (shard for one in directories for shard in shards_in(one))
     for shard in sorted(every, key=lambda shard: shard.writer or ()):
         known = shards.setdefault(shard.identity, shard)
         if known.writer and shard.writer and known.writer[0] < shard.writer[0] and known.writer[1] == shard.writer[1]:
@@ -193,20 +193,19 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
     return TagDirectory(directory, _tag_of(directory, source), found, tuple(further))
 
 
-def _shards(directory: Path) -> list[Shard]:
+def shards_in(directory: Path) -> list[Shard]:
+    """Return the files of a directory that have names of a DeepSpeed checkpoint."""
     files = (one for one in entries_of(directory) if one.is_file())
     return list(filter(None, (classify(one.name, str(directory / one.name)) for one in files)))
 
 
 def _is_tag_directory(directory: Path) -> bool:
-    return any(shard.role in (MODEL, OPTIMIZER) for shard in _shards(directory))
+    return any(shard.role in (MODEL, OPTIMIZER) for shard in shards_in(directory))
 
 
 def _tag_directory(source: Path, tag: str | None, roots: Sequence[Path]) -> Path | None:
-    if not source.is_dir():
-        return None
     if tag is not None:
-        if os.path.isdir(source / tag) and (roots or _shards(source / tag)):  # noqa: PTH112  # false of too long a name
+        if os.path.isdir(source / tag) and (roots or shards_in(source / tag)):  # noqa: PTH112  # false of too long a name
             return source / tag
         return source if source.name == tag and _is_tag_directory(source) else None
     if _is_tag_directory(source):
@@ -242,5 +241,4 @@ def _tags(source: Path) -> list[str]:
 
 
 def _listed(source: Path) -> str:
-    tags = _tags(source)
-    return ", ".join(tags[:8]) + (f" and {len(tags) - 8} more" if len(tags) > 8 else "") or "no checkpoint"
+    return listed(_tags(source), most=8) or "no checkpoint"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from dataclasses import asdict
 
 from zckpt.formats.deepspeed.axes.experts import is_expert
 from zckpt.formats.deepspeed.axes.tp_rules import AFFINE_KEY, INFO_KEY
@@ -15,14 +15,6 @@ OF_RANKS = frozenset({
     "data_parallel_size", "world_size", "rank", "local_rank", "padded_vocab_size",
 })  # fmt: skip
 """Of Megatron-DeepSpeed's arguments."""
-
-_FACTS: dict[str, Callable[[Checkpoint], object]] = {
-    "tp": lambda one: one.topology.tp,
-    "pp": lambda one: one.topology.pp,
-    "dp": lambda one: one.topology.dp,
-    "ranks": lambda one: one.world_size,
-    "sharded": lambda one: one.zero_stage == 3,
-}
 
 _LAYERS = rf"metadata\.{INFO_KEY}\.ds_autoep_layers"
 _SLICES = "|".join([AFFINE_KEY, "sub_param_shard_widths", "padded_vocab_size"])
@@ -51,10 +43,11 @@ def follows(key: str, values: tuple[object, object], sides: tuple[Checkpoint, Ch
     rank's are.
     """
     a, b = sides
+    mine, its = ({**asdict(x.topology), "ranks": x.world_size, "sharded": x.zero_stage == 3} for x in sides)
     top, _, rest = key.partition(".")
     if (
         any(
-            re.match(pattern, key) and (not facts or any(_FACTS[fact](a) != _FACTS[fact](b) for fact in facts))
+            re.match(pattern, key) and (not facts or any(mine[fact] != its[fact] for fact in facts))
             for pattern, facts in _RULES
         )
         or (key == "metadata.lr_scheduler" and values == (None, None))  # no scheduler, which only one of them says
@@ -70,6 +63,6 @@ def follows(key: str, values: tuple[object, object], sides: tuple[Checkpoint, Ch
         return all(_EXPERT_GROUP.fullmatch(str(one)) for one in values)
     if match := re.fullmatch(r"param_groups\[(\d+)\]\.params", key):
         # The same experts, which come expert rank by expert rank, over other ranks.
-        mine, its = (one.param_groups[int(match[1])].parameters for one in sides)
-        return a.topology.ep != b.topology.ep and sorted(mine) == sorted(its) and all(map(is_expert, mine))
+        names, others = (one.param_groups[int(match[1])].parameters for one in sides)
+        return a.topology.ep != b.topology.ep and sorted(names) == sorted(others) and all(map(is_expert, names))
     return key == "optimizer.clip_grad" and None in values and a.zero_stage != b.zero_stage

@@ -34,7 +34,7 @@ from zckpt.formats.group_values import group_values, refuse_several, same
 from zckpt.formats.latest import is_name
 from zckpt.formats.remainder import of_modules, origin
 from zckpt.formats.torch_files.writer import new_storage, view
-from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup, Topology, without
+from zckpt.state import MASTER, Checkpoint, ParamGroup, Topology, without
 from zckpt.torchfile import TorchFile, node_of
 
 VERSION = "0.19.8"
@@ -125,7 +125,7 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
     without_master: list[str] = []
     for index, group in enumerate(checkpoint.param_groups):
         members = [checkpoint.parameters[name] for name in group.parameters]
-        stepped = {p.name for p in members if p.state or set(p.slots) - {WEIGHT, MASTER}}
+        stepped = {p.name for p in members if p.state or p.optimizer_slots}
         rest = [p.name for p in members if p.name not in stepped]
         if stepped and rest:
             found.append(
@@ -227,8 +227,7 @@ def is_counted(key: str) -> bool:
 
 
 def _config(checkpoint: Checkpoint) -> dict[object, object]:
-    config = checkpoint.metadata.get("ds_config")
-    node = node_of(config)
+    node = node_of(checkpoint.metadata.get("ds_config"))
     if isinstance(node, dict):
         return {"zero_optimization": {}, **node}
     found: dict[object, object] = {"zero_optimization": {}}
@@ -251,9 +250,9 @@ def _optimizer(checkpoint: Checkpoint, stage: int, *, bf16: bool) -> OptimizerSh
     """Return an optimizer file with the keys of a stage; those that depend on the cut come from the writer."""
     content, _ = scaling(checkpoint, _config(checkpoint), stage=stage, dtype=_dtype(checkpoint))
     if stage != 3 and (clipping := checkpoint.optimizer_metadata.get("clip_grad")) is not None:
-        content = {**content, "clip_grad": clipping}
+        content["clip_grad"] = clipping
     if bf16:
-        content = {**content, "ds_version": VERSION}
+        content["ds_version"] = VERSION
     prefix = "bf16_" if _dtype(checkpoint) == "bfloat16" else ""
     shard = Shard(f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt", OPTIMIZER, 0, 0)
     root: dict[str, object] = {"optimizer_state_dict": content, "ds_config": None, "ds_version": VERSION}

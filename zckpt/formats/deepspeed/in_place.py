@@ -78,7 +78,7 @@ class Served:
 
     def complete(self, keys: Collection[str]) -> None:
         """Let param groups have the engine's own of some hyperparameters, before any file is laid out."""
-        for mp in self.target.ranks if keys else ():
+        for mp in self.target.ranks:
             for number, (group, own) in enumerate(zip(mp.groups, self.training.hyperparameters, strict=False)):
                 known = {**{key: own[key] for key in keys if key in own}, **group.values.hyperparameters}
                 mp.groups[number] = replace(group, values=replace(group.values, hyperparameters=known))
@@ -268,9 +268,7 @@ def _group_of(names: Sequence[str], checkpoint: Checkpoint, training: Training) 
         members = [
             name
             for name in group.parameters
-            if name in trained
-            or name not in checkpoint.parameters
-            or checkpoint.parameters[name].slots.keys() - {WEIGHT, MASTER}
+            if name in trained or name not in checkpoint.parameters or checkpoint.parameters[name].optimizer_slots
         ]
         if set(members) == set(names):
             return replace(group, parameters=list(names))

@@ -142,7 +142,7 @@ def filed_names(listed: Collection[str], filed: Collection[str]) -> dict[str, st
         for count in range(1, len(parts)):
             wrapped["".join(parts[:count])] = ATTRIBUTE.join(parts[:count]) + ATTRIBUTE
     found: dict[str, str] = {}
-    for own in filed if wrapped else ():
+    for own in filed:
         of = max((module for module in wrapped if own.startswith(module)), key=len, default=None)
         if of is not None and own not in listed:
             found[wrapped[of] + own.removeprefix(of)] = own

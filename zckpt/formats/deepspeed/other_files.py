@@ -18,7 +18,7 @@ from pathlib import Path
 
 from zckpt.engine.targets import Lazily, TargetFile
 from zckpt.formats.companions import INDEXES, METADATA_ROLE, copy_of, files_below
-from zckpt.formats.deepspeed.directory import classify
+from zckpt.formats.deepspeed.directory import shards_in
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.transformers_trainer.states import scheduler
@@ -41,9 +41,7 @@ def beside_tag(source: Path, tag_directory: Path) -> tuple[list[tuple[str, Path]
         path.relative_to(source).as_posix()
         for level in range(1, len(own.parts) + 1)  # other tags of the run have as many slashes, or fewer
         for path in source.glob("/".join("*" * level))
-        if path.is_dir()
-        and path != tag_directory
-        and any(one.is_file() and classify(one.name, one.name) for one in path.iterdir())
+        if path.is_dir() and path != tag_directory and shards_in(path)
     )
     gone = (LATEST, f"{LATEST}_universal") if others else (LATEST,)
     files = files_below(source, without=[*others, own.as_posix()])

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from os.path import commonprefix
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,7 +32,7 @@ from zckpt.formats.format import Survey
 from zckpt.formats.lost import MOST_RANKS, stand_in
 from zckpt.formats.remainder import jsonables
 from zckpt.formats.torch_files.tensors import describe
-from zckpt.state import ParamGroup, SourceFile, as_float, number_of
+from zckpt.state import ParamGroup, SourceFile, as_float, differ, number_of, without
 from zckpt.torchfile import plain, read_torchfile
 
 Of = TypeVar("Of", ModelShard, OptimizerShard)
@@ -144,8 +145,7 @@ def select(
         raise problem
     size = data_parallel_size(models, shards)
     by_rank = {shard.rank: shard for shard in shards}
-    larger = [rank for rank, shard in by_rank.items() if recorded_size(shard) != size]
-    extra = sorted(rank for rank in larger if rank >= size)
+    extra = sorted(rank for rank, shard in by_rank.items() if recorded_size(shard) != size)
     said = f"{directory}: files of ranks {listed_ranks(extra)} are left over from a larger run; not used"
     return [by_rank[rank] for rank in range(size)], {by_rank[rank].path: said for rank in extra}
 
@@ -233,8 +233,7 @@ def _differences(members: Sequence[OptimizerShard], steps: Collection[str]) -> I
         ranks, first = sorted(found), found[min(found)]
         texts, begin = [usual, facts[first] or ""], 0
         if max(map(len, texts)) > SHOWN_CHARACTERS:  # where they first differ is shown, from the word before it on
-            pairs = enumerate(zip(*texts, strict=False))
-            at = next((i for i, (a, b) in pairs if a != b), min(map(len, texts)))
+            at = len(commonprefix(texts))  # noqa: RUF071  # of characters
             begin = max(usual.rfind(", '", 0, at), usual.rfind("{", 0, at), 0) + 1
         texts = [text[begin:].strip() for text in texts]
         told, other = (t if len(t) <= SHOWN_CHARACTERS else t[: SHOWN_CHARACTERS - 3] + "..." for t in texts)
@@ -256,9 +255,8 @@ def _differences(members: Sequence[OptimizerShard], steps: Collection[str]) -> I
 
 def _number(value: object) -> str:
     """Return a single value as text that does not depend on how it was stored."""
-    plain_value = number_of(value)
-    number = as_float(plain_value)
-    return repr(plain(plain_value) if number is None else number)
+    number = as_float(value)
+    return repr(plain(number_of(value)) if number is None else number)
 
 
 def _common_facts(members: Sequence[OptimizerShard]) -> dict[str, list[str | None]]:
@@ -269,15 +267,14 @@ def _common_facts(members: Sequence[OptimizerShard]) -> dict[str, list[str | Non
         form: ["elastic" if m.elastic else "rigid" for m in members],
         count: [str(len(m.masters)) for m in members],
     }
-    if len(set(facts[count])) > 1:
+    if differ(facts[count]):
         return facts
     for index in range(len(members[0].masters)):
         states = [member.scalars[index] for member in members]
         for key in dict.fromkeys(key for state in states for key in state if key in FOLLOWS_FROM_STEPS):
             facts[f"{key} of group {index}"] = [_number(state[key]) if key in state else None for state in states]
     own = dict(enumerate(own_hyperparameters(members, index) for index in range(len(members[0].groups))))
-    shared = [[{k: v for k, v in g.items() if k not in own.get(i, ())} for i, g in enumerate(m.groups)]
-              for m in members]  # fmt: skip
+    shared = [[without(g, *own.get(i, ())) for i, g in enumerate(m.groups)] for m in members]
     facts[PARAM_GROUPS] = [repr(jsonables(groups)) if groups else None for groups in shared]
     facts["loss scale"] = [repr(plain(m.content.get("loss_scaler"))) for m in members]
     return facts

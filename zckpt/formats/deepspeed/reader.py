@@ -118,13 +118,13 @@ def read(directory: TagDirectory, *, names: GivenNames = None, tp_rules: Path | 
         from zckpt.formats.deepspeed.axes.stage_order import stage_orders
 
         checkpoint.details |= stage_orders(stages)
-    checkpoint.origin = Origin(
+    origin = checkpoint.origin = Origin(
         directory, ranks, files.experts, files.of_experts, info,
         None if tp_rules is None else str(tp_rules), files.layers,
     )  # fmt: skip
     checkpoint.warnings += state.warnings
-    files.describe(state, ranks[0])
-    files.keep_others()
+    files.describe(state, origin)
+    files.keep_others(origin.members)
     checkpoint.warnings += reasons
     if files.optimizers:
         note_not_used(checkpoint, names, "the files have")
@@ -159,7 +159,6 @@ class _Files:
         )
         leftovers = {shard.path: "another writer's, of the same as the first's" for shard in directory.further}
         self.checkpoint = Checkpoint(str(directory.path), "deepspeed", leftovers=leftovers)
-        self.members: Sequence[OptimizerShard] = ()
         for shard, file in self.of_experts if self.optimizers else ():
             if not isinstance(file.root, dict) or any(value is not None for value in file.root.values()):
                 raise UnsupportedError(
@@ -202,7 +201,6 @@ class _Files:
         found = [self._of_rank(mp_rank) for mp_rank in self.mp_ranks]
         of_stages = [models[0] for models, _ in found]
         weights, copies = stage_weights(self.layers, of_stages, tp) if self.layers else ({}, [])
-        self.members = next((members for _, members in found if members), ())
         every, firsts = expert_files(self.experts), [members[0] for _, members in found if members]
         for number, (mp_rank, (models, members)) in enumerate(zip(self.mp_ranks, found, strict=True)):
             first, lane = number - number % tp, number % tp
@@ -260,15 +258,9 @@ class _Files:
         check_models(models, "rank", steps)
         return models, members
 
-    def describe(self, state: Rank, first: Rank) -> None:
-        """Fill in what is true of the checkpoint as a whole.
-
-        Parameters
-        ----------
-        state, first : Rank
-            That of all model-parallel ranks, put together, and that of the first one.
-        """
-        checkpoint, model, members, details = self.checkpoint, self.models[0], self.members, self.checkpoint.details
+    def describe(self, state: Rank, origin: Origin) -> None:
+        """Fill in what is true of the checkpoint as a whole; `state`: of all model-parallel ranks, put together."""
+        checkpoint, model, members, details = self.checkpoint, self.models[0], origin.members, self.checkpoint.details
         dp, content = data_parallel_size(self.models, members), model.content
         checkpoint.topology = Topology(dp=dp, tp=self.tp, pp=self.pp, ep=state.topology.ep)
         checkpoint.world_size = dp * self.tp * self.pp
@@ -292,7 +284,7 @@ class _Files:
             if model.uses_zenflow:
                 from zckpt.formats.deepspeed.rare.zenflow import DETAIL, WARNING
 
-                details[DETAIL] = first.transposed
+                details[DETAIL] = origin.ranks[0].transposed
                 checkpoint.warnings.append(WARNING)
             checkpoint.warnings += base_shards(checkpoint.parameters, model.path)
             if lead.elastic and not lead.groups:
@@ -300,14 +292,14 @@ class _Files:
             held = {key: lead.content[key] for key in OPTIMIZER_METADATA_KEYS if key in lead.content}
             checkpoint.optimizer_metadata = {key: carried(lead.file, value) for key, value in held.items()}
         if self.tp > 1 and any(map(is_expert, checkpoint.parameters)):
-            details[SLICED_EXPERTS] = first.lanes == 1
+            details[SLICED_EXPERTS] = origin.ranks[0].lanes == 1
         own = [key for key in KEPT_KEYS if content.get(key) is not None]
         for key in (*(key for key in content if key not in MODEL_KEYS), *own):
             checkpoint.metadata[key] = carried(model.file, content[key])
         if model.configuration is not None:
             checkpoint.metadata.setdefault("ds_config", carried(model.file, model.configuration))
 
-    def keep_others(self) -> None:
+    def keep_others(self, members: Sequence[OptimizerShard]) -> None:
         """Keep what ranks have of their own, and say of everything else in their files what it is."""
         checkpoint, models = self.checkpoint, self.models
         keys: Iterable[str] = (key for m in models for key in m.content if key not in MODEL_KEYS or key in KEPT_KEYS)
@@ -315,8 +307,8 @@ class _Files:
         checkpoint.metadata |= own
         found = [of_models, keep_extra(checkpoint, models)]
         contents: list[Content]
-        if self.members:
-            lead, where, keys = self.members[0], "optimizer_state_dict", OPTIMIZER_METADATA_KEYS
+        if members:
+            lead, where, keys = members[0], "optimizer_state_dict", OPTIMIZER_METADATA_KEYS
             every = [lead, *(one for one in self.optimizers if one is not lead)]
             contents = [(one.file, one.content) for one in every]
             found.append({one.path: shard_rules(first=one is lead) for one in every})

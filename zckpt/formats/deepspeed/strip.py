@@ -40,7 +40,7 @@ from zckpt.formats.deepspeed.other_files import LATEST, beside_tag
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.stripping import Edited, Request, Rewritten, Stripping, as_it_is, completed, rewrite
 from zckpt.formats.torch_files.strip import drop_slots, optimizer_edit
-from zckpt.state import MASTER, Checkpoint, Padding, by_key, dict_of, differ
+from zckpt.state import MASTER, Checkpoint, Padding, by_key, dict_of, differ, list_of
 from zckpt.torchfile import Tensor, TorchFile, walk_tensors
 
 
@@ -113,7 +113,7 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
     trees = {file.path: id(file.tree) for file in checkpoint.files}
     unchanged: set[int] = set()  # of files with one tree, as ZeRO-3's model files, one tells for all
     for shard in directory.shards:
-        path, tree = Path(shard.path), trees.get(shard.path, 0)
+        path, tree = Path(shard.path), trees[shard.path]
         if tree in unchanged:
             files.append(as_it_is(path, shard.name))
             continue
@@ -205,14 +205,13 @@ def drop_padding(file: TorchFile, layout: Sequence[Padding], slots: Sequence[str
         length = padding.partition - padding.numel
         return replace(tensor, shape=(length,), strides=(1,)) if tensor.numel > length else tensor
 
-    masters, base = z["single_partition_of_fp32_groups"], z.get("base_optimizer_state")
-    if isinstance(masters, (list, tuple)):
-        short = list(map(cut, masters, layout))
-        if any(now is not before for now, before in zip(short, masters, strict=True)):
-            z["single_partition_of_fp32_groups"] = short
-            if "zero_stage" in z:  # DeepSpeed 0.14 has all the padding of a group with the last rank
-                z["group_paddings"] = [padding.numel for padding in layout]
-            edited.changed = True
+    masters, base = list_of(z["single_partition_of_fp32_groups"]), z.get("base_optimizer_state")
+    short = list(map(cut, masters, layout))
+    if any(now is not before for now, before in zip(short, masters, strict=True)):
+        z["single_partition_of_fp32_groups"] = short
+        if "zero_stage" in z:  # DeepSpeed 0.14 has all the padding of a group with the last rank
+            z["group_paddings"] = [padding.numel for padding in layout]
+        edited.changed = True
     if slots is None:
         return
     rigid: Mapping[Any, Any] | None = base if isinstance(base, dict) else None

@@ -198,7 +198,7 @@ class Unpartitioned:
     named: bool = False
 
 
-@immutable
+@dataclass(frozen=True)
 class Target:
     """A DeepSpeed checkpoint that is to be written, every option decided.
 
@@ -239,7 +239,6 @@ class Target:
     sub_group_size: int | None = None
     ranks: list[Rank] = field(default_factory=list)
     coded: dict[tuple[int, int], Codes | Form] = field(default_factory=dict, repr=False, compare=False)
-    _own_values: dict[tuple[int, int], list[RankValue]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def regrouped(self) -> bool:
@@ -265,11 +264,10 @@ class Target:
             flat and bool(details.get("parameter_alignment")),
         )
 
-    def own_values(self, mp_rank: int, rank: int) -> Sequence[RankValue]:
-        """Return what a rank of the source has of its own, which is looked for in all ranks' once."""
-        if not self._own_values:
-            self._own_values.update(by_key(((one.mp_rank, one.rank), one) for one in self.checkpoint.per_rank))
-        return self._own_values.get((mp_rank, rank), ())
+    @cached_property
+    def own_values(self) -> Mapping[tuple[int, int], Sequence[RankValue]]:
+        """What each rank of the source has of its own, by its model- and its data-parallel number."""
+        return by_key(((one.mp_rank, one.rank), one) for one in self.checkpoint.per_rank)
 
     def parts(self, mp: Rank, rank: int = 0) -> list[Part]:
         """Return what a rank's file has one master of, in its order."""

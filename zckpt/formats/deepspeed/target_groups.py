@@ -118,7 +118,7 @@ def dealt(
     for bundle in bundles:
         source, number = bundle[0].degree, bundle[0].number if stage == 3 else count
         degree = source if source is None else options.expert_parallel_size or source
-        if source is not None and degree is not None:
+        if source and degree:
             if options.world_size * state.lanes % degree:
                 over = f", {options.world_size * state.lanes} with the tensor-parallel ones,"
                 raise UsageError(
@@ -194,7 +194,7 @@ def _spread(bundle: Sequence[_Group], degree: int | None, state: Rank) -> Iterat
         for rank, names in enumerate(joined[:1] * degree if same else spread_experts(joined, degree)):
             spread[rank] += names
     if not by_size and len(bundle) > 1:
-        if len({group.degree for group in bundle}) > 1:
+        if differ([group.degree for group in bundle]):
             raise _refused("the groups of experts differ from DeepSpeed's own: it is unknown what it would create")
         for group in bundle:
             yield from _spread([group], degree, state)

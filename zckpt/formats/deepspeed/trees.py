@@ -328,7 +328,7 @@ def _cut(target: Target, mp: Rank, rank: int) -> dict[str, object]:
     """Return the keys of an optimizer file that depend on how it is cut."""
     source, flat, config = mp.members[0], target.stage != 3, target.origin.model.config
     known = source.masters if (source.stage != 3) == flat else []
-    own = target.own_values(mp.mp_rank, rank)
+    own = target.own_values.get((mp.mp_rank, rank), ())
     keys = [key for one, more in zip(source.scalars, source.tensors, strict=True) for key in (*one, *more)]
     parts = [(group, group.position(rank), part) for group in mp.groups for part in group.parts(rank)]
     masters: list[object] = []
@@ -353,14 +353,14 @@ def _cut(target: Target, mp: Rank, rank: int) -> dict[str, object]:
         of_part = [one for one in own if one.part == number and not (one.in_group or target.coded)]
         state |= {one.key: value_node(one.value) for one in of_part}
         states.append(_ordered_like(state, keys))
-    joined(dict(enumerate(states)), aliases(source), len(source.masters), len(states))
+    joined(dict(enumerate(states)), aliases(source), len(source.masters))
     groups: dict[int, object] = {}
     for group in mp.groups:
         of_group = {one.key: one.value for one in own if one.in_group and one.group == group.index}
         values = {**group.values.hyperparameters, **of_group}
         kept = _ordered_like(values, source.group(group.index) if of_group else ())
         nodes = {key: value_node(value) for key, value in kept.items()}
-        groups[group.index] = {**nodes, "params": numbers.get(group.index, [])}
+        groups[group.index] = {**nodes, "params": numbers[group.index]}
     base = {"state": {n: state for n, state in enumerate(states) if state}, "param_groups": [*groups.values()]}
     if not flat:
         cut = {"partition_count": target.world_size, "optimizer_state_dict": base, "fp32_flat_groups": masters}

@@ -72,15 +72,18 @@ def shard_rules(*, first: bool) -> tuple[Rule, ...]:
         (_Z, "optimizer_state_dict", "param_groups"),
     )
     return (
-        *(Rule((*where, "*", "params", "**"), IMPLIED, "numbers of flat groups") for where in groups),
-        *(Rule((*where, "*", "param_names", "**"), IMPLIED, "names of the parameters") for where in groups),
         *(
-            Rule((*where, "*", "*", "**"), STATE, "hyperparameters")
-            if first
-            else Rule((*where, "**"), COPY, "hyperparameters, found to be the first rank's")
+            rule
             for where in groups
+            for rule in (
+                Rule((*where, "*", "params", "**"), IMPLIED, "numbers of flat groups"),
+                Rule((*where, "*", "param_names", "**"), IMPLIED, "names of the parameters"),
+                Rule((*where, "*", "*", "**"), STATE, "hyperparameters")
+                if first
+                else Rule((*where, "**"), COPY, "hyperparameters, found to be the first rank's"),
+                *(Rule((*where, "*", key), STATE, "a value of each rank") for key in OF_ONE_RANK_IN_GROUPS),
+            )
         ),
-        *(Rule((*where, "*", key), STATE, "a value of each rank") for where in groups for key in OF_ONE_RANK_IN_GROUPS),
         Rule((_Z, "base_optimizer_state", "state", "#", "*", "**"), STATE, "single values of a group"),
         Rule((_Z, "base_optimizer_state", "#", "*", "**"), STATE, "single values of a group"),
         Rule((_Z, "base_optimizer_state_step"), STATE, "the step"),

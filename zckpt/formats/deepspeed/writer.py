@@ -6,7 +6,7 @@ under tensor parallelism every model-parallel rank has. A rank that exists in so
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError, listed
@@ -68,8 +68,9 @@ def lay_out(job: Job) -> TargetFiles:
     written = recut(replace(job, options=_recut(options, world_size, stage)))
     stems = tuple(f"{Path(file.path).stem}." for file in checkpoint.files)
     restated = {key for key in (*checkpoint.metadata, *checkpoint.optimizer_metadata) if key.startswith(stems)}
-    written = replace(written, restated=restated | random_states(checkpoint))
-    return _without_clipping(written, checkpoint, stage)
+    lost = _lost_clipping(checkpoint, stage)
+    restated |= random_states(checkpoint).union(["clip_grad"] if lost else ())
+    return replace(written, notes=[*written.notes, *lost], restated=restated)
 
 
 def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tuple[str, TargetFiles]:
@@ -111,21 +112,19 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
     none = {key for key in foreign.NONE_IF_ABSENT if checkpoint.metadata.get(key) is None}
     restated = loss_scaling.HANDLED | none | set(filter(foreign.is_counted, checkpoint.metadata))
     tag = target.origin.directory.tag
-    written = TargetFiles(target_files(target, f"{tag}/" if whole else ""), notes=notes, restated=restated)
-    return tag, _without_clipping(written, checkpoint, stage)
+    notes += _lost_clipping(checkpoint, stage)
+    return tag, TargetFiles(target_files(target, f"{tag}/" if whole else ""), notes=notes, restated=restated)
 
 
-def _without_clipping(written: TargetFiles, checkpoint: Checkpoint, stage: int) -> TargetFiles:
-    """Add to the notes that ZeRO-3 does not keep `clip_grad`, where the source has one."""
+def _lost_clipping(checkpoint: Checkpoint, stage: int) -> list[str]:
+    """Say that ZeRO-3 does not keep `clip_grad`, where the source has one."""
     if stage != 3 or "clip_grad" not in checkpoint.optimizer_metadata:
-        return written
-    note = "ZeRO-3 does not keep clip_grad; it clips as the training's configuration says"
-    return replace(written, notes=[*written.notes, note], restated={*(written.restated or ()), "clip_grad"})
+        return []
+    return ["ZeRO-3 does not keep clip_grad; it clips as the training's configuration says"]
 
 
 def _recut(options: Options, world_size: int, stage: int | None) -> RecutOptions:
-    same = {one.name: getattr(options, one.name) for one in fields(Options)}
-    return RecutOptions(**{**same, "world_size": world_size, "stage": stage})
+    return RecutOptions(**{**asdict(options), "world_size": world_size, "stage": stage})
 
 
 def recut(job: Job) -> TargetFiles:

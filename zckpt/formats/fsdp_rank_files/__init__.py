@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zckpt.formats.format import TAG, Found, InFolder, NearMiss, Search
+from zckpt.formats.format import TAG, InFolder
 from zckpt.formats.fsdp_rank_files.directory import OWNED
 from zckpt.formats.options import option
 from zckpt.immutable import immutable
@@ -70,13 +70,6 @@ class FsdpRankFiles(InFolder):
     options = Options
     owns = OWNED
     every_name = True
-
-    def find(self, search: Search) -> Found | NearMiss | None:
-        """Find the files by their names: in the directory, in a step's or a role's below it."""
-        from zckpt.formats.fsdp_rank_files.directory import Directory, find
-
-        answer = find(search)
-        return Found(answer) if isinstance(answer, Directory) else answer
 
     def is_checkpoint(self, directory: Path) -> bool:
         """Tell by names whether a directory has files of ranks."""

@@ -152,7 +152,7 @@ class _Singles:
 
 def _elements(root: object) -> dict[object, object]:
     """Return what a state dict has, of DTensors and ShardedTensors their elements."""
-    found = {key: elements(value) for key, value in root.items()} if isinstance(root, dict) else {}
+    found = {key: elements(value) for key, value in dict_of(root).items()}
     state = found.get(STATE_KEY)
     if isinstance(state, dict):
         found[STATE_KEY] = {
@@ -229,8 +229,7 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
                                            found=listed(strange))  # fmt: skip
                 # `state_dict` sets the names of modules on its result.
                 state = root.state if isinstance(root, OrderedMapping) else None
-                versions = dict_of(state).get("_metadata")
-                model.modules = tuple(map(str, versions)) if isinstance(versions, dict) else ()
+                model.modules = tuple(map(str, dict_of(dict_of(state).get("_metadata"))))
                 model.held = {name: Across(model.files) for name in tensors}
                 model.form = form_of(file)
             elif tensors.keys() != model.held.keys():

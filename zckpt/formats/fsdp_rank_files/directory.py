@@ -23,7 +23,7 @@ from zckpt.formats.format import NearMiss, Search
 from zckpt.formats.latest import is_tag, latest_name
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.immutable import immutable
-from zckpt.storage.files import entries_of, is_file, read_json
+from zckpt.storage.files import files_in, folders_in, is_file, read_json
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def find(search: Search) -> Directory | NearMiss | None:
 
 def has_rank_files(directory: Path) -> bool:
     """Tell by names whether a directory has files of ranks."""
-    return directory.is_dir() and any(_is_of_a_rank(one.name) for one in entries_of(directory) if one.is_file())
+    return directory.is_dir() and any(map(_is_of_a_rank, files_in(directory)))
 
 
 def _below(path: Path, tag: str | None, trackers: tuple[Path, ...]) -> Directory | NearMiss | None:
@@ -139,7 +139,7 @@ def _below(path: Path, tag: str | None, trackers: tuple[Path, ...]) -> Directory
     last = _last(path)
     if last is not None:
         return last
-    roles = sorted(one.name for one in _folders(path) if has_rank_files(one))
+    roles = sorted(one.name for one in folders_in(path) if has_rank_files(one))
     if len(roles) == 1:
         return _read(path / roles[0], _of_training(path), trackers)
     if roles:
@@ -152,8 +152,8 @@ def _below(path: Path, tag: str | None, trackers: tuple[Path, ...]) -> Directory
 
 def _last(path: Path) -> Directory | NearMiss | None:
     """Return the last step of a run; None where no folder of a step has files of ranks."""
-    steps = {int(match[1]): one for one in _folders(path) if (match := STEP.fullmatch(one.name)) is not None}
-    steps = {n: one for n, one in steps.items() if has_rank_files(one) or any(map(has_rank_files, _folders(one)))}
+    steps = {int(match[1]): one for one in folders_in(path) if (match := STEP.fullmatch(one.name)) is not None}
+    steps = {n: one for n, one in steps.items() if has_rank_files(one) or any(map(has_rank_files, folders_in(one)))}
     if not steps:
         return None
     from zckpt.state.names import is_number
@@ -186,7 +186,7 @@ def _beside(path: Path, names: Iterable[str]) -> tuple[Path, ...]:
 
 
 def _of_training(step: Path) -> tuple[Path, ...]:
-    return tuple(Path(one.path) for one in entries_of(step) if OF_TRAINING.fullmatch(one.name) and one.is_file())
+    return tuple(step / name for name in files_in(step) if OF_TRAINING.fullmatch(name))
 
 
 def _read(path: Path, beside: tuple[Path, ...], trackers: tuple[Path, ...]) -> Directory:
@@ -243,7 +243,7 @@ def complete(path: Path, kind: str, found: dict[int, Path], world_size: int) -> 
 def _rank_files(directory: Path) -> Iterator[tuple[str, int, int, str]]:
     """Yield kind, world size, rank and name of each file of a rank; 0 is a world size that names do not say."""
     indexes: dict[str, set[str]] = {}
-    for name in (one.name for one in entries_of(directory) if one.is_file()):
+    for name in files_in(directory):
         match = _RANK_FILE.fullmatch(name)
         if match is not None:
             yield match[1], int(match[2]), int(match[3]), name
@@ -269,7 +269,3 @@ def _is_of_a_rank(name: str) -> bool:
     if match is not None:
         return match[1] != EXTRA
     return any(pattern.fullmatch(name) is not None for _, pattern in _ACCELERATE)
-
-
-def _folders(directory: Path) -> list[Path]:
-    return [Path(entry.path) for entry in entries_of(directory) if entry.is_dir()]

@@ -19,7 +19,7 @@ from zckpt.formats.fsdp_rank_files.units import Units
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, ValueTensor, new_storage, view
 from zckpt.immutable import immutable
 from zckpt.state import Checkpoint, Shape, Slot, differ
-from zckpt.state.boxes import row_major
+from zckpt.state.boxes import row_major, torch_strides
 from zckpt.state.dtypes import itemsize
 from zckpt.state.views import concat, narrow, pad, reshape, zeros
 from zckpt.storage.files import opened
@@ -86,7 +86,7 @@ class RankTensors:
         extent = slot.flat(offsets[0] * row, sizes[0] * row)
         storage = new_storage(dtype, extent.numel, [SlotContent(0, slot, label, extent)])
         state = {"_local_tensor": view(storage, sizes), "_spec": self._spec(slot.shape, dtype)}
-        strides, layout = row_major([max(n, 1) for n in slot.shape]), Layout("torch.strided")
+        strides, layout = torch_strides(slot.shape), Layout("torch.strided")
         return MetaTensor(dtype, slot.shape, strides, False, self._cls, 0, layout, Device("cpu"), None, (None, state))
 
     def shard(self, line: Slot, dtype: str, label: str) -> SlotTensor:
@@ -98,7 +98,7 @@ class RankTensors:
     def _spec(self, shape: Shape, dtype: str) -> Object:
         spec = self._specs.get((shape, dtype))
         if spec is None:
-            strides = row_major([max(n, 1) for n in shape])  # not the tensor's own: a pickle tells what is one object
+            strides = torch_strides(shape)  # not the tensor's own: a pickle tells what is one object
             about = Object(Global(self._about, "TensorMeta"), (Size(shape), tuple(strides), DType(dtype)), how="newobj")
             state: dict[object, object] = {"mesh": self._mesh, "placements": self._nodes, "tensor_meta": about}
             if self._form >= (2, 10):

@@ -18,7 +18,7 @@ from zckpt.formats.lost import tensor_of
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.content import content_of
 from zckpt.state import dict_of
-from zckpt.storage.files import entries_of
+from zckpt.storage.files import files_in
 from zckpt.torchfile import MetaTensor, Place, TorchFile, read_torchfile, value_at
 
 
@@ -31,7 +31,7 @@ def find(search: Search, first: str | None = None) -> Directory | None:
     alike = re.compile(".*" if first is None else re.sub(r"[0-9]+(?=[^0-9]*$)", "[0-9]+", re.escape(first)))
     paths: list[Path] = []
     for folder in (search.path, *search.roots):
-        own = [Path(one.path) for one in entries_of(folder) if one.name.endswith(READ_SUFFIXES) and one.is_file()]
+        own = [folder / name for name in files_in(folder) if name.endswith(READ_SUFFIXES)]
         paths += [path for path in own if alike.fullmatch(path.name)] or own
     damaged: list[SourceError] = []
     files: list[TorchFile] = []

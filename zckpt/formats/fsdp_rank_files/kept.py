@@ -22,7 +22,7 @@ from zckpt.formats.fsdp_rank_files.units import members_of
 from zckpt.formats.remainder import remainder, types_of_weights
 from zckpt.formats.torch_files.tensors import as_mapping, as_names
 from zckpt.formats.transformers_trainer.states import PER_GROUP, scheduler
-from zckpt.state import Checkpoint, ParamGroup, by_key
+from zckpt.state import Checkpoint, ParamGroup, by_key, list_of
 from zckpt.state.inventory import IMPLIED, Rule
 from zckpt.torchfile import FromFile, TorchFile, brief
 
@@ -41,8 +41,7 @@ KEYS = "extra_state"
 
 def keys_of(checkpoint: Checkpoint) -> list[str]:
     """Return the keys of the source's further files; none of a source of another format."""
-    known = checkpoint.details.get(KEYS)
-    return [str(key) for key in known] if isinstance(known, list) else []
+    return list(map(str, list_of(checkpoint.details.get(KEYS))))
 
 
 def of_single_ranks(checkpoint: Checkpoint) -> list[str]:

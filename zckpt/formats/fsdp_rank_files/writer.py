@@ -55,7 +55,7 @@ from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import refuse_trees
 from zckpt.formats.torch_files.writer import SlotTensor
-from zckpt.state import Checkpoint, without
+from zckpt.state import Checkpoint, dict_of, without
 from zckpt.state.partition import check_world_size
 from zckpt.storage.files import is_file
 from zckpt.torchfile import OrderedMapping
@@ -71,8 +71,7 @@ def lay_out(job: Job) -> TargetFiles:
     """
     refuse(job.checkpoint)
     checkpoint, target = job.checkpoint, _target(job)
-    config = checkpoint.details.get("fsdp_config")
-    own = config.get("FSDP_version") if isinstance(config, dict) and checkpoint.format == FORMAT else None
+    own = dict_of(checkpoint.details.get("fsdp_config")).get("FSDP_version") if checkpoint.format == FORMAT else None
     version: int = job.options.fsdp_version or (own if own in (FSDP1, FSDP2) else FSDP2)
     state = checkpoint.details.get("optimizer_state")
     if version == FSDP1 and own == FSDP1 and checkpoint.param_groups and state != FLAT and not job.options.units:
@@ -123,7 +122,7 @@ def _target(job: Job) -> Target:
     device = job.options.device or job.checkpoint.details.get("device") or "cuda"
     is_own = job.checkpoint.format == FORMAT
     mesh = job.checkpoint.details.get("mesh") if is_own else None
-    names = tuple(mesh) if isinstance(mesh, dict) else ()
+    names = tuple(dict_of(mesh))
     is_alike = isinstance(mesh, (dict, list)) and len(mesh) == (1 if fsdp_size == world_size else 2)
     version = job.options.torch_version or (job.checkpoint.details.get("torch_version") if is_own else None)
     form = NEWEST

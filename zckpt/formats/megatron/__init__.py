@@ -38,12 +38,11 @@ own           what a directory that zckpt wrote has besides
 from __future__ import annotations
 
 from dataclasses import fields
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from zckpt.errors import UnsupportedError, UsageError, about
-from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, Survey, TargetFiles
-from zckpt.formats.megatron.directory import LEGACY, READERS, ZARR, find_place, is_written, names_own
+from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.format import TAG, Found, InFolder, Job, Search, Survey, TargetFiles
+from zckpt.formats.megatron.directory import LEGACY, ZARR, is_written, names_own
 from zckpt.formats.options import dtype_option, option
 from zckpt.immutable import immutable
 from zckpt.storage.ownership import Owned
@@ -116,7 +115,7 @@ class RecutOptions(Ranks):
     expert_parallel_size: int | None = option("Expert-parallel ranks. Default: as SOURCE.", metavar="E")
 
 
-class Megatron(Format):
+class Megatron(InFolder):
     """Checkpoints of Megatron-Core."""
 
     name = "megatron"
@@ -149,18 +148,12 @@ class Megatron(Format):
         "opt_param_scheduler", "rng_state",
     })  # fmt: skip
 
-    def find(self, search: Search) -> Found | NearMiss | None:
-        """Find a directory with `metadata.json` and `.metadata`, or the one that a run or NeMo's directory holds."""
-        place = find_place(search.path, search.tag)
-        return place if place is None or isinstance(place, NearMiss) else Found(place)
-
     def read(self, found: Found, search: Search) -> Checkpoint:  # noqa: ARG002
         """Read `.metadata`, the headers of the items, and `common.pt`."""
         from zckpt.state.inventory import IMPLIED, Claim
 
         place = found.place
-        with about(place.path):
-            checkpoint: Checkpoint = import_module(f"{__name__}.{READERS[place.kind]}").read(place)
+        checkpoint: Checkpoint = self.module(place.kind).read(place)
         if place.tracker is not None:
             checkpoint.claims[str(place.tracker)] = Claim(IMPLIED, "which checkpoint of the run is the newest")
         return checkpoint

@@ -23,10 +23,9 @@ from math import prod
 from zckpt.compare.weights import not_rounded
 from zckpt.engine.copy import read_extent
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
-from zckpt.formats.megatron.objects import size_of
 from zckpt.formats.torch_files.tensors import as_mapping, slot_of
 from zckpt.immutable import immutable, mutable
-from zckpt.state import MASTER, PaddingSpan, Shape, Slot
+from zckpt.state import MASTER, PaddingSpan, Shape, Slot, size_of
 from zckpt.state.boxes import SpanIndex
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import ANY, IMPLIED, Rule

@@ -14,12 +14,12 @@ Source: megatron-core 0.13 and 0.16; Megatron-LM's `megatron/model`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.immutable import immutable
-from zckpt.state import Shape, Slot
+from zckpt.state import Duplicate, Shape, Slot
 from zckpt.state.views import concat, narrow, pad, plain, reshape, transpose
 
 Shapes = Mapping[str, Shape]
@@ -80,6 +80,17 @@ class Cut:
         if odd:
             raise LayoutError(f"{name} has no {self.parts} equal parts", found=first.shape)
         return concat([narrow(one, d, part * size, size) for part in range(self.parts) for one in slices], d)
+
+    def copies(self, kind: str, name: str, whole: Slot, slices: Sequence[Slot], original: Slot) -> Iterator[Duplicate]:
+        """Yield what of a whole and of ranks' slices is there once more, given what is read.
+
+        Raises LayoutError: a copy is of another shape or type.
+        """
+        ranks = () if self.dimension is not None else enumerate(slices[1:], 1)
+        for one, rank in [*([(whole, None)] if whole is not original else []), *((one, rank) for rank, one in ranks)]:
+            check_alike(one, original, f"ranks have copies of {name} that differ")
+            if one.numel:
+                yield Duplicate(kind, name, name, one, original, rank)
 
 
 KEPT = Cut(None)

@@ -18,7 +18,7 @@ from zckpt.codes import LATEST, MISSING_FILE
 from zckpt.errors import ShardError, UnknownFormatError, UnsupportedError
 from zckpt.formats.dcp.directory import HEAD_NBYTES, MEGATRON_MARK, rank_of
 from zckpt.formats.dcp.directory import NAME as METADATA_NAME
-from zckpt.formats.format import NearMiss
+from zckpt.formats.format import NearMiss, Search
 from zckpt.formats.latest import is_name, latest_name
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.immutable import immutable
@@ -51,8 +51,7 @@ FORMAT = "megatron"
 TORCH_DIST, LEGACY, FSDP_DTENSOR, ZARR = "torch_dist", "legacy", "fsdp_dtensor", "zarr"
 
 BACKENDS = (TORCH_DIST, ZARR)
-READERS = {TORCH_DIST: "torch_dist", ZARR: "zarr", FSDP_DTENSOR: "fsdp_dtensor", LEGACY: "legacy"}
-"""The module that reads each kind of directory."""
+"""The kinds of directories, each called as the module that reads it; and those of them that have `MARK`."""
 
 _KEYS = ((b"optimizer.param_to_group_meta.",), (b"model.module.", b"checkpoint_version"))
 """What Megatron-FSDP's keys are known by: all of one of these are in `.metadata`."""
@@ -92,12 +91,13 @@ class Place:
     kind: str = TORCH_DIST
 
 
-def find_place(path: Path, tag: str | None) -> Place | NearMiss | None:
+def find(search: Search) -> Place | NearMiss | None:
     """Return where the checkpoint is that a path is or holds; None if it is none of Megatron-Core's.
 
-    `tag`: which of a run: the name of a directory. Raises SourceError: it is one for certain, and a file that is needed
-    is missing or unreadable.
+    A tag is the name of a directory of a run. Raises SourceError: it is one for certain, and a file that is needed is
+    missing or unreadable.
     """
+    path, tag = search.path, search.tag
     if path.is_file() or FOLDER.fullmatch(path.name):
         return _around(path)
     if not path.is_dir():

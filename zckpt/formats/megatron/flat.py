@@ -40,17 +40,17 @@ from zckpt.formats.megatron.buckets import (
 )
 from zckpt.formats.megatron.cut import cuts_of
 from zckpt.formats.megatron.names import TIED, is_expert
-from zckpt.formats.megatron.objects import OPTIMIZER, Common, size_of
+from zckpt.formats.megatron.objects import OPTIMIZER, Common
 from zckpt.formats.megatron.optimizer import HYPERPARAMETERS, SCALER, loss_scale_of
 from zckpt.formats.megatron.order import orders
 from zckpt.formats.megatron.stages import FURTHER, Chunks, Dealt, Sliced, expert_counts, on_expert_rank
 from zckpt.formats.torch_files.tensors import TensorItem, carried
 from zckpt.immutable import immutable, mutable
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot, by_key, dict_of
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot, by_key, dict_of, size_of
 from zckpt.state.inventory import ANY, CARRIED, COPY, IMPLIED, LEFT_OUT, REST, UNNAMED_STATE, Rule
 from zckpt.state.inventory import STATE as AS_STATE
 from zckpt.state.views import concat
-from zckpt.torchfile import walk_tensors
+from zckpt.torchfile import has_tensors
 
 _GROUP = r"(?:chained_([0-9]{1,18})\.)?optimizer\.distributed\.dp_group_idx_([0-9]{1,18})\."
 _BUCKET = re.compile(
@@ -124,7 +124,7 @@ def with_flat(
         return common
     try:
         firsts = [known.node(GROUPS, place) for place, _ in known.of(GROUPS) if place[1] == 0]  # of each of a chain
-        if not firsts or not all(isinstance(one, dict) and not any(walk_tensors(one)) for one in firsts):
+        if not firsts or not all(isinstance(one, dict) and not has_tensors(one) for one in firsts):
             raise UnsupportedError("there are no param groups with them")
         reading = _proven(checkpoint, _buffers(items, known), common.arguments)
     except SourceError as error:
@@ -367,11 +367,7 @@ class _Chain:
         cut = self._sliced.cuts[name]
         whole = cut.joined(name, parts)
         original = found.slots.setdefault(name, {}).setdefault(slot, whole)
-        others: list[tuple[Slot, int | None]] = [(whole, None)] if original is not whole else []
-        others += [(part, rank) for rank, part in enumerate(parts[1:], 1) if cut.dimension is None]
-        found.copies += [
-            Duplicate("parameter", name, name, copy, original, rank) for copy, rank in others if copy.numel
-        ]
+        found.copies += cut.copies("parameter", name, whole, parts, original)
 
 
 def _kind(one: Buffer) -> tuple[object, ...]:

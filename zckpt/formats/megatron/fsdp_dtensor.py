@@ -23,7 +23,7 @@ from zckpt.formats.dcp.directory import Directory
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.optimizer import hyperparameters
 from zckpt.formats.dcp.reader import fill, say_what_values_are, tree_of
-from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Branch, Node, branch, leaves
+from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Branch, Node, Tree, branch, leaves
 from zckpt.formats.megatron.cut import end_to_end
 from zckpt.formats.megatron.directory import FORMAT, FSDP_DTENSOR, Place
 from zckpt.formats.megatron.keys import stored
@@ -61,7 +61,7 @@ def read(place: Place) -> Checkpoint:
     items = {bare: item for bare, name in _named(map(str, model)).items()
              if isinstance(item := model[name], TensorItem)}  # fmt: skip
     joined = {one.key: _whole(one.key, [items[part] for part in one.parts]) for one in stored(items)}
-    whole: dict[str | int, Node] = {name: joined[name] for name in in_order(joined)}
+    whole: Tree = {name: joined[name] for name in in_order(joined)}
     tree[MODEL] = whole
     if tree.get(OPTIMIZER) is not None:
         optimizer = _optimizer(tree[OPTIMIZER], shapes, checkpoint.duplicates)
@@ -107,7 +107,7 @@ def _whole(key: str, items: list[TensorItem]) -> TensorItem:
     return TensorItem(key, whole.dtype, whole.shape, whole.spans, None, items[0].path)
 
 
-def _optimizer(node: Node, shapes: Shapes, copies: list[Duplicate]) -> dict[str | int, Node]:
+def _optimizer(node: Node, shapes: Shapes, copies: list[Duplicate]) -> Tree:
     """Return an optimizer with groups in a list; of a chain of them, one that has all of their parameters."""
     content = branch(node) or {}
     several = [part for part in content.values() if META in (branch(part) or {})]
@@ -115,9 +115,9 @@ def _optimizer(node: Node, shapes: Shapes, copies: list[Duplicate]) -> dict[str 
     if not every or (several and len(several) != len(content)):
         raise UnsupportedError("holds an unknown kind of optimizer",
                                expected=f"{STATE} and {META}", found=listed(list(content)))  # fmt: skip
-    state: dict[str | int, Node] = {}
+    state: Tree = {}
     groups: dict[bytes, tuple[Branch, list[str]]] = {}
-    others: dict[str | int, Node] = {}
+    others: Tree = {}
     digests = Digests()
     for number, one in enumerate(every):
         state |= _state(branch(one.get(STATE, {})) or {}, shapes, copies)
@@ -128,7 +128,7 @@ def _optimizer(node: Node, shapes: Shapes, copies: list[Duplicate]) -> dict[str 
             groups.setdefault(key, (values, []))[1].append(bare)
         front = f"{number}." if several else ""
         others |= {f"{front}{key}": value for key, value in one.items() if key not in (STATE, META)}
-    listed_groups: dict[str | int, Node] = {}
+    listed_groups: Tree = {}
     for number, (values, members) in enumerate(groups.values()):
         sample = next((leaf for leaf in leaves(dict(values)) if isinstance(leaf, ObjectItem)), None)
         if sample is None:
@@ -137,15 +137,15 @@ def _optimizer(node: Node, shapes: Shapes, copies: list[Duplicate]) -> dict[str 
     return {**others, STATE: state, GROUPS: listed_groups}
 
 
-def _state(state: Branch, shapes: Shapes, copies: list[Duplicate]) -> dict[str | int, Node]:
+def _state(state: Branch, shapes: Shapes, copies: list[Duplicate]) -> Tree:
     """Return the state of each parameter, by slot; `copies` gets what two parts of one have both."""
     names = _named(map(str, state))
-    found: dict[str | int, Node] = {}
+    found: Tree = {}
     for one in stored(names):
         parts = [branch(state[names[part]]) or {} for part in one.parts]
         if differ([part.keys() for part in parts]):
             raise LayoutError(f"the state of {one.key} is not whole", expected=listed(list(parts[0])))
-        own: dict[str | int, Node] = {}
+        own: Tree = {}
         for slot in parts[0]:
             items = [part[slot] for part in parts]
             tensors = [item for item in items if isinstance(item, TensorItem)]

@@ -30,26 +30,24 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, about, listed
 from zckpt.formats.megatron.buckets import bucket_numels
-from zckpt.formats.megatron.cut import CURRENT, KEPT, SPLITS, Shapes, check_alike, cut_of, reordered
+from zckpt.formats.megatron.cut import CURRENT, KEPT, SPLITS, Shapes, cut_of, reordered
 from zckpt.formats.megatron.directory import FILE, FOLDER, FORMAT, LEGACY, OPTIMIZER_FILE, Place, folders, missing
 from zckpt.formats.megatron.fused import apart, expert_count, is_fused, name_of_one
 from zckpt.formats.megatron.local import GRADIENTS, attach_distributed, attach_plain
 from zckpt.formats.megatron.names import BLOCK, BUFFERS, TIED, Name, in_order, is_expert
-from zckpt.formats.megatron.objects import OPTIMIZER, Common, size_of, topology_of
+from zckpt.formats.megatron.objects import OPTIMIZER, VERSION, Common, settle, topology_of
 from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, Held, attach, keep_common, keep_rest, optimizers
 from zckpt.formats.megatron.own import read_own, restore_own
 from zckpt.formats.megatron.stages import FURTHER
 from zckpt.formats.torch_files.tensors import arguments_of, as_mapping, carried, describe, slot_of
 from zckpt.immutable import immutable, mutable
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Slot, SourceFile
+from zckpt.state import WEIGHT, Checkpoint, Parameter, ParamGroup, Slot, SourceFile, size_of
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import COPY, IMPLIED, REST, STATE, Rule
 from zckpt.storage.files import is_file
-from zckpt.torchfile import Digests, Tensor, TorchFile, read_torchfile, walk_tensors
+from zckpt.torchfile import Digests, Tensor, TorchFile, has_tensors, read_torchfile
 
 UNTIED = "untie_embeddings_and_output_weights"
-
-VERSION = "checkpoint_version"
 
 CHUNKS, BOUNDS, EXPERTS = "virtual stages", "stage bounds", "experts"
 """Under which `Checkpoint.details` have them."""
@@ -199,7 +197,7 @@ def _check_all(ranks: Sequence[RankFile], arguments: Mapping[object, object]) ->
         )
     first = ranks[0]
     for one in ranks[1:]:
-        for key in ("iteration", "checkpoint_version"):
+        for key in ("iteration", VERSION):
             if one.content.get(key) != first.content.get(key):
                 raise ShardError(f"has another {key} than {first.folder.name}", path=one.file.path,
                                  expected=first.content.get(key), found=one.content.get(key))  # fmt: skip
@@ -316,13 +314,12 @@ class Model:
         """
         firsts = {name: next(iter(next(iter(its.values())).values())) for name, its in self.copies.items()}
         shapes = {name: one.shape for name, one in firsts.items()}
-        is_trained = any(len(p.slots) > 1 for its in self.copies.values() for one in its.values() for p in one.values())
         for name in in_order(self.copies):
             is_buffer, spans = _is_buffer(name, firsts[name]), firsts[name].slots[WEIGHT].spans
             with about(spans[0].path if spans else self.first.file.path):
                 whole = self._whole(checkpoint, name, shapes, "buffer" if is_buffer else "parameter")
-            whole.frozen = is_trained and not is_buffer and len(whole.slots) == 1
             (checkpoint.buffers if is_buffer else checkpoint.parameters)[whole.name] = whole
+        settle(checkpoint)
         named = [[name_of_one(name, 0) for name in its.values()] for its in sequences]
         known = [[one for name in its if (one := self.given.get(name, name)) in checkpoint.parameters] for its in named]
         places = {name: at for at, name in enumerate(checkpoint.parameters)}
@@ -359,13 +356,7 @@ class Model:
             cut = rule if slots[0].shape == shape else KEPT
             whole = self._in_current_order(name, slots) or cut.joined(name, slots)
             original = found.setdefault(key, whole)
-            copies: list[tuple[Slot, Slot, int | None]] = [] if original is whole else [(whole, original, None)]
-            if cut.dimension is None:
-                copies += [(slot, whole, rank) for rank, slot in enumerate(slots[1:], 1)]
-            for copy_slot, of, at in copies:
-                check_alike(copy_slot, of, f"ranks have copies of {given} that differ")
-                if copy_slot.numel:
-                    checkpoint.duplicates.append(Duplicate(kind, given, given, copy_slot, of, at))
+            checkpoint.duplicates += cut.copies(kind, given, whole, slots, original)
         group = next((its[0].group for its in every if its[0].group is not None), None)
         state = next((its[0].state for its in every if its[0].state), {})
         return Parameter(given, found[WEIGHT].shape, found[WEIGHT].dtype, found, group, state=state)
@@ -560,7 +551,7 @@ def _carry(checkpoint: Checkpoint, every: Sequence[Local]) -> None:
         for key, value in one.content.items():
             if one is first or key in (*one.keys, OPTIMIZER):
                 continue
-            if digests.of(first.content.get(key)) == digests.of(value) and not any(walk_tensors(value)):
+            if digests.of(first.content.get(key)) == digests.of(value) and not has_tensors(value):
                 rules.append(Rule((str(key), REST), COPY, SAME))
             else:
                 checkpoint.metadata[f"{one.folder.name}.{key}"] = carried(one.file, value)

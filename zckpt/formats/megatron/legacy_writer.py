@@ -35,7 +35,7 @@ from zckpt.formats.megatron.legacy import APART, BOUNDS, CHUNKS, EXPERTS, FUSED,
 from zckpt.formats.megatron.local import GRADIENTS
 from zckpt.formats.megatron.names import BLOCK, TIED, Name
 from zckpt.formats.megatron.norms import ENGINE, LOCAL, filed_names, live_names
-from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, size_of, states_by
+from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, states_by
 from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, STATES, STEP
 from zckpt.formats.megatron.order import order_of
 from zckpt.formats.megatron.own import ROWS
@@ -53,7 +53,7 @@ from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import arguments_of, arguments_with
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, view
 from zckpt.immutable import immutable
-from zckpt.state import MASTER, Checkpoint, Slot, Topology, by_key, stated
+from zckpt.state import MASTER, Checkpoint, Slot, Topology, by_key, dict_of, size_of, stated
 from zckpt.torchfile import DType
 
 RNG = "rng_state"
@@ -322,8 +322,7 @@ def _model(source: Source, target: Target) -> Model:
     arguments = arguments_of(checkpoint.metadata.get(ARGUMENTS))
     is_tied = top.pp > 1 and arguments.get(UNTIED) is not True
     is_tied = is_tied and not any(name.endswith("output_layer.weight") for name in ordered)
-    known = checkpoint.details.get(GRADIENTS)
-    gradients = {str(key): str(value) for key, value in known.items()} if isinstance(known, Mapping) else {}
+    gradients = {str(key): str(value) for key, value in dict_of(checkpoint.details.get(GRADIENTS)).items()}
     if arguments.get("accumulate_allreduce_grads_in_fp32") is False and arguments.get("bf16") is not True:
         gradients = {"float16": "float16"}
     return Model(

@@ -17,12 +17,13 @@ from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.megatron.names import BUFFERS
 from zckpt.formats.torch_files.tensors import arguments_of, carried
 from zckpt.immutable import immutable
-from zckpt.state import Checkpoint, Topology
+from zckpt.state import Checkpoint, Topology, size_of
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import TorchFile
 
 OPTIMIZER, ARGUMENTS = "optimizer", "args"
 STEP_KEYS = ("iteration", "global_step")
+VERSION = "checkpoint_version"
 
 SHARD = re.compile(r"(.+)/shard_((?:[0-9]+(?:\.[0-9]+)*)?_(?:[0-9]+(?:\.[0-9]+)*)?)")
 """The key of an object: which of how many along each axis."""
@@ -58,12 +59,6 @@ class Common:
     def arguments(self) -> Mapping[object, object]:
         """The program's arguments; empty where it has none."""
         return arguments_of(self.content.get(ARGUMENTS))
-
-
-def size_of(arguments: Mapping[object, object], key: str) -> int | None:
-    """Return how many of something a program's arguments say that there are; None where they do not."""
-    value = arguments.get(key)
-    return value if type(value) is int and value > 0 else None
 
 
 def topology_of(arguments: Mapping[object, object], checkpoint: Checkpoint) -> tuple[Topology, int]:

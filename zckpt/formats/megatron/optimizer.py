@@ -24,7 +24,7 @@ from zckpt.formats.megatron.names import is_expert
 from zckpt.formats.megatron.objects import OPTIMIZER, Common
 from zckpt.formats.torch_files.tensors import as_mapping, carried, read_scalars, with_scalars
 from zckpt.immutable import immutable
-from zckpt.state import Checkpoint, Parameter, ParamGroup, are_distinct, dict_of, without
+from zckpt.state import Checkpoint, Parameter, ParamGroup, are_distinct, dict_of, list_of, without
 from zckpt.state.inventory import ANY, CARRIED, IMPLIED, REST, STATE, Rule
 from zckpt.torchfile import Tensor
 
@@ -80,9 +80,9 @@ def attach(checkpoint: Checkpoint, common: Common, members: Sequence[Sequence[st
     groups: list[ParamGroup] = []  # as yet without parameters
     path = common.file.path
     for held in every:
-        step, listed = dict_of(held.node.get(STATES)).get(COMMON_STEP), held.node.get(GROUPS)
+        step = dict_of(held.node.get(STATES)).get(COMMON_STEP)
         value: object = read_scalars(path, [step])[0] if isinstance(step, Tensor) and step.numel == 1 else step
-        for node in listed if isinstance(listed, list) else []:
+        for node in list_of(held.node.get(GROUPS)):
             values = with_scalars(as_mapping(node, path, "a param group as a dict"), path)
             own = values.pop(STEP, value)
             groups.append(ParamGroup(values, [], {} if own is None else {STEP: own}))
@@ -131,18 +131,16 @@ def optimizers(
     node: object, steps: Steps, outer: tuple[Mapping[object, object], Steps] | None = None
 ) -> Iterator[Held]:
     """Yield the optimizers of a value: itself, or those of a list or a chain of several."""
-    if isinstance(node, list):
-        for number, one in enumerate(node):
-            yield from optimizers(one, (*steps, str(number)))
-    elif isinstance(node, dict) and isinstance(node.get(GROUPS), list):
-        yield Held(node, steps, *(outer or ({}, ())))
-    elif isinstance(node, dict) and isinstance(node.get(OPTIMIZER), dict):
-        yield from optimizers(node[OPTIMIZER], (*steps, OPTIMIZER), (node, steps))
-    elif isinstance(node, dict) and node and all(str(key).isdecimal() for key in node):
-        for key, one in node.items():
+    own = dict(enumerate(node)) if isinstance(node, list) else dict_of(node)
+    if isinstance(own.get(GROUPS), list):
+        yield Held(own, steps, *(outer or ({}, ())))
+    elif isinstance(own.get(OPTIMIZER), dict):
+        yield from optimizers(own[OPTIMIZER], (*steps, OPTIMIZER), (own, steps))
+    elif own and all(str(key).isdecimal() for key in own):
+        for key, one in own.items():
             yield from optimizers(one, (*steps, str(key)))
-    elif isinstance(node, dict) and node:
-        yield Held({}, (*steps, OPTIMIZER), node, steps)
+    elif own:
+        yield Held({}, (*steps, OPTIMIZER), own, steps)
 
 
 def _by_rule(checkpoint: Checkpoint, groups: Sequence[ParamGroup], common: Common) -> list[list[str]] | None:

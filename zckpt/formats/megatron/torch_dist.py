@@ -59,7 +59,7 @@ def read(place: Place) -> Checkpoint:
 def _items(checkpoint: Checkpoint, path: Path) -> Items:
     metadata = read_metadata(path)
     items = read_items(metadata)
-    describe_files(checkpoint, path, metadata, items.files)
+    describe_files(checkpoint, metadata, items.files)
     return items
 
 

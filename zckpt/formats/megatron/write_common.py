@@ -34,7 +34,7 @@ from zckpt.formats.megatron.directory import (
 )
 from zckpt.formats.megatron.keys import check_names
 from zckpt.formats.megatron.names import is_expert
-from zckpt.formats.megatron.objects import ARGUMENTS, OPTIMIZER
+from zckpt.formats.megatron.objects import ARGUMENTS, OPTIMIZER, VERSION
 from zckpt.formats.megatron.optimizer import EXPERTS, SCALER, STEP, WEIGHT_DECAY, by_rule_decays
 from zckpt.formats.megatron.own import own_tree
 from zckpt.formats.suffixes import OWN_NAME
@@ -54,7 +54,7 @@ SHARDED = "optimizer sharding"
 SCALERS = (SCALER, f"1.{SCALER}")
 """Under which `Checkpoint.optimizer_metadata` have the loss scalers, that of experts where it is another."""
 
-CONTENT, VERSION, ITERATION = "content_metadata", "checkpoint_version", "iteration"
+CONTENT, ITERATION = "content_metadata", "iteration"
 CURRENT = 3.0
 """The version of a checkpoint whose queries, keys and values are ordered as everything here has them."""
 
@@ -102,8 +102,8 @@ class Source:
         Whose optimizer's state it is to be.
     groups : list of Group
     step : float or None
-    folder : str
-        Within the run.
+    iteration : int or None
+        At which it was saved; None: no training has saved it.
     notes : list of str
     """
 
@@ -113,7 +113,7 @@ class Source:
     kind: str
     groups: list[Group]
     step: float | None
-    folder: str
+    iteration: int | None
     notes: list[str]
 
     @classmethod
@@ -129,7 +129,7 @@ class Source:
         if several:
             raise UnsupportedError("Megatron-Core has one model and one optimizer", found=listed(several))
         check_names(checkpoint.names)
-        tensors = model_tensors(checkpoint, getattr(options, "dtype", "keep"), tied="drop", exclude_frozen=False)
+        tensors = model_tensors(checkpoint, getattr(options, "dtype", "keep"), tied="drop")
         absent = [one.name for one in checkpoint.owners if one.name not in tensors]
         if absent:
             raise UnsupportedError("the model lacks some of its tensors", found=listed(absent))
@@ -150,13 +150,12 @@ class Source:
             raise UsageError("SOURCE does not state its iteration", expected="--iteration N")
         if chosen is not None and chosen < 0:
             raise UsageError("unusable iteration", expected="at least 0", found=chosen)
-        folder = RELEASE if chosen is None else folder_of(str(chosen))
-        return cls(checkpoint, tensors, trained, kind, groups, step, folder, notes)
+        return cls(checkpoint, tensors, trained, kind, groups, step, chosen, notes)
 
     @property
-    def iteration(self) -> int | None:
-        """At which it was saved; None: no training has saved it."""
-        return None if self.folder == RELEASE else int(self.folder.rpartition("_")[2])
+    def folder(self) -> str:
+        """Its directory within the run."""
+        return RELEASE if self.iteration is None else folder_of(str(self.iteration))
 
     def states(self, name: str) -> Iterator[tuple[str, Slot, str]]:
         """Yield key, slot and type of all that the optimizer has of a parameter, the master first.

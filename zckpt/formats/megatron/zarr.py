@@ -29,7 +29,7 @@ from zckpt.state import Checkpoint, Extent, Slot, SourceFile, Span
 from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import IMPLIED, Claim
-from zckpt.storage.files import is_file, json_object
+from zckpt.storage.files import folders_in, is_file, json_object
 from zckpt.torchfile import read_torchfile
 
 ARRAY, LOCKS, OBJECTS = ".zarray", ".sync", "shard_*.pt"
@@ -64,7 +64,7 @@ def _items(checkpoint: Checkpoint, path: Path) -> Items:
     """
     tensors: dict[str, TensorItem] = {}
     objects: dict[str, ObjectItem] = {}
-    for folder in sorted(one for one in path.iterdir() if one.is_dir()):
+    for folder in folders_in(path):
         if folder.name.endswith(LOCKS):
             for one in folder.iterdir():
                 checkpoint.claims[str(one)] = Claim(IMPLIED, "a lock of ranks that wrote parts of one chunk")

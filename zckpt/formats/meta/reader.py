@@ -18,7 +18,7 @@ from pathlib import Path
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, about
 from zckpt.evidence import is_trainable
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried, describe, slot_of
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Shape, Topology
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Shape, Topology, size_of
 from zckpt.state.inventory import Claim
 from zckpt.state.views import concat
 from zckpt.storage.files import is_file, json_object
@@ -132,16 +132,11 @@ def sizes_of(params: Mapping[str, object], words: int | None) -> Sizes:
 
     `words`: the output's, for a vocabulary of -1, which is the tokenizer's.
     """
-
-    def known(key: str) -> int | None:
-        value = params.get(key)
-        return value if type(value) is int and value > 0 else None
-
-    dim, heads, words = known("dim"), known("n_heads"), known("vocab_size") or words
+    dim, heads, words = size_of(params, "dim"), size_of(params, "n_heads"), size_of(params, "vocab_size") or words
     if dim is None or heads is None:
         return {DIM: dim, WORDS: words}
-    head = known("head_dim") or dim // heads
-    return {DIM: dim, QUERIES: heads * head, KEYS: (known("n_kv_heads") or heads) * head, WORDS: words}
+    head = size_of(params, "head_dim") or dim // heads
+    return {DIM: dim, QUERIES: heads * head, KEYS: (size_of(params, "n_kv_heads") or heads) * head, WORDS: words}
 
 
 def cut_dimension(name: str, shape: Shape, ranks: int, sizes: Sizes) -> int | None:

@@ -36,6 +36,7 @@ from zckpt.state import (
     Slot,
     Topology,
     dict_of,
+    size_of,
     without,
 )
 from zckpt.state.boxes import overlap
@@ -256,8 +257,7 @@ def _ranks(checkpoint: Checkpoint, folder: Path, files: Sequence[tuple[Path, re.
             found=f"{len(found)}, none of pp {gone[0]}, dp {gone[1]}, tp {gone[2]}, exp {gone[3]}", code=MISSING_FILE,
         )  # fmt: skip
     said = checkpoint.metadata["nanotron"]
-    stated = dict_of(said).get("dp")
-    dp = stated if type(stated) is int and stated > 0 else dp
+    dp = size_of(dict_of(said), "dp") or dp
     checkpoint.topology, checkpoint.world_size = Topology(dp, tp, pp, exp), dp * tp * pp
     config = folder / "optimizer_config.json"
     if found:

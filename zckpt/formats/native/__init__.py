@@ -95,7 +95,7 @@ class Zckpt(Strippable):
         """Read the document, then each file that it lists."""
         from zckpt.formats.native.document import read_document
         from zckpt.formats.native.rank_file import open_rank_file
-        from zckpt.state import SourceFile
+        from zckpt.state import SourceFile, dict_of, list_of
 
         surveyed = Survey()
         if found is None:
@@ -103,9 +103,8 @@ class Zckpt(Strippable):
         directory = found.place
         document, nbytes = read_document(directory)
         surveyed.files.append(SourceFile(str(directory / DOCUMENT_NAME), nbytes, "document"))
-        listed = document.get("files")
-        for rank, one in enumerate(listed if isinstance(listed, list) else []):
-            name, size = (one.get("name"), one.get("nbytes")) if isinstance(one, dict) else (None, None)
+        for rank, one in enumerate(list_of(document.get("files"))):
+            name, size = map(dict_of(one).get, ("name", "nbytes"))
             if not isinstance(name, str) or not isinstance(size, int) or Path(name).name != name:
                 continue
             try:

@@ -186,15 +186,14 @@ class Reading:
         self.listed = [Listed(**one) for one in files]
         self.layouts = Layouts(document["layouts"], len(self.listed))
         stored = [record(one, "storage", STORAGE) for one in document["storages"]]
-        described = {section: [self._described(one) for one in document[section]] for section in SECTIONS}
+        self.described = {section: [self._described(one) for one in document[section]] for section in SECTIONS}
         self.cuts: list[Cut] = []  # of storages, of which the first file has all bytes; then of slots
         for number, one in enumerate(stored):
             if one["nbytes"] % itemsize(one["dtype"]):
                 raise wrong(f"nbytes of storage {number}", f"whole elements of {one['dtype']}", one["nbytes"])
             shape = (one["nbytes"],)
             self.cuts.append(Cut("storage", storage_key(number), "uint8", shape, [(0, Extent.whole(shape))]))
-        self.cuts += [cut for every in described.values() for _, cuts in every for cut in cuts]
-        self.described = described
+        self.cuts += [cut for every in self.described.values() for _, cuts in every for cut in cuts]
         self.files: list[RankFile] = []
         self.paths = [str(path / one.name) for one in self.listed]
         where = None if headers else self._where()
@@ -292,8 +291,9 @@ class Reading:
             shape = parameter["shape"] if one["shape"] is None else one["shape"]
             key = one["key"] or f"{one['name']}/{parameter['name']}"
             cuts.append(Cut(one["name"], key, one["dtype"], shape, self.layouts.pieces(one["layout"], key, shape)))
-        if len({cut.name for cut in cuts}) != len(cuts):
-            raise wrong(f"slots of {parameter['name']}", "every slot once", [cut.name for cut in cuts])
+        names = [cut.name for cut in cuts]
+        if not are_distinct(names):
+            raise wrong(f"slots of {parameter['name']}", "every slot once", names)
         return parameter, cuts
 
     def _parameter(self, one: dict[str, Json], cuts: Sequence[Cut]) -> Parameter:

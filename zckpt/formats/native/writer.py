@@ -20,7 +20,7 @@ from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.tensors import slot_of_storage
 from zckpt.immutable import immutable
-from zckpt.state import ZEROS, Checkpoint, Extent, Parameter, Slot, Span, nbytes_of, positions, stated, values_of
+from zckpt.state import ZEROS, Checkpoint, Extent, Slot, Span, nbytes_of, positions, stated, values_of
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import check_world_size, even_extents
 from zckpt.torchfile import Mentioned
@@ -132,7 +132,7 @@ def _cut(
         whole = slot_of_storage(one)
         stored.append(Entry(storage_key(number), whole, whole.whole, "uint8", (one.storage.nbytes,)))
     used = {entry.key for entry in stored}
-    slots = [(name, p.name, slot) for p in _parameters(checkpoint) for name, slot in p.slots.items()]
+    slots = [(name, p.name, slot) for p in checkpoint.holders() for name, slot in p.slots.items()]
     assigned = cut([slot for *_, slot in slots], nbytes_of(stored))
     placed = []
     entries = [stored, *([] for _ in range(world_size - 1))]
@@ -163,7 +163,7 @@ def describe(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[Mentioned]]:
             *(value for group in checkpoint.param_groups for value in (group.hyperparameters, group.state)),
             checkpoint.metadata,
             checkpoint.optimizer_metadata,
-            *(parameter.state for parameter in _parameters(checkpoint) if parameter.state),
+            *(parameter.state for parameter in checkpoint.holders() if parameter.state),
         ]
     )
     members: dict[str, Any] = {
@@ -204,7 +204,7 @@ def place(checkpoint: Checkpoint, members: dict[str, Any], placed: Iterable[Cut]
     layouts: dict[Layout, int] = {}
     every = iter(placed)
     described = (one for section in SECTIONS for one in members[section])
-    for one, parameter in zip(described, _parameters(checkpoint), strict=True):
+    for one, parameter in zip(described, checkpoint.holders(), strict=True):
         for _ in parameter.slots:
             at = next(every)
             said: dict[str, object] = {"name": at.name, "dtype": at.dtype}
@@ -233,10 +233,4 @@ def lay_out_document(members: Mapping[str, object], identity: str, files: Sequen
         "id": identity,
         "files": [{**asdict(one), "header_crc32": f"{one.header_crc32:08x}"} for one in files],
     }
-    text = encode({**head, **members})
-    return TargetFile.of(DOCUMENT_NAME, text)
-
-
-def _parameters(checkpoint: Checkpoint) -> Iterator[Parameter]:
-    yield from checkpoint.tensors()
-    yield from checkpoint.unnamed.values()
+    return TargetFile.of(DOCUMENT_NAME, encode({**head, **members}))

@@ -19,9 +19,6 @@ from zckpt.storage.clone import BLOCK_NBYTES
 ALIGNMENT = 8
 """The header is padded with spaces so that the data starts on a multiple of this."""
 
-FOR_TORCH = {"format": "pt"}
-"""What Hugging Face's programs look for in a header."""
-
 
 @immutable
 class Entry:
@@ -94,7 +91,7 @@ def header_of(
     the format has no code for, too many tensors, or a name that it cannot hold.
     """
     check_names([name for name, _, _ in tensors])
-    header: dict[str, object] = {METADATA_KEY: {"format": "pt", **(metadata or {})}}
+    header: dict[str, object] = {METADATA_KEY: {"format": "pt", **(metadata or {})}}  # which Hugging Face looks for
     at = 0
     for name, dtype, shape in tensors:
         code = DTYPES[dtype].safetensors
@@ -120,7 +117,6 @@ def lay_out_directory(
     *,
     indexed: bool = False,
     stem: str = "model",
-    metadata: Mapping[str, str] | None = None,
 ) -> list[TargetFile]:
     """Return the files of a directory in Hugging Face's layout: one, or shards of at most `maximum` bytes and an index.
 
@@ -134,8 +130,6 @@ def lay_out_directory(
         Whether one file is a shard, too, and has an index.
     stem : str
         What the files' names begin with.
-    metadata : mapping of str to str, optional
-        Texts of every file's header.
     """
     check_names([entry.name for entry in entries])
     shards: list[list[Entry]] = [[]]
@@ -147,12 +141,12 @@ def lay_out_directory(
         shards[-1].append(entry)
         nbytes += entry.nbytes
     if len(shards) == 1 and not indexed:
-        return [lay_out(f"{stem}.safetensors", shards[0], metadata)]
+        return [lay_out(f"{stem}.safetensors", shards[0])]
     names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     index = {
         "metadata": {"total_size": nbytes_of(entries)},
         "weight_map": {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard},
     }
     text = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
-    files = [lay_out(name, shard, metadata) for name, shard in zip(names, shards, strict=True)]
+    files = [lay_out(name, shard) for name, shard in zip(names, shards, strict=True)]
     return [*files, TargetFile.of(f"{stem}.safetensors.index.json", text)]

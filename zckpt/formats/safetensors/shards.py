@@ -39,12 +39,11 @@ _SHARD = re.compile(r"shard-([0-9]{1,9})-model-([0-9]{1,9})-of-([0-9]{1,9})\.saf
 
 @mutable
 class Pieces:
-    """A tensor whose pieces are being collected: its element type, and spans by where they begin."""
+    """A tensor whose pieces are being collected: its type, how far they reach, and spans by where they begin."""
 
     dtype: str
-    dimensions: int
+    reach: Shape
     spans: dict[Shape, Span] = field(default_factory=dict)
-    reach: Shape = ()
 
 
 def is_sharded(path: Path) -> bool:
@@ -121,13 +120,13 @@ def _collect(tensors: dict[str, Pieces], slots: Mapping[str, Slot], metadata: Ma
     with about(file):
         offsets = offsets_in(slots, metadata)
     for name, slot in slots.items():
-        pieces = tensors.setdefault(name, Pieces(slot.dtype, len(slot.shape)))
-        if (pieces.dtype, pieces.dimensions) != (slot.dtype, len(slot.shape)):
+        pieces = tensors.setdefault(name, Pieces(slot.dtype, (0,) * len(slot.shape)))
+        if (pieces.dtype, len(pieces.reach)) != (slot.dtype, len(slot.shape)):
             raise LayoutError(
                 f"{name} has another type or number of dimensions than in another shard", path=file, found=slot.dtype
             )
         end = tuple(start + size for start, size in zip(offsets[name], slot.shape, strict=True))
-        pieces.reach = tuple(map(max, pieces.reach, end)) if pieces.reach else end
+        pieces.reach = tuple(map(max, pieces.reach, end))
         for span in slot.spans:  # none where it is empty
             if offsets[name] in pieces.spans:
                 raise LayoutError(f"{name} has two pieces at {offsets[name]}", path=file)

@@ -9,12 +9,10 @@ DIR/zckpt.pt                 written by zckpt: what these have no place for
 
 What ranks have is read as `fsdp_rank_files` reads it.
 
-directory       which files those are            writer          the files, and their `metadata.pkl`
+reader          which files those are            writer          the files, and their `metadata.pkl`
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from zckpt.formats.format import Found, InFolder, Search
 from zckpt.formats.options import option
@@ -22,10 +20,6 @@ from zckpt.formats.suffixes import OWN_NAME
 from zckpt.immutable import immutable
 from zckpt.storage.files import entries_of
 from zckpt.storage.ownership import Owned, called
-
-if TYPE_CHECKING:
-    from zckpt.state import Checkpoint
-
 
 _is_named = called(r"[A-Za-z0-9_-]+_[0-9]+\.pt|metadata\.pkl|zckpt\.pt")
 
@@ -59,16 +53,10 @@ class TorchCheckpointing(InFolder):
         """Find the files by `metadata.pkl`, or by those of the model."""
         if not (search.path.is_dir() and any(_is_named(one.name) for one in entries_of(search.path))):
             return None
-        from zckpt.formats.torch_checkpointing.directory import find
+        from zckpt.formats.torch_checkpointing.reader import find
 
         found = find(search.path)
         return None if found is None else Found(found)
-
-    def read(self, found: Found, search: Search) -> Checkpoint:
-        """Read the structure of all ranks' files."""
-        from zckpt.formats.torch_checkpointing.directory import read
-
-        return read(found.place, names=search.names)
 
 
 FORMATS = (TorchCheckpointing(),)

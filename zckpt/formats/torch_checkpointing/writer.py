@@ -18,11 +18,11 @@ from zckpt.formats.fsdp_rank_files.dtensors import Target
 from zckpt.formats.fsdp_rank_files.kept import own_tree
 from zckpt.formats.fsdp_rank_files.writer import Ranks, refuse
 from zckpt.formats.suffixes import OWN_NAME
-from zckpt.formats.torch_checkpointing.directory import DTENSOR, NAME, VERSION
+from zckpt.formats.torch_checkpointing.reader import DTENSOR, NAME, VERSION
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.optimizer import FORM_KEY, GROUPS_KEY, flattened, with_names
 from zckpt.formats.torch_files.writer import SlotTensor, ValueTensor
-from zckpt.state.boxes import row_major
+from zckpt.state.boxes import torch_strides
 from zckpt.state.partition import check_world_size
 from zckpt.torchfile import MetaTensor, Tensor, dump
 
@@ -87,7 +87,7 @@ def _cuts(node: object, keys: list[object], size: int, device: str) -> Iterator[
             data = {
                 "global_shape": list(shape),
                 "dtype": f"torch.{value.dtype}",
-                "stride": list(row_major([max(one, 1) for one in shape])),
+                "stride": list(torch_strides(shape)),
                 "mesh_spec": {**mesh, "mesh_dim_names": ("fsdp",) if is_cut else None},
                 "placements": [{"type": "Shard", "dim": 0} if is_cut else {"type": "Replicate"}],
             }

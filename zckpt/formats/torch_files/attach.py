@@ -34,6 +34,7 @@ from zckpt.state import (
     GivenNames,
     ParamGroup,
     dict_of,
+    list_of,
     without,
 )
 from zckpt.state.names import is_number
@@ -41,8 +42,8 @@ from zckpt.storage.files import opened
 from zckpt.torchfile import (
     FromFile,
     Tensor,
+    has_tensors,
     node_of,
-    walk_tensors,
 )
 
 Sample = Callable[[Tensor, str], bool]
@@ -115,7 +116,7 @@ def attach(
                 if isinstance(value, (Tensor, TensorItem)):
                     owner.slots[key] = slot_of(key, value, path) if isinstance(value, Tensor) else value.slot(key)
                 else:  # quantised, say: its tensors mean nothing by themselves
-                    owner.state[key] = FromFile(value, path) if any(True for _ in walk_tensors(value)) else value
+                    owner.state[key] = FromFile(value, path) if has_tensors(value) else value
             members.append(name)
         of = group.get(OPTIMIZER) if isinstance(group.get(OPTIMIZER), str) else None
         gone = known if of is None else (*known, OPTIMIZER)
@@ -171,9 +172,9 @@ def further_keys(kept: Mapping[str, object]) -> list[str]:
     found = list(without(kept, BESIDE, OPTIMIZERS))
     for one in (kept, *dict_of(node_of(kept.get(OPTIMIZERS))).values()):
         tree = dict_of(node_of(dict_of(one).get(BESIDE)))
-        rest, groups = dict_of(tree.get("rest")), tree.get("groups")
+        rest = dict_of(tree.get("rest"))
         inside = [rest, rest.get(STATE_KEY), *dict_of(tree.get("parameters")).values()]
-        inside += groups if isinstance(groups, list) else []
+        inside += list_of(tree.get("groups"))
         found += [str(key) for part in inside for key in dict_of(part) if key != STATE_KEY]
     return list(dict.fromkeys(found))
 

@@ -14,7 +14,7 @@ from zckpt.errors import SourceError
 from zckpt.formats.torch_files.content import content_of
 from zckpt.formats.torch_files.tensors import by_name
 from zckpt.state import Shape, dict_of
-from zckpt.storage.files import entries_of
+from zckpt.storage.files import files_in
 from zckpt.torchfile import Tensor, read_torchfile
 
 _OF_A_RANK = re.compile(r"(?i)((?:rank|shard|gpu|(?<![a-z])(?:sdp|tp|mp|pp|dp))[-_.=]?)[0-9]+(?=[^0-9]*$)")
@@ -45,7 +45,7 @@ def share_among_ranks(path: Path) -> str | None:
     if found is None:
         return None
     alike = re.compile(f"{re.escape(path.name[: found.end(1)])}[0-9]+{re.escape(path.name[found.end() :])}")
-    names = sorted(one.name for one in entries_of(path.parent) if alike.fullmatch(one.name) and one.is_file())
+    names = list(filter(alike.fullmatch, files_in(path.parent)))
     try:
         why = unlike(path, [path.with_name(name) for name in names if name != path.name][:1])
     except SourceError:  # the other cannot be read

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from zckpt.errors import about, listed
-from zckpt.evidence import MOST_PERMUTED, NAMES_ADVICE, agree, may_be_trained, orders_of_models
+from zckpt.evidence import MOST_PERMUTED, NAMES_ADVICE, agree, greatest, may_be_trained, orders_of_models
 from zckpt.formats.torch_files.optimizer import (
     STATE_KEY,
     OptimizerState,
@@ -57,6 +57,9 @@ AVERAGES = frozenset({"ema", "swa", "avg", "average", "averaged", "target", "sha
 MOST_COMBINED = 16
 """Of models in a file, those of which every few are tried as all that an optimizer has."""
 
+DEEPEST = 4
+"""Dicts and lists in each other in which models and optimizers are looked for."""
+
 EXTRA_STATE = "_extra_state"
 """What the name of a module's extra state ends with, be it a tensor or not (torch 2.13, `Module.get_extra_state`)."""
 
@@ -78,6 +81,11 @@ class Held:
     name: str = ""
     scope: str = ""
     several: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Its name, or else its key."""
+        return self.name or str(self.path[-1] if self.path else "")
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -161,9 +169,8 @@ class Content:
         rest: dict[object, object] = {}
         for key, value in self.base.items():
             if key in self.keys:
-                items = value.items() if isinstance(value, Mapping) else ()
                 read = self.models.get("", self.models.get(f"{key}.", {}))
-                extra = {name: one for name, one in items if not is_tensor(one) or name not in read}
+                extra = {name: one for name, one in dict_of(value).items() if not is_tensor(one) or name not in read}
                 rest.update({key: extra} if extra else {})
             elif key not in gone and not (None in self.keys and is_tensor(value)):
                 rest[key] = value
@@ -248,10 +255,10 @@ def _no_averages(keys: Iterable[object]) -> list[object]:
     return [key for key in keys if not is_averages(key)]
 
 
-def _holds(node: object, what: Callable[[object], bool], deep: int = 4) -> bool:
-    """Tell whether something is somewhere in dicts and lists, so deep; each is looked at once."""
+def _holds(node: object, what: Callable[[object], bool]) -> bool:
+    """Tell whether something is somewhere in dicts and lists, not too deep; each is looked at once."""
     level, seen = [node], {id(node)}
-    for _ in range(deep):
+    for _ in range(DEEPEST):
         below: list[object] = []
         for one in level:
             inside = one if isinstance(one, (list, tuple)) else dict_of(one).values()
@@ -493,22 +500,17 @@ def _find_model(found: Content, held: Held, models: Mapping[object, Shapes]) -> 
     numbers = [own for one in found.optimizers if all(map(str.isdecimal, own := words(_called(one)) - _USUAL))]
     if not all(own in named for own in numbers) and words(called) - _USUAL in numbers:
         called = ""  # counted from another number than models are
-    narrower: list[Callable[[object], bool]] = [
-        lambda key: in_lists and str(key).endswith(f".{held.path[-1]}"),
-        lambda key: likeness(called, str(key)) == SAME,
-        lambda key: not is_averages(key),
-        lambda key: likeness(called, str(key)) > 0,
-        lambda key: len(models[key]) == total,
-    ]
-    for rule in narrower:
-        if len(fitting) > 1:
-            fitting = [key for key in fitting if rule(key)] or fitting
+
+    def nearness(key: object) -> tuple[bool, bool, bool, int, bool]:
+        is_there = in_lists and str(key).endswith(f".{held.path[-1]}")
+        return is_there, *calls([called], [key]), len(models[key]) == total
+
+    fitting = greatest(fitting, nearness)
     if len(fitting) == 1:
         held.scope = f"{fitting[0]}."
     elif fitting or not can_have(_union(models), [held.state]):
-        label = held.name or str(held.path[-1] if held.path else "")
         found.warnings.append(
-            f"{label} could be the optimizer of several models: {', '.join(map(str, fitting or models))} "
+            f"{held.label} could be the optimizer of several models: {', '.join(map(str, fitting or models))} "
             f"({NAMES_ADVICE})"
         )
     else:
@@ -523,7 +525,7 @@ def _called(held: Held) -> str:
     """Return what an optimizer is called: in a list as that is, for a place in it is no name."""
     if _is_place(held):
         return str(held.path[-2]) if len(held.path) > 1 else ""
-    return held.name or str(held.path[-1] if held.path else "")
+    return held.label
 
 
 def _whole(held: Held, models: Mapping[object, Shapes]) -> Sequence[object] | None:
@@ -626,3 +628,10 @@ def likeness(optimizer: str, model: str) -> int:
     return int(
         any(a.startswith(b) or b.startswith(a) for a in filter(str.isalpha, ours) for b in filter(str.isalpha, theirs))
     )
+
+
+def calls(optimizer: Iterable[str], model: Iterable[object]) -> tuple[bool, bool, int]:
+    """Return whether keys of an optimizer call a model the same, whether its own are not averages', and how alike."""
+    keys = list(model)
+    like = max((likeness(one, str(key)) for one in optimizer for key in keys), default=0)
+    return like == SAME, not any(map(is_averages, keys)), like

@@ -43,9 +43,9 @@ from zckpt.torchfile import (
     Tensor,
     alike,
     brief,
+    has_tensors,
     is_leaf,
     value_at,
-    walk_tensors,
 )
 
 OPTIMIZER = "optimizer"
@@ -313,7 +313,7 @@ def check_hyperparameters(mine: Sequence[Mapping[str, Any]], its: Sequence[Mappi
     for number, (one, two) in enumerate(zip(mine, its, strict=True)):
         for key in sorted((one.keys() | two.keys()) - {"params", "param_names"}):
             expected, found = one.get(key), two.get(key)
-            if not alike(expected, found) and not any(True for _ in walk_tensors([expected, found])):
+            if not alike(expected, found) and not has_tensors([expected, found]):
                 raise LayoutError(
                     f"param group {number} has another {key} than rank 0's",
                     expected=brief(number_of(expected)),
@@ -348,21 +348,31 @@ def split_key(joined: str, names: Collection[str]) -> tuple[str, str]:
     return name, slot
 
 
+Values = dict[str, dict[str, object]]
+"""By parameter and key."""
+
+
+def apart(node: Mapping[str, object], names: Collection[str] = ()) -> tuple[Values, Values]:
+    """Return the state and the hyperparameters that a state dict has whose keys are joined."""
+    state: Values = {}
+    values: Values = {}
+    for key, value in node.items():
+        kind, _, rest = key.partition(".")
+        name, last = split_key(rest, names)
+        (state if kind == STATE_KEY else values).setdefault(name, {})[last] = value
+    return state, values
+
+
 def unflattened(node: Mapping[str, object], path: str, names: Collection[str] = ()) -> dict[str, Any]:
     """Return a state dict whose keys are joined as one of names; what it keeps once a parameter is once a group.
 
     `names`: those that are known, by which a name is told from a slot.
     """
-    state: dict[str, dict[str, object]] = {}
-    values: dict[str, dict[str, object]] = {}
-    for key, value in node.items():
-        kind, _, rest = key.partition(".")
-        name, last = split_key(rest, names)
-        (state if kind == STATE_KEY else values).setdefault(name, {})[last] = value
+    state, values = apart(node, names)
     groups: dict[bytes, dict[str, Any]] = {}
     digests = Digests()
     for name, its in values.items():
-        read = with_scalars({str(key): value for key, value in its.items()}, path)
+        read = with_scalars(its, path)
         groups.setdefault(digests.of(read), {**read, "params": []})["params"].append(name)
     return {STATE_KEY: state, GROUPS_KEY: list(groups.values())}
 

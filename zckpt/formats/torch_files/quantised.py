@@ -34,7 +34,7 @@ from zckpt.errors import DamagedFileError, UnsupportedError, about
 from zckpt.formats.torch_files.tensors import TORCHAO, description, holds_tensors, slot_of
 from zckpt.state import MASTER, WEIGHT, Parameter, Shape, Slot, without
 from zckpt.state.dtypes import is_floating
-from zckpt.torchfile import FromFile, MetaTensor, Tensor
+from zckpt.torchfile import FromFile, MetaTensor, Tensor, node_of
 
 if TYPE_CHECKING:
     from zckpt.engine.scaled import Part, Values
@@ -158,9 +158,12 @@ def as_floats(parameter: Parameter, path: str) -> Parameter:
 
 def is_quantised(value: object) -> bool:
     """Tell whether a value in a parameter's state is a slot that torchao has quantised."""
-    if description(value) is not None:
-        return True
-    own = value.node.subclass if isinstance(value, FromFile) and isinstance(value.node, MetaTensor) else None
+    return description(value) is not None or is_torchaos(node_of(value))
+
+
+def is_torchaos(node: object) -> bool:
+    """Tell whether a node is a tensor of one of torchao's classes."""
+    own = node.subclass if isinstance(node, MetaTensor) else None
     return own is not None and own.module.startswith("torchao.") and own.name in CLASSES
 
 

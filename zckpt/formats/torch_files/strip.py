@@ -19,7 +19,7 @@ from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, completed, gone, replaced, rewrite
 from zckpt.formats.suffixes import READ_SUFFIXES, is_optimizers
-from zckpt.formats.torch_files.optimizer import GROUPS_KEY, STATE_KEY, looks_flattened, looks_like_optimizer
+from zckpt.formats.torch_files.optimizer import GROUPS_KEY, STATE_KEY, apart, looks_flattened, looks_like_optimizer
 from zckpt.state import Checkpoint, without
 from zckpt.torchfile import Tensor, TorchFile, children, each, is_leaf, read_torchfile, walk_tensors
 
@@ -125,12 +125,7 @@ def drop_slots(states: list[object], request: Request, slots: Collection[str], e
 
 def _drop_joined(node: dict[str, object], request: Request, slots: Collection[str], edited: Edited) -> None:
     """Take slots out of a state dict whose keys are joined."""
-    states: dict[str, dict[str, object]] = {}
-    for key, value in node.items():
-        kind, _, rest = key.partition(".")
-        if kind == STATE_KEY:
-            name, _, slot = rest.rpartition(".")
-            states.setdefault(name, {})[slot] = value
+    states, _ = apart(node)
     drop_slots(list(states.values()), request, slots, edited)
     kept = {f"{STATE_KEY}.{name}.{slot}" for name, its in states.items() for slot in its}
     for key in [key for key in node if key.startswith(f"{STATE_KEY}.") and key not in kept]:

@@ -26,6 +26,7 @@ from zckpt.torchfile import (
     PlainParts,
     Tensor,
     TorchFile,
+    has_tensors,
     node_of,
     put_back,
     walk_tensors,
@@ -153,7 +154,7 @@ def holds_tensors(value: object) -> bool:
     Such are quantised states: codes and scales, which mean nothing one without the other, or what says of slots that
     they are such.
     """
-    return isinstance(value, FromFile) or description(value) is not None or any(True for _ in walk_tensors(value))
+    return isinstance(value, FromFile) or description(value) is not None or has_tensors(value)
 
 
 def description(value: object) -> Mapping[str, Any] | None:
@@ -338,7 +339,7 @@ def scalars_in(values: Mapping[Key, object], path: str) -> dict[Key, Scalar]:
     return found
 
 
-def with_scalars(values: Mapping[object, object], path: str) -> dict[str, object]:
+def with_scalars(values: Mapping[Any, object], path: str) -> dict[str, object]:
     """Return a dict of a torch file with its 0-d tensors read (a learning rate may be one) and its keys as text."""
     scalars = scalars_in(values, path)
     return {str(key): scalars.get(key, value) for key, value in values.items()}

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ from zckpt.errors import LayoutError
 from zckpt.formats.torch_files.tensors import encode, slot_of_storage
 from zckpt.immutable import immutable
 from zckpt.state import Extent, Scalar, Shape, Slot
-from zckpt.state.boxes import row_major
+from zckpt.state.boxes import torch_strides
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.state.spans import reach_of
 from zckpt.torchfile import (
@@ -181,7 +181,7 @@ def view(
     LayoutError
         It leaves the storage.
     """
-    steps = row_major([max(size, 1) for size in shape]) if strides is None else strides
+    steps = torch_strides(shape) if strides is None else strides
     end = start + reach_of(shape, steps) if math.prod(shape) else 0
     numel = storage.nbytes // itemsize(storage.dtype)
     if end > numel:
@@ -201,7 +201,7 @@ def lay_out(name: str, root: object) -> TargetFile:
     `zckpt.torchfile`, and the tensors named above. Raises UnsupportedError: the tree holds something that cannot be
     written.
     """
-    return lay_out_pickled(name, dump(root, _StandIns()))
+    return lay_out_pickled(name, dump(root, _stand_ins()))
 
 
 def lay_out_pickled(name: str, pickled: Pickled) -> TargetFile:
@@ -316,13 +316,11 @@ def _numel(content: Content, size: int) -> int:
     return content.covered.numel if isinstance(content, SlotContent) else -(-len(content.data) // size)
 
 
-class _StandIns:
-    """Gives the tensor for a SlotTensor or ValueTensor: each time a new one, of the one storage it has."""
+def _stand_ins() -> Callable[[object], object]:
+    """Return what gives the tensor for a SlotTensor or ValueTensor: each time a new one, of the one storage it has."""
+    storages: dict[int, NewStorage] = {}
 
-    def __init__(self) -> None:
-        self.storages: dict[int, NewStorage] = {}
-
-    def __call__(self, node: object) -> object:
+    def stand_in(node: object) -> object:
         if isinstance(node, SlotTensor):
             content: Content = SlotContent(0, node.slot, node.label)
             numel, shape = node.slot.numel, node.slot.shape
@@ -331,6 +329,8 @@ class _StandIns:
             numel, shape = len(node.data) // itemsize(node.dtype), node.shape
         else:
             return None
-        if id(node) not in self.storages:
-            self.storages[id(node)] = new_storage(node.dtype, numel, [content])
-        return view(self.storages[id(node)], shape)
+        if id(node) not in storages:
+            storages[id(node)] = new_storage(node.dtype, numel, [content])
+        return view(storages[id(node)], shape)
+
+    return stand_in

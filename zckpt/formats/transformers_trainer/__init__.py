@@ -22,7 +22,6 @@ writer          what the Trainer resumes from
 
 from __future__ import annotations
 
-from zckpt.formats.format import Found, NearMiss, Search
 from zckpt.formats.options import option
 from zckpt.formats.suffixes import OWN_MODEL, OWN_NAME
 from zckpt.formats.torch_files import TorchDirectory
@@ -62,13 +61,6 @@ class TransformersTrainer(TorchDirectory):
     writes = "for Hugging Face's Trainer without DeepSpeed"
     options = Options
     owns = Owned(called(f"{_OWN}|{OWN_MODEL}"), lambda directory: (directory / OWN_NAME).is_file())
-
-    def find(self, search: Search) -> Found | NearMiss | None:
-        """Find a model's files and what marks a training state by their names."""
-        from zckpt.formats.transformers_trainer.directory import Directory, find
-
-        answer = find(search.path)
-        return Found(answer) if isinstance(answer, Directory) else answer
 
 
 FORMATS = (TransformersTrainer(),)

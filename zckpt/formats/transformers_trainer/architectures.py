@@ -89,9 +89,9 @@ def architectures() -> dict[str, Architecture]:
     return found
 
 
-def architecture(model_type: str | None) -> Architecture:
-    """Return what is known of a type; nothing of one that is not known."""
-    return architectures().get(model_type or "", Architecture())
+def architecture(model_type: object) -> Architecture:
+    """Return what is known of a type, as a configuration says it; nothing of one that is not known."""
+    return architectures().get(str(model_type), Architecture())
 
 
 @cache

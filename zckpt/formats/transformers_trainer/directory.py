@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from zckpt.errors import listed
 from zckpt.formats.assets import ADAPTER_CONFIG
-from zckpt.formats.format import NearMiss
+from zckpt.formats.format import NearMiss, Search
 from zckpt.formats.safetensors.file import SHARD
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.immutable import immutable
-from zckpt.storage.files import entries_of, is_file
+from zckpt.storage.files import entries_of, files_in, is_file
 
 STATE_NAME = "trainer_state.json"
 PIPELINE_NAME = "model_index.json"
@@ -116,8 +116,9 @@ class Directory:
         return self.models[0].stem == ADAPTER_STEM
 
 
-def find(path: Path) -> Directory | NearMiss | None:
+def find(search: Search) -> Directory | NearMiss | None:
     """Find the models and optimizers of a directory; None where they are another format's, or a model by itself."""
+    path = search.path
     if not path.is_dir():
         return None
     entries = entries_of(path)
@@ -142,7 +143,7 @@ def find(path: Path) -> Directory | NearMiss | None:
     is_state = "random_states_0.pkl" in names and bool(optimizers)
     if first is None and (PIPELINE_NAME in names or is_state):  # of diffusers, whose models are called as their folders
         folders = {entry.name: Path(entry.path) for entry in entries if entry.is_dir()}
-        found = {name: _first(folder, _files(folder)) for name, folder in folders.items()}
+        found = {name: _first(folder, files_in(folder, lenient=True)) for name, folder in folders.items()}
         models = tuple(ModelFiles(name, one.path) for name, one in sorted(found.items()) if one is not None)
         if models:
             return Directory(path, models, optimizers if is_state else (), own)
@@ -157,14 +158,14 @@ def find(path: Path) -> Directory | NearMiss | None:
         parts = [Part(path / name, is_last=stem != "vit") for stem, name in sorted(apart.items())]
     if not further and MODULES_NAME in names:
         places = {int(m[1]): Path(one.path) for one in entries if one.is_dir() and (m := _MODULE.fullmatch(one.name))}
-        files = {number: _first(folder, _files(folder)) for number, folder in sorted(places.items())}
+        files = {number: _first(folder, files_in(folder, lenient=True)) for number, folder in sorted(places.items())}
         parts += [Part(one.path, f"{number}.") for number, one in files.items() if one is not None]
     if plain and not further and not optimizers and STATE_NAME not in names and own is None and not parts:
         return None
     return Directory(path, (first, *further), optimizers, own, tuple(parts))
 
 
-def _first(path: Path, names: set[str]) -> ModelFiles | None:
+def _first(path: Path, names: Collection[str]) -> ModelFiles | None:
     for stem, suffix in _STEMS:
         for name in (f"{stem}{suffix}", f"{stem}{suffix}.index.json"):
             if name in names:
@@ -177,7 +178,7 @@ def _first(path: Path, names: set[str]) -> ModelFiles | None:
 def _near(path: Path, names: set[str], entries: Iterable[os.DirEntry[str]], *, has_optimizer: bool) -> NearMiss | None:
     """Say what a directory without a model is, if it is anything of these programs."""
     folders = [Path(entry.path) for entry in entries if entry.is_dir()]
-    adapters = [one.name for one in folders if ADAPTER_CONFIG in _files(one)]
+    adapters = [one.name for one in folders if ADAPTER_CONFIG in files_in(one, lenient=True)]
     if adapters:
         return NearMiss(f"holds PEFT adapters in folders: {listed(adapters)}", f"give one: {path / adapters[0]}")
     if has_optimizer and STATE_NAME in names:
@@ -187,7 +188,3 @@ def _near(path: Path, names: set[str], entries: Iterable[os.DirEntry[str]], *, h
             expected="model.safetensors",
         )
     return None
-
-
-def _files(folder: Path) -> set[str]:
-    return {entry.name for entry in entries_of(folder, lenient=True) if entry.is_file()}

@@ -57,15 +57,20 @@ def read_model(checkpoint: Checkpoint, files: ModelFiles, prefix: str, directory
         base = (read_json(directory.path / ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
         if isinstance(base, str) and "\0" not in base:
             config = read_json(directory.path / base / CONFIG_NAME)
-    kind = (config or {}).get("model_type")
-    weights.known = architecture(kind if isinstance(kind, str) else None)
+    weights.known = architecture((config or {}).get("model_type"))
     weights.is_converted = files.stem == "model" and is_converted(config)
+    one.metadata = {f"{prefix}{key}": value for key, value in one.metadata.items()}
+    _add(checkpoint, one)
+    return weights
+
+
+def _add(checkpoint: Checkpoint, one: Checkpoint) -> None:
+    """Give a checkpoint all that was read of a model by itself."""
     checkpoint.files += one.files
     checkpoint.claims |= one.claims
-    checkpoint.metadata |= {f"{prefix}{key}": value for key, value in one.metadata.items()}
+    checkpoint.metadata |= one.metadata
     checkpoint.parameters |= one.parameters
     checkpoint.buffers |= one.buffers
-    return weights
 
 
 def _with_part(checkpoint: Checkpoint, weights: Weights, part: Part, directory: Directory) -> Weights:
@@ -74,11 +79,7 @@ def _with_part(checkpoint: Checkpoint, weights: Weights, part: Part, directory: 
     own = read_model(found, ModelFiles(part.path.stem, part.path), part.prefix, directory)
     if found.parameters.keys() & checkpoint.parameters.keys() or found.buffers.keys() & checkpoint.buffers.keys():
         return weights
-    checkpoint.files += found.files
-    checkpoint.claims |= found.claims
-    checkpoint.metadata |= found.metadata
-    checkpoint.parameters |= found.parameters
-    checkpoint.buffers |= found.buffers
+    _add(checkpoint, found)
     if part.is_last:
         both = _joined([weights, own])
         return replace(weights, shapes=both.shapes, places=both.places, is_ordered=both.is_ordered)
@@ -262,8 +263,6 @@ def _in_any_order(state: OptimizerState, weights: Sequence[Weights], *, placed: 
         found = read_names(state, whole if placed else replace(whole, places={}))
         if found:
             common = found if common is None else dict(common.items() & found.items())
-        if common == {}:
-            break
     return {number: name for number, name in (common or {}).items() if name not in alike}
 
 

@@ -14,7 +14,7 @@ from dataclasses import field, replace
 
 from zckpt.errors import UsageError
 from zckpt.evidence import Evidence, in_order
-from zckpt.evidence.modules import Search, TooManyOrdersError
+from zckpt.evidence.modules import TooManyOrdersError, possible
 from zckpt.formats.torch_files.optimizer import OptimizerState
 from zckpt.formats.transformers_trainer.architectures import Architecture
 from zckpt.immutable import mutable
@@ -137,10 +137,9 @@ def _searched(
         return said.fits(said.groups[group][position], longer[name])
 
     places = {shortened(name): weights.places[name] for name in said.candidates if name in weights.places}
-    possible = Search(groups, fits, len(members), places, known.order).possible()
     return {
         said.groups[group][position]: longer[next(iter(names))]
-        for (group, position), names in possible.items()
+        for (group, position), names in possible(groups, fits, places, known.order).items()
         if len(names) == 1
     }
 

@@ -19,24 +19,24 @@ from zckpt.engine import DEFAULT_MAX_SHARD_NBYTES
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.evidence import refuse_unnamed
-from zckpt.evidence.modules import Search, TooManyOrdersError
+from zckpt.evidence.modules import TooManyOrdersError, possible
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter
 from zckpt.formats.consolidated.optimizer import optimizer_tree, rest_at_top
 from zckpt.formats.consolidated.tensors import trained_tensors
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.remainder import remainder
 from zckpt.formats.safetensors import layout as safetensors_layout
-from zckpt.formats.safetensors.layout import FOR_TORCH, Entry
+from zckpt.formats.safetensors.layout import Entry
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.tensors import arguments_of
 from zckpt.formats.transformers_trainer.architectures import Architecture, architecture
 from zckpt.formats.transformers_trainer.directory import ADAPTER_STEM, STATE_NAME
 from zckpt.formats.transformers_trainer.reader import FORMAT
 from zckpt.formats.transformers_trainer.readings import DECAYED, UNDECAYED, group_of, shortened
 from zckpt.formats.transformers_trainer.states import FILES, random_states, scheduler
-from zckpt.state import Checkpoint, ParamGroup, without
+from zckpt.state import Checkpoint, ParamGroup, size_of, stated, without
 from zckpt.storage.files import read_json
-from zckpt.torchfile import Object, node_of
 
 OPTIMIZER_NAME = "optimizer.pt"
 
@@ -64,14 +64,14 @@ def lay_out(job: Job) -> TargetFiles:
     _check(checkpoint)
     assets = find_assets(checkpoint)
     model_type = (read_json(assets[CONFIG_NAME]) or {}).get("model_type") if CONFIG_NAME in assets else None
-    known = architecture(model_type if isinstance(model_type, str) else None)
+    known = architecture(model_type)
     notes: list[str] = []
     entries = [Entry(name, *one) for name, one in trained_tensors(checkpoint).items()]
     adapter = is_adapter(checkpoint.names, assets)
     if adapter:
-        files = [safetensors_layout.lay_out(f"{ADAPTER_STEM}.safetensors", entries, FOR_TORCH)]
+        files = [safetensors_layout.lay_out(f"{ADAPTER_STEM}.safetensors", entries)]
     else:
-        files = safetensors_layout.lay_out_directory(entries, DEFAULT_MAX_SHARD_NBYTES, metadata=FOR_TORCH)
+        files = safetensors_layout.lay_out_directory(entries, DEFAULT_MAX_SHARD_NBYTES)
     if checkpoint.param_groups:
         checkpoint = as_the_trainer_has_them(checkpoint, known, notes)
         slots = checkpoint.optimizer_slot_names()
@@ -118,10 +118,10 @@ def _check(checkpoint: Checkpoint) -> None:
 
 
 def _trainer_state(checkpoint: Checkpoint, batch_size: int | None, notes: list[str]) -> TargetFile:
-    known = checkpoint.metadata.get("trainer_state")
+    known, said = checkpoint.metadata.get("trainer_state"), arguments_of(checkpoint.metadata.get("training_args"))
     known = dict(known) if isinstance(known, Mapping) and "global_step" in known else {}
     if batch_size is not None or not known:
-        said, config = _arguments(checkpoint), checkpoint.metadata.get("ds_config")
+        config = checkpoint.metadata.get("ds_config")
         found: list[int] = [
             values[key]
             for values, key in ((said, "per_device_train_batch_size"), (config, "train_micro_batch_size_per_gpu"))
@@ -135,7 +135,7 @@ def _trainer_state(checkpoint: Checkpoint, batch_size: int | None, notes: list[s
         known["train_batch_size"] = batch_size or found[0]
     if "global_step" not in known:
         known |= {"global_step": checkpoint.step, "stateful_callbacks": CALLBACKS}
-        known |= {key: value for key in EVERY if type(value := _arguments(checkpoint).get(key)) is int and value > 0}
+        known |= stated({key: size_of(said, key) for key in EVERY})
         often = "as its arguments say" if EVERY[0] in known else "every 500 steps unless you change the file"
         notes.append(
             f"{STATE_NAME} was generated: epochs are computed from its step, there is no earlier log, and the "
@@ -143,13 +143,6 @@ def _trainer_state(checkpoint: Checkpoint, batch_size: int | None, notes: list[s
         )
     text = (json.dumps(known, indent=2, sort_keys=True) + "\n").encode()
     return TargetFile.of(STATE_NAME, text)
-
-
-def _arguments(checkpoint: Checkpoint) -> Mapping[object, object]:
-    """Return the Trainer's arguments, if the source has them."""
-    known = checkpoint.metadata.get("training_args")
-    node = node_of(known)
-    return node.state if isinstance(node, Object) and isinstance(node.state, Mapping) else {}
 
 
 Members = list[list[str]]
@@ -240,7 +233,7 @@ def _check_order(members: Members, known: Architecture) -> None:
         return short.get(at.get((group, number), "")) == name
 
     try:
-        fine = bool(Search(groups, fits, len(members), {}, known.order).possible()) or not groups
+        fine = bool(possible(groups, fits, {}, known.order)) or not groups
     except TooManyOrdersError:
         fine = True
     if not fine:

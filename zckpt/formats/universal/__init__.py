@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.formats.format import TAG, TP_RULES, Found, Job, NearMiss, Search, Strippable, Survey, TargetFiles
-from zckpt.formats.universal.directory import FOLDER, find, is_own, latest_universal
+from zckpt.formats.universal.directory import FOLDER, LATEST_NAME, find, is_own
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Universal(Strippable):
 
     def lay_out(self, job: Job) -> TargetFiles:
         """Return a folder for each parameter, the model, and the file next to the directory, which names it."""
+        from zckpt.engine.targets import TargetFile
         from zckpt.formats.deepspeed.foreign import without_empty_groups
         from zckpt.formats.registry import find_format
         from zckpt.formats.universal.writer import lay_out, notes
@@ -60,7 +61,7 @@ class Universal(Strippable):
         checkpoint = without_empty_groups(job.checkpoint)
         own = find_format(job.checkpoint.format)
         version = job.checkpoint.format_version if own is not None and own.family == self.family else None
-        outside = [latest_universal(job.target.name)]
+        outside = [TargetFile.of(LATEST_NAME, job.target.name.encode())]
         return TargetFiles(lay_out(checkpoint, version), outside=outside, notes=notes(checkpoint))
 
     def survey(self, search: Search, found: Found | None) -> Survey:

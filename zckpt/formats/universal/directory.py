@@ -12,16 +12,12 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zckpt.codes import LATEST
 from zckpt.errors import CONTROLS, UnknownFormatError, UnsupportedError
 from zckpt.formats.deepspeed.directory import MODEL, classify
 from zckpt.formats.latest import is_name, latest_name
 from zckpt.storage.files import is_file
-
-if TYPE_CHECKING:
-    from zckpt.engine.targets import TargetFile
 
 MODEL_NAME = "mp_rank_00_model_states.pt"
 ZERO3_MODEL_NAME = "zero_pp_rank_0_mp_rank_00_model_states.pt"
@@ -49,14 +45,6 @@ def is_own(name: str) -> bool:
     if folders[0] != FOLDER:
         return False
     return folders[1:] == [OPTIMIZER_NAME] or (len(folders) == 3 and folders[2].endswith(SUFFIX))
-
-
-def latest_universal(target_name: str) -> TargetFile:
-    """Return the file that goes next to a universal checkpoint's directory and names it."""
-    data = target_name.encode()
-    from zckpt.engine.targets import TargetFile
-
-    return TargetFile.of(LATEST_NAME, data)
 
 
 def parameter_file(parameter: str, stem: str) -> str:

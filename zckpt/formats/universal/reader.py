@@ -21,7 +21,7 @@ from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.axes.auto_ep import KEY as LAYERS_KEY
 from zckpt.formats.deepspeed.axes.auto_ep import common, router_names
 from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY
-from zckpt.formats.deepspeed.directory import MODEL, classify
+from zckpt.formats.deepspeed.directory import MODEL, shards_in
 from zckpt.formats.deepspeed.layouts.groups import complete_aliases, optimizer_order, tied_names
 from zckpt.formats.deepspeed.layouts.per_parameter import FrozenPadding, frozen_weight
 from zckpt.formats.deepspeed.ranks import missing_files, missing_ranks
@@ -105,8 +105,8 @@ def read(directory: Path) -> Checkpoint:
     if not path.is_file():
         raise ShardError("no optimizer_state.pt", path=path, expected="the file with the param groups",
                          code=MISSING_FILE)  # fmt: skip
-    reading = _Reading(directory, read_torchfile(path))
     with about(path):
+        reading = _Reading(directory, read_torchfile(path))
         reading.describe()
         reading.place_groups()
         reading.place_untrained()
@@ -124,8 +124,7 @@ def _read_models(directory: Path) -> tuple[list[list[ModelShard]], list[ModelSha
     Apart from these, those of ZeRO-3 that say nothing more, where there are also files with whole weights. Raises
     ShardError: there is none, or one is missing.
     """
-    found = [classify(entry.name, entry.path) for entry in entries_of(directory) if entry.is_file()]
-    shards = sorted((s for s in found if s is not None and s.role == MODEL), key=lambda s: s.order)
+    shards = sorted((s for s in shards_in(directory) if s.role == MODEL), key=lambda s: s.order)
     whole = [s for s in shards if s.dp_rank is None]
     if not shards:
         raise ShardError("no model file", path=directory, expected="mp_rank_00_model_states.pt", code=MISSING_FILE)
@@ -152,8 +151,8 @@ class _Reading:
 
     def __init__(self, directory: Path, file: TorchFile) -> None:
         self.folder, self.file = directory / FOLDER, file
-        self.content = as_mapping(file.root, file.path)
-        self.rest = as_mapping(self.content.get(KEY, {}), file.path)
+        self.content = as_mapping(file.root)
+        self.rest = as_mapping(self.content.get(KEY, {}))
         self.ranks, unused = _read_models(directory)
         self.models = [model for one in [*self.ranks, unused] for model in one]
         self.firsts = [models[0] for models in self.ranks]
@@ -255,7 +254,7 @@ class _Reading:
         lost = []
         for name, ((model, tensor), *others) in self.module.items():
             if any(name in one.buffer_names for one in self.firsts):  # every rank has the same
-                checkpoint.buffers[name] = Parameter(name, tensor.shape, tensor.dtype, weight_in(tensor, model.path))
+                checkpoint.buffers[name] = Parameter.of(name, slot_of(WEIGHT, tensor, model.path))
             elif name in trained:
                 continue
             elif name in aliases and (aliases[name] in self.module or aliases[name] in trained):
@@ -267,7 +266,7 @@ class _Reading:
                 if slot is None:
                     lost.append(name)
                 else:
-                    checkpoint.parameters[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot}, frozen=True)
+                    checkpoint.parameters[name] = replace(Parameter.of(name, slot), frozen=True)
         if lost:
             checkpoint.warnings.append(f"no file holds the whole values of {listed(lost)}; they are left out")
 
@@ -411,8 +410,7 @@ class _Reading:
             common = shared([self.values[p.name] for p in present]) if whole else {}
             group.state |= common
             for parameter in present:
-                own = self.values[parameter.name]
-                parameter.state |= without(own, *common)
+                parameter.state |= without(self.values[parameter.name], *common)
 
     def carry(self) -> None:
         """Keep what the files hold besides parameters and groups, except what was only filled in for DeepSpeed."""

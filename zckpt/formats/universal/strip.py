@@ -17,7 +17,7 @@ from zckpt.formats.remainder import KEY
 from zckpt.formats.stripping import Edited, Request, Stripping, completed, rewrite
 from zckpt.formats.torch_files.strip import optimizer_edit, shaped_slots
 from zckpt.formats.universal.directory import FOLDER, LATEST_NAME, MASTER_STEM, OPTIMIZER_NAME, STEP_STEM
-from zckpt.state import Checkpoint, dict_of
+from zckpt.state import Checkpoint, by_key, dict_of
 from zckpt.torchfile import TorchFile, walk_tensors
 
 
@@ -38,14 +38,11 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
     """
     directory, shaped = Path(checkpoint.source), shaped_slots(checkpoint)
     paths = [Path(file.path) for file in checkpoint.files]
-    stems: dict[str, set[str]] = {}
-    for path in paths:
-        if path.parent.parent == directory / FOLDER:
-            stems.setdefault(path.parent.name, set()).add(path.stem)
+    stems = by_key((path.parent.name, path.stem) for path in paths if path.parent.parent == directory / FOLDER)
     gone: dict[str, set[str]] = {}  # of these those that go
     for name in checkpoint.grouped if request.slots else ():
-        slots, whole = request.of(stems[name].intersection(shaped))
-        gone[name] = stems[name] - {MASTER_STEM} if whole else slots
+        slots, whole = request.of({*stems[name]}.intersection(shaped))
+        gone[name] = {*stems[name]} - {MASTER_STEM} if whole else slots
 
     def edit(file: TorchFile) -> Edited:
         path = Path(file.path)

@@ -190,7 +190,7 @@ def model_tree(checkpoint: Checkpoint, version: str | None, *, parameterwise: bo
         module[buffer.name] = SlotTensor(slot, slot.dtype, buffer.name)
     frozen = [p for p in checkpoint.owners if p.frozen]
     groups = [[checkpoint.parameters[name] for name in group.parameters] for group in checkpoint.param_groups]
-    structure: dict[str, object] = {
+    return {
         "module": module,
         "buffer_names": list(checkpoint.buffers),
         "optimizer": None,
@@ -198,9 +198,6 @@ def model_tree(checkpoint: Checkpoint, version: str | None, *, parameterwise: bo
         "frozen_param_shapes": None if parameterwise else shapes_of(frozen),
         "shared_params": checkpoint.aliases,
         "frozen_param_fragments": None if parameterwise else ordered((one.name, module[one.name]) for one in frozen),
-    }
-    return {
-        **structure,
         **filled_in(checkpoint),
         **without(checkpoint.metadata, *STRUCTURE),
         "dp_world_size": checkpoint.topology.dp,
@@ -212,8 +209,7 @@ def model_tree(checkpoint: Checkpoint, version: str | None, *, parameterwise: bo
 def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Folders) -> dict[str, object]:
     """Return the content of the file."""
     groups = checkpoint.param_groups
-    carried = without(checkpoint.optimizer_metadata, *OWN_KEYS)
-    tree: dict[str, object] = {**carried}
+    tree: dict[str, object] = without(checkpoint.optimizer_metadata, *OWN_KEYS)
     if checkpoint.zero_stage is not None:
         tree["zero_stage"] = checkpoint.zero_stage
     tree["ds_version"] = version or VERSION

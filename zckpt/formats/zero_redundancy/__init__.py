@@ -17,16 +17,12 @@ in a file next to them or in each of them. A consolidated file by itself is any 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zckpt.formats.format import Found, Job, NearMiss, Search, TargetFiles
 from zckpt.formats.options import dtype_option, option
 from zckpt.formats.torch_files import TorchDirectory
 from zckpt.formats.zero_redundancy.directory import OWNED, find
 from zckpt.immutable import immutable
-
-if TYPE_CHECKING:
-    from zckpt.state import Checkpoint
 
 
 @immutable
@@ -58,12 +54,6 @@ class ZeroRedundancy(TorchDirectory):
     def is_checkpoint(self, directory: Path) -> bool:  # noqa: ARG002
         """Tell none: names alone do not tell such a directory."""
         return False
-
-    def read(self, found: Found, search: Search) -> Checkpoint:  # noqa: ARG002
-        """Read the structure of all of its files."""
-        from zckpt.formats.zero_redundancy.reader import read
-
-        return read(search.path, names=search.names)
 
     def lay_out(self, job: Job) -> TargetFiles:
         """Return the model, the optimizer's state for all or for each rank, and the rest."""

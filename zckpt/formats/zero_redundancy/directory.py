@@ -82,8 +82,7 @@ def find(path: Path) -> Directory | None:
         if KEY in dict_of(metadata.root):
             models = tuple(path / name for name in names if _MODEL.fullmatch(name))
             world_size = dict_of(dict_of(metadata.root).get(KEY)).get("world_size")
-            own = [match for match in map(_OWN.fullmatch, names) if match is not None and match[1] is not None]
-            found = {int(match[1]): path / match[0] for match in own}
+            found = {int(match[1]): path / match[0] for match in map(_OWN.fullmatch, names) if match and match[1]}
             if world_size is None:
                 return Directory(path, (), (), metadata, models)
             if type(world_size) is not int or not 1 <= world_size >= len(found):
@@ -108,20 +107,15 @@ def find(path: Path) -> Directory | None:
     return Directory(path, ranks, tuple(path / name for name in names if path / name not in ranks))
 
 
-def optimizer_key(root: object) -> object:
-    """Return the key under which a file's only optimizer is; None if it is the file itself.
-
-    Raises KeyError: there is none, or several.
-    """
+def optimizer_place(root: object) -> tuple[object, ...] | None:
+    """Return the key under which a file's only optimizer is, none if it is the file itself; None: there is not one."""
     from zckpt.formats.torch_files.optimizer import looks_like_optimizer
     from zckpt.state import dict_of
 
     if looks_like_optimizer(root):
-        return None
+        return ()
     found = [key for key, value in dict_of(root).items() if looks_like_optimizer(value)]
-    if len(found) != 1:
-        raise KeyError
-    return found[0]
+    return (*found,) if len(found) == 1 else None
 
 
 def _of_all(path: Path, found: Mapping[int, Path], world_size: int) -> tuple[Path, ...]:
@@ -163,9 +157,4 @@ def _holds_optimizer(family: Mapping[int, Path]) -> bool:
     file = read_torchfile(family[min(family)])
     if is_share(file):
         return False
-    root = file.root
-    try:
-        optimizer_key(root)
-    except KeyError:
-        return False
-    return len(family) > 1 or dict_of(root).get("world_size") == 1
+    return optimizer_place(file.root) is not None and (len(family) > 1 or dict_of(file.root).get("world_size") == 1)

@@ -40,7 +40,7 @@ from zckpt.formats.torch_files.optimizer import (
     shared_values,
 )
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe
-from zckpt.formats.zero_redundancy.directory import FORMAT, KEY, OPTIMIZER_NAME, Directory, find, optimizer_key
+from zckpt.formats.zero_redundancy.directory import FORMAT, KEY, OPTIMIZER_NAME, Directory, optimizer_place
 from zckpt.immutable import immutable
 from zckpt.state import (
     WEIGHT,
@@ -53,6 +53,7 @@ from zckpt.state import (
     Topology,
     are_distinct,
     are_sizes,
+    dict_of,
     differ,
     positions,
 )
@@ -93,21 +94,20 @@ def read_ranks(checkpoint: Checkpoint, paths: Sequence[Path]) -> list[RankFile]:
     for rank, path in enumerate(paths):
         file = read_torchfile(path)
         refuse_share(file)
-        try:
-            key = optimizer_key(file.root)
-        except KeyError:
+        place = optimizer_place(file.root)
+        if place is None:
             raise DamagedFileError(
                 "unexpected content", path=path, expected="one optimizer's state dict, as in rank 0's file"
-            ) from None
-        where = () if key is None else (str(key),)
+            )
+        where = tuple(map(str, place))
         rules = optimizer_rules(*where)
         if rank:
             same = Rule((*where, "param_groups", "**"), COPY, "hyperparameters, found to be the first rank's")
             rules = (rules[0], same)
         rules += tuple(Rule((name,), IMPLIED, "which rank the file is of") for name in ("rank", "world_size") if where)
         checkpoint.files.append(describe(file, "optimizer", dp_rank=rank, rules=rules))
-        others = dict(file.root) if key is not None and isinstance(file.root, dict) else {}
-        node = file.root if key is None else others.pop(key)
+        others = {**dict_of(file.root)} if place else {}
+        node = others.pop(*place) if place else file.root
         ranks.append(RankFile(file, parse(node, str(path)), others))
         for name, expected, code in (("rank", rank, WRONG_RANK), ("world_size", len(paths), OTHER_WORLD_SIZE)):
             found = others.pop(name, None)
@@ -153,7 +153,7 @@ def attach_ranks(checkpoint: Checkpoint, ranks: Sequence[RankFile], order: Order
             for rank, share in zip(ranks, shares, strict=True)
             if any(own in rank.state.state for own in rank.state.numbers[number])
         ]
-        if len({repr(state["step"]) for state in states if "step" in state}) > 1:
+        if differ([repr(state["step"]) for state in states if "step" in state]):
             checkpoint.warnings.append(f"ranks have different steps for param group {number}")
         hyperparameters = shares[0][number].hyperparameters
         checkpoint.param_groups.append(ParamGroup(hyperparameters, list(group), shared_values(states)))
@@ -262,7 +262,7 @@ def _shape(state: OptimizerState, number: int, rank: int) -> Shape:
     return found.pop()
 
 
-def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
+def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of a directory.
 
     Ranks' files number their parameters by themselves, in the order in which they were assigned. Which is which
@@ -281,9 +281,6 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
     UsageError
         `names` do not fit.
     """
-    directory = find(path)
-    if directory is None:
-        raise UnknownFormatError("holds no ZeroRedundancyOptimizer state", path=path)
     if directory.metadata is not None:
         return read_own(directory, directory.metadata, names)
     return read_foreign(directory, names)
@@ -322,14 +319,14 @@ def _numbering(metadata: TorchFile) -> tuple[Order, dict[str, Shape], Shares | N
 
     What ranks have is said where it does not follow from sizes (parameters that were put on RPC workers).
     """
-    said = as_mapping(as_mapping(metadata.root, metadata.path).get(KEY), metadata.path)
+    said = as_mapping(as_mapping(metadata.root).get(KEY))
     names, held = said.get("names"), said.get("held")
     order = [as_names(group) for group in (names if isinstance(names, list) else [None])]
     every = [name for group in order for name in group]
     if not are_distinct(every):
         raise DamagedFileError("the optimizer has a parameter twice")
     shapes: dict[str, Shape] = {}
-    for name, shape in as_mapping(said.get("shapes"), metadata.path).items():
+    for name, shape in as_mapping(said.get("shapes")).items():
         if not isinstance(shape, list) or not are_sizes(shape):
             raise DamagedFileError("unexpected content", expected=f"the shape of {name}")
         shapes[str(name)] = tuple(shape)

@@ -38,7 +38,7 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int, per_rank: bool, dtype: s
         State that no single parameter can hold, or a parameter that cannot be assigned because its size is not known.
     """
     check_world_size(world_size)
-    tensors = model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False)
+    tensors = model_tensors(checkpoint, dtype)
     files = [torch_writer.lay_out(MODEL_NAME, model_tree(checkpoint, tensors))] if tensors else []
     if checkpoint.param_groups:
         tree = optimizer_tree(checkpoint, optimizer_slots(checkpoint, dtype))

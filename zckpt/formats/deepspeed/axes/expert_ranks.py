@@ -28,7 +28,7 @@ from zckpt.formats.deepspeed.axes.experts import by_layer, expert_number, expert
 from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard, Weights, weights_of
 from zckpt.formats.deepspeed.values import copies_of
 from zckpt.immutable import immutable
-from zckpt.state import WEIGHT, Duplicate
+from zckpt.state import WEIGHT, Duplicate, list_of
 from zckpt.torchfile import plain
 
 DATA_FIRST = "use_data_before_expert_parallelism"
@@ -143,7 +143,7 @@ class ExpertFiles(NamedTuple):
     def of_stage(self, ranks: Sequence[int]) -> ExpertFiles:
         """Return those of one stage of a pipeline, given its model-parallel ranks."""
         held = {lane: self.by_lane[rank] for lane, rank in enumerate(ranks) if rank in self.by_lane}
-        known = {layer_of(name) for weights in held.values() for name in weights if is_expert(name)}
+        known = {layer_of(name) for weights in held.values() for name in weights}
         return ExpertFiles(held, {layer: number for layer, number in self.layers.items() if layer in known})
 
     def all(self) -> Weights:
@@ -205,7 +205,7 @@ def spread_over(ranks: Sequence[Sequence[OptimizerShard]], lane: int, model: Mod
     # As many experts of a layer as files speak of, or as the model file says, if that is more.
     totals = {layer: max(numbers) + 1 for layer, numbers in by_layer(files.all()).items()}
     recorded = plain(model.content.get("num_experts"))
-    counts = recorded if isinstance(recorded, list) else []
+    counts = list_of(recorded)
     for layer, number in files.layers.items():
         if number < len(counts) and type(counts[number]) is int:
             totals[layer] = max(totals.get(layer, 0), counts[number])

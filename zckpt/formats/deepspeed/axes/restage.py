@@ -54,12 +54,12 @@ def stage_states(
     if rows is None and degree != checkpoint.topology.tp and origin.rules_path is None:
         parameters = checkpoint.parameters if origin.is_foreign else {}
         rows = padded_rows(origin.model.content, origin.rules, degree, parameters)
-    tp, elsewhere, staged = checkpoint.topology.tp, origin.is_foreign, is_staged(checkpoint, origin, options)
+    tp, staged = checkpoint.topology.tp, is_staged(checkpoint, origin, options)
     asked = stages_asked(options)
     if asked and not staged:
         raise UsageError(f"the checkpoint is not a pipeline, so --{asked[0].replace('_', '-')} does not apply")
     orders: Orders = []
-    if elsewhere and staged:
+    if origin.is_foreign and staged:
         orders = known_orders(checkpoint)
         for known, group in zip_longest(orders, checkpoint.param_groups):
             if known is None and not any(map(is_expert, group.parameters)) and not is_ordered(group.parameters, {}):
@@ -78,7 +78,7 @@ def stage_states(
         return sliced, None
     if stages is not None:
         lanes = list(map(list, zip(*sliced, strict=True)))
-        slices = [_dealt(origin, states, stages, orders, elsewhere=elsewhere) for states in lanes]
+        slices = [_dealt(origin, states, stages, orders) for states in lanes]
         sliced = list(map(list, zip(*slices, strict=True)))
         stages = replace(stages, untold=tuple(untold_orders(lanes[0], slices[0], orders)))
     held = [any(map(is_expert, states[0].parameters)) for states in sliced]
@@ -127,14 +127,7 @@ def with_tied_keys(checkpoint: Checkpoint, options: Options) -> list[str]:
     return [f"{old} is called {new}, as --pipeline-layers says" for old, new in names.items()]
 
 
-def _dealt(
-    origin: Origin,
-    source: Sequence[Rank],
-    stages: Stages,
-    orders: Orders,
-    *,
-    elsewhere: bool,
-) -> list[Rank]:
+def _dealt(origin: Origin, source: Sequence[Rank], stages: Stages, orders: Orders) -> list[Rank]:
     """Return the state of each stage of the target, of one tensor-parallel rank.
 
     A param group of which a stage has nothing is not there: DeepSpeed removes it from the training's optimizer.
@@ -147,10 +140,10 @@ def _dealt(
     buffers = {name: p for state in reversed(source) for name, p in state.buffers.items()}
     has = {name: stages.of(name) for name in (*parameters, *buffers)}
     places = (
-        {} if elsewhere else {name: place for place, name in enumerate(n for one in source for n in one.parameters)}
+        {} if origin.is_foreign else {n: place for place, n in enumerate(n for one in source for n in one.parameters)}
     )
     joined = [joined_experts(state) for state in source]
-    by_size = elsewhere or all(fits for *_, fits in joined)
+    by_size = origin.is_foreign or all(fits for *_, fits in joined)
     digests = Digests()
     for stage, state in enumerate(found):
         for known, own in ((parameters, state.parameters), (buffers, state.buffers)):

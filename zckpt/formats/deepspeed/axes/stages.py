@@ -102,13 +102,11 @@ class Stages:
         key = tied_key(name)
         if key is None:
             return 1, layer_of(name)
-        return 0, min((layer for layer in self.uses.get(key, ()) if layer >= self.bounds[stage]), default=0)
+        return 0, min((layer for layer in self.uses[key] if layer >= self.bounds[stage]), default=0)
 
 
 def uniform(layers: int, stages: int) -> Numbers:
     """Return the bounds of stages that have the same number of layers, the first ones one more where it must be."""
-    if layers <= stages:
-        return tuple(min(stage, layers) for stage in range(stages + 1))
     each, more = divmod(layers, stages)
     return tuple(stage * each + min(stage, more) for stage in range(stages + 1))
 

@@ -143,10 +143,10 @@ def _copies(states: Sequence[Rank], merged: Rank, rules: Rules) -> Iterator[Dupl
             for key, slot in state.parameters[name].slots.items():
                 for source, target, size in copies if key in whole.slots and slot.shape else ():
                     copy, part = narrow(slot, rule.dim, source, size), narrow(whole.slots[key], rule.dim, target, size)
-                    yield Duplicate("parameter", name, name, copy, part, state.mp_rank)
+                    yield from copies_of(name, {key: copy}, {key: part}, state.mp_rank)
     read = {
-        name: {key: slot for key, slot in own.slots.items() if key in (used := merged.parameters[name].slots)
-               and used[key].spans == slot.spans and not used[key].replicas}
+        name: {key: slot for key, slot in own.slots.items()
+               if (used := merged.parameters[name].slots[key]).spans == slot.spans and not used.replicas}
         for name, own in first.parameters.items()
         if name not in first.whole  # which is read from the files of all ranks, and the same everywhere
     }  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.torch_files.tensors import identity_of
-from zckpt.state import Parameter
+from zckpt.state import Parameter, without
 from zckpt.state.partition import round_robin_order
 from zckpt.torchfile import Digests
 
@@ -61,7 +61,7 @@ def tied_names(
             t = module[name]
             if t.numel and name not in models[0].buffer_names:
                 owner = owners.setdefault(identity_of(t), name)
-                if owner != name and name not in trained:
+                if owner != name:
                     found.setdefault(name, owner)
     result = {}
     for pair in found.items():
@@ -115,10 +115,7 @@ def in_one_order(optimizers: Sequence[OptimizerShard]) -> list[OptimizerShard]:
 def order_like(wanted: Sequence[dict[str, object]], own: Sequence[dict[str, object]]) -> list[int] | None:
     """Return the places of the same groups among a rank's own; None if it has others."""
     digests = Digests()
-    keys, left = (
-        [digests.of({key: value for key, value in group.items() if key != "params"}) for group in groups]
-        for groups in (wanted, own)
-    )
+    keys, left = ([digests.of(without(group, "params")) for group in groups] for groups in (wanted, own))
     found: list[int] = []
     for key in keys:
         at = next((at for at, other in enumerate(left) if other == key and at not in found), None)

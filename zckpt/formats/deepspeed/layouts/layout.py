@@ -28,7 +28,7 @@ from zckpt.formats.deepspeed.values import (
     weight_in,
 )
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import WEIGHT, Parameter, ParamGroup, Scalar, Slot
+from zckpt.state import WEIGHT, Parameter, ParamGroup, Scalar, Slot, without
 from zckpt.state.checkpoint import RankValue
 from zckpt.torchfile import FromFile
 
@@ -125,9 +125,7 @@ class Layout:
             elif name in module and (module[name].storage in of_buffers or self.is_beside(name, slot)):
                 rank.buffers[name] = Parameter.of(name, slot)
             elif (frozen := self.frozen(name, slot)) is not None:
-                rank.parameters[name] = Parameter(
-                    name, frozen.shape, frozen.dtype, {WEIGHT: frozen}, frozen=bool(self.firsts)
-                )
+                rank.parameters[name] = replace(Parameter.of(name, frozen), frozen=bool(self.firsts))
             else:
                 lost.append(name)
         if lost:
@@ -165,14 +163,14 @@ class Layout:
                 for key, value in [*values, *tensors]:
                     kept = value if isinstance(value, (*PLAIN, Scalar)) else FromFile.of(member.file, value)
                     self.rank.per_rank.append(RankValue(key, group, part, member.rank, member.mp_rank, kept))
-        self.rank.warnings += notes(self.members, {value.key for value in self.rank.per_rank})
+        self.rank.warnings += notes(self.members[0], {value.key for value in self.rank.per_rank})
 
     def add_group(self, index: int, partitions: Sequence[int], names: list[str]) -> None:
         """Add a group with its hyperparameters and the state that is one value for all its elements."""
         members, hyperparameters = self.members, {}
         if own := members[0].group(index):
             apart = own_hyperparameters([*members, *(one for one in self.firsts if one.group(index))], index)
-            kept = {k: v for k, v in own.items() if k != "params" and k not in apart}
+            kept = without(own, "params", *apart)
             hyperparameters = {k: hyperparameter(members[0], v) for k, v in kept.items()}
             part = min(partitions, default=index)
             self.rank.per_rank += [
@@ -182,5 +180,5 @@ class Layout:
                 if key in apart
             ]
         held = [member.scalars[partition] for member in members for partition in partitions]
-        values = {k: v for scalars in reversed(held) for k, v in scalars.items() if k not in self.own}
+        values = {k: v for scalars in reversed(held) for k, v in without(scalars, *self.own).items()}
         self.rank.param_groups.append(ParamGroup(hyperparameters, names, values))

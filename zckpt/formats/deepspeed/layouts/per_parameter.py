@@ -82,15 +82,6 @@ def cut_parameters(shapes: Shapes, members: Sequence[OptimizerShard], keys: Mapp
     return Cut(dict(shapes), slots, sub_groups, paddings, [ShardPadding(members, keys, places)])
 
 
-def by_group(paddings: Sequence[Padding], group_of: Mapping[int, int]) -> list[Padding]:
-    """Add up the padding of sub-groups by param group."""
-    total: dict[tuple[int, int], tuple[int, int]] = {}
-    for p in paddings:
-        numel, nbytes = total.get((p.rank, group_of[p.group]), (0, 0))
-        total[p.rank, group_of[p.group]] = (numel + p.numel, nbytes + p.nbytes)
-    return [Padding(rank, group, *counts) for (rank, group), counts in total.items()]
-
-
 FEWEST_SHARDS = 1 << 13
 """Shards of which the padding is worked out for all at once; of fewer, one by one."""
 
@@ -273,7 +264,10 @@ class ShardedLayout(Layout):
             names = [name for name, one in self.trained.items() if one.group == index]
             self.add_group(index, its_subs, names)
         self.add_values(group_of, {sub: read[sub] for sub in group_of})
-        rank.padding = by_group(cut.padding, group_of)
+        of_groups = by_key(((p.rank, group_of[p.group]), p) for p in cut.padding)
+        rank.padding = [
+            Padding(*key, sum(p.numel for p in its), sum(p.nbytes for p in its)) for key, its in of_groups.items()
+        ]
 
     def cut(self, shapes: Shapes, keys: Mapping[int, Set[str]]) -> Cut:
         """Return what the shards of all ranks make up; parameters are those of `cut_parameters`."""

@@ -26,7 +26,7 @@ from zckpt.formats.deepspeed.axes.stages import MOST_LAYERS
 from zckpt.formats.deepspeed.layouts.stage0 import Numbered, attach_optimizer
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.shards import Files
-from zckpt.state import Checkpoint, GivenNames, Parameter
+from zckpt.state import Checkpoint, GivenNames, Parameter, by_key
 from zckpt.state.names import renamed
 
 
@@ -66,7 +66,7 @@ def attach_to_ranks(
     DamagedFileError, ShardError, UsageError, UnsupportedError
         As the functions below.
     """
-    several, held = len(ranks) > 1, {one.mp_rank: [f for f in of_experts if (f[0].mp_rank or 0) == one.mp_rank]
+    several, held = len(ranks) > 1, {one.mp_rank: [f for f in of_experts if f[0].mp_rank == one.mp_rank]
                                      for one in ranks}  # fmt: skip
     if not of_experts and ranks[0].model.content.get("optimizer") is None:
         return []
@@ -150,21 +150,16 @@ def _is_idle(files: Rank) -> bool:
 
 def layer_numbers(names: GivenNames, files: Rank) -> tuple[GivenNames, dict[int, str]]:
     """Return names that a user gave with the number of its file's layer for each tied one, and those layers' keys."""
-    rests: dict[str, set[str]] = {}
-    for name in names or ():
-        if name.startswith(TIED):
-            rests.setdefault(tied_key(name) or "", set()).add(within(name))
+    rests = by_key((str(tied_key(name)), within(name)) for name in names or () if name.startswith(TIED))
     given = {layer_of(name) for name in names or () if not name.startswith(TIED)}
-    held: dict[int, set[str]] = {}
-    for name in files.parameters:
-        held.setdefault(layer_of(name), set()).add(within(name))
+    held = by_key((layer_of(name), within(name)) for name in files.parameters)
     numbers: dict[str, int] = {}
     for key, its in rests.items():
-        found = [layer for layer, has in held.items() if its <= has and layer not in given]
+        found = [layer for layer, has in held.items() if {*its} <= {*has} and layer not in given]
         if len(found) != 1:
             raise UsageError(
                 f"it is unknown which layer {TIED}{key} is in",
-                expected=f"one layer file with {', '.join(sorted(its))[:80]} whose names are not given otherwise",
+                expected=f"one layer file with {', '.join(sorted({*its}))[:80]} whose names are not given otherwise",
                 found=", ".join(map(str, found)) or "none",
             )
         numbers[key] = found[0]

@@ -10,7 +10,7 @@ not by itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.deepspeed.shards import OptimizerShard
@@ -38,9 +38,9 @@ def aliases(member: OptimizerShard) -> dict[Place, Place]:
     return found
 
 
-def notes(members: Sequence[OptimizerShard], own: Collection[str]) -> list[str]:
+def notes(member: OptimizerShard, own: Collection[str]) -> list[str]:
     """Say which state of a model-parallel rank is one tensor, that is not each rank's own."""
-    found = aliases(members[0]) if members else {}
+    found = aliases(member)
     keys = {key: None for key, its in [(one[1], other[1]) for one, other in found.items()] if key not in own
             for key in dict.fromkeys((its, key))}  # fmt: skip
     if not keys:
@@ -49,9 +49,7 @@ def notes(members: Sequence[OptimizerShard], own: Collection[str]) -> list[str]:
             f"DeepSpeed's files keep it one, other formats have one of each"]  # fmt: skip
 
 
-def joined(
-    states: Mapping[object, dict[object, object]], found: Mapping[Place, Place], partitions: int, count: int
-) -> None:
+def joined(states: Mapping[object, dict[object, object]], found: Mapping[Place, Place], partitions: int) -> None:
     """Make what was one tensor one again, in the states of a rank's file that is to be written.
 
     Parameters
@@ -60,11 +58,11 @@ def joined(
         By number of the partition; changed.
     found : mapping
         From `aliases`, of the source's file.
-    partitions, count : int
-        How many the source's file has, and the target's. Where these differ, keys of one partition are still one.
+    partitions : int
+        How many the source's file has. Where the target's has others, keys of one partition are still one.
     """
     pairs = [(states.get(index, {}), key, states.get(owner, {}), its) for (index, key), (owner, its) in found.items()]
-    if partitions != count:
+    if partitions != len(states):
         within = {(key, its) for (index, key), (owner, its) in found.items() if index == owner}
         pairs = [(state, key, state, its) for key, its in within for state in states.values()]
     for state, key, other, its in pairs:

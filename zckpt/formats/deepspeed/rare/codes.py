@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from zckpt.errors import about
 from zckpt.formats.deepspeed.rare.quantised import is_quantised, moments_of, of_slices
 from zckpt.formats.deepspeed.target import Target, TargetGroup
 from zckpt.formats.torch_files.quantised import NESTED, Moment
@@ -52,12 +53,12 @@ class Kept(NamedTuple):
     moments: Mapping[str, Sequence[Moment]]
 
     @classmethod
-    def of(cls, own: Sequence[RankValue], what: str, path: str) -> Kept:
+    def of(cls, own: Sequence[RankValue], what: str) -> Kept:
         """Return how values of ranks are kept; errors are those of `moments_of`."""
         values: dict[str, FromFile] = {}
         moments: dict[str, list[Moment]] = {}
         for one in sorted(own, key=lambda one: (one.part, one.rank)):
-            found = moments_of(one, what, path)
+            found = moments_of(one, what)
             for name, moment in found.items():
                 moments.setdefault(name, []).append(moment)
             if isinstance(one.value, FromFile):
@@ -147,7 +148,8 @@ def cut_codes(target: Target) -> str | None:
     alike = alike and not (target.stage == 3 or target.elastic or target.round_robin)
     held = by_group(checkpoint) if alike else {}
     groups = {(rank.mp_rank, group.index): (group, len(rank.members)) for rank in target.ranks for group in rank.groups}
-    kept = {key: Kept.of(its, f"group {key[1]}", checkpoint.source) for key, its in held.items()}
+    with about(checkpoint.source):
+        kept = {key: Kept.of(its, f"group {key[1]}") for key, its in held.items()}
     found = {key: _cut(*groups[key], its) for key, its in kept.items() if key in groups}
     cut = stated(found)
     if held and cut.keys() == held.keys():

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from zckpt.formats.deepspeed.shards import section
+from zckpt.formats.deepspeed.values import copies_of
 from zckpt.formats.torch_files.tensors import span_of
 from zckpt.state import Checkpoint, Duplicate, Extent, Slot
 
@@ -80,7 +81,7 @@ def whole_slots(cut: Partitions) -> tuple[dict[str, Slot], list[Duplicate]]:
             name, shape = cut.names[share.index], cut.shapes[cut.names[share.index]]
             span = span_of(tensor, member.path, Extent.whole(shape), first=at)
             slot = Slot(MOMENTUM, tensor.dtype, shape, (span,))
-            if found.setdefault(name, slot) is not slot:
-                copies.append(Duplicate("parameter", name, name, slot, found[name], member.rank))
+            first = found.setdefault(name, slot)
+            copies += copies_of(name, {MOMENTUM: slot}, {MOMENTUM: first}, member.rank)
             at += slot.numel
     return found, copies

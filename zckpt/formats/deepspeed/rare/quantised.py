@@ -68,7 +68,7 @@ def with_float_slots(checkpoint: AnyCheckpoint, *, keeps_files: bool = False) ->
             member, what = members.get((value.mp_rank, value.rank)), f"group {value.group}"
             if member is None or value.part >= len(member.masters):
                 raise _uncertain(what, f"partition {value.part} of rank {value.rank}, which has no master")
-            found = moments_of(value, what, checkpoint.source)
+            found = moments_of(value, what)
             held.setdefault((member.path, member.masters[value.part].offset), {}).update(found)
         # A parameter that is one of the ranks' partitions as it is, not put together of slices, is cut.
         sliced = [
@@ -128,7 +128,7 @@ def _with_floats(
     return found
 
 
-def moments_of(value: RankValue, what: str, path: str) -> dict[str, Moment]:
+def moments_of(value: RankValue, what: str) -> dict[str, Moment]:
     """Return the moments in a rank's quantised state of a partition, by the names that they have as floats.
 
     Raises
@@ -138,18 +138,17 @@ def moments_of(value: RankValue, what: str, path: str) -> dict[str, Moment]:
     DamagedFileError
         Codes, scales and map do not belong together.
     """
-    with about(path):
-        if value.key == NESTED:
-            pieces = pieces_of(value.value, what)
-            moments, others = moments_in(pieces, what)
-            if others:
-                raise _uncertain(what, ", ".join(pieces))
-            return moments
-        node = value.value.node if isinstance(value.value, FromFile) else None
-        if not isinstance(node, MetaTensor):
-            raise _uncertain(what, value.key)
-        partition = Parameter(what, node.shape, node.dtype, state={value.key: value.value})
-        return {value.key: of_torchao(value.key, partition)}
+    if value.key == NESTED:
+        pieces = pieces_of(value.value, what)
+        moments, others = moments_in(pieces, what)
+        if others:
+            raise _uncertain(what, ", ".join(pieces))
+        return moments
+    node = value.value.node if isinstance(value.value, FromFile) else None
+    if not isinstance(node, MetaTensor):
+        raise _uncertain(what, value.key)
+    partition = Parameter(what, node.shape, node.dtype, state={value.key: value.value})
+    return {value.key: of_torchao(value.key, partition)}
 
 
 def _uncertain(name: str, found: object) -> UnsupportedError:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zckpt.engine.computed import Computed
-from zckpt.errors import UnsupportedError, UsageError
+from zckpt.errors import UnsupportedError, UsageError, about
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.rare.codes import CODES, SCALE, Kept, by_group, bytes_of
@@ -58,19 +58,18 @@ def decide_requantised(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     except UnsupportedError:
         floats = with_float_slots(checkpoint, keeps_files=True)
     target = decide(floats, options)
-    if target.elastic:
-        raise UnsupportedError("the elastic form cannot hold quantised state", path=checkpoint.source,
-                               expected="--rigid")  # fmt: skip
-    if target.regrouped and len(target.origin.ranks) > 1:
-        raise UnsupportedError(
-            "quantised state of stages or slices can only be quantised again for the same ones",
-            path=checkpoint.source,
-            expected="the source's tensor- and pipeline-parallel sizes",
-            advice="--dequantize writes it as float32, for an optimizer that keeps floats",
-        )
-    # The form of a param group's quantised state has to be one on all data-parallel ranks.
-    held = by_group(checkpoint)
-    target.coded.update((key, _form(values, f"group {key[1]}", checkpoint.source)) for key, values in held.items())
+    with about(checkpoint.source):
+        if target.elastic:
+            raise UnsupportedError("the elastic form cannot hold quantised state", expected="--rigid")
+        if target.regrouped and len(target.origin.ranks) > 1:
+            raise UnsupportedError(
+                "quantised state of stages or slices can only be quantised again for the same ones",
+                expected="the source's tensor- and pipeline-parallel sizes",
+                advice="--dequantize writes it as float32, for an optimizer that keeps floats",
+            )
+        # The form of a param group's quantised state has to be one on all data-parallel ranks.
+        held = by_group(checkpoint)
+        target.coded.update((key, _form(values, f"group {key[1]}")) for key, values in held.items())
     return target
 
 
@@ -92,23 +91,23 @@ def with_notes(written: TargetFiles, target: Target) -> TargetFiles:
     return replace(written, notes=[*written.notes, note], rounded=rounded)
 
 
-def _form(values: list[RankValue], what: str, path: str) -> Form:
+def _form(values: list[RankValue], what: str) -> Form:
     """Return the form of a group's partitions; small ones may be in float32."""
-    kept, blocks = Kept.of(values, what, path), {}
+    kept, blocks = Kept.of(values, what), {}
     if len({len(held) for held in kept.moments.values()}) > 1 or len({one.key == NESTED for one in values}) > 1:
-        raise _refused(what, path, "another form on another rank, or in another sub-group")
+        raise _refused(what, "another form on another rank, or in another sub-group")
     for name, held in kept.moments.items():
         coded = [one for one in held if one.scale is not None]
         if not coded:
             continue
         maps = {bytes_of(one.qmap) for one in coded}
         if len({(one.cls, one.codes.dtype) for one in coded}) > 1 or len(maps) > 1:
-            raise _refused(what, path, f"another form of {name} on another rank")
+            raise _refused(what, f"another form of {name} on another rank")
         if not (np.diff(np.frombuffer(maps.pop(), "<f4")) >= 0).all():
-            raise _refused(what, path, f"a map of {name} that is not ascending")
+            raise _refused(what, f"a map of {name} that is not ascending")
         sizes = set.intersection(*map(_blocks, coded))
         if len(sizes) != 1:
-            raise _refused(what, path, f"scales of {name} that fit {len(sizes)} sizes of blocks")
+            raise _refused(what, f"scales of {name} that fit {len(sizes)} sizes of blocks")
         blocks[name] = sizes.pop()
     return Form(kept, blocks)
 
@@ -120,10 +119,9 @@ def _blocks(moment: Moment) -> set[int]:
     return {size for size in BLOCKS if -(-moment.numel // size) == moment.scale.numel}
 
 
-def _refused(what: str, path: str, found: str) -> UnsupportedError:
+def _refused(what: str, found: str) -> UnsupportedError:
     return UnsupportedError(
         f"the quantised state of {what} cannot be quantised again",
-        path=path,
         expected="moments of one class, in blocks of one size, with one ascending map on all ranks",
         found=found,
         advice="--dequantize writes it as float32, for an optimizer that keeps floats",

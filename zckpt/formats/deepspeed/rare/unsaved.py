@@ -43,8 +43,8 @@ def is_unsaved(models: Sequence[ModelShard], optimizers: Collection[object]) -> 
 def note_unsaved(checkpoint: Checkpoint, models: Sequence[ModelShard]) -> None:
     """Say that there is no optimizer, and mark as frozen what it did not train."""
     trained = {name for model in models for name in model.trained}
-    for parameter in checkpoint.parameters.values():
-        parameter.frozen = parameter.tied_to is None and parameter.name not in trained
+    for parameter in checkpoint.owners:
+        parameter.frozen = parameter.name not in trained
     checkpoint.warnings.append(
         f"{models[0].path}: DeepSpeed {models[0].content['ds_version']} saved no optimizer, as it does with "
         "bfloat16 at stage 0 or with BF16_Optimizer's settings: there are only weights"

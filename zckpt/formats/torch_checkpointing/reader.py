@@ -24,7 +24,7 @@ from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.tensors import with_scalars
 from zckpt.state import Checkpoint, GivenNames, SourceFile, dict_of, number_of
 from zckpt.state.inventory import IMPLIED, Claim
-from zckpt.storage.files import entries_of, is_file
+from zckpt.storage.files import files_in, is_file
 from zckpt.torchfile import Place, TorchFile, brief, node_of, read_pickle, read_torchfile
 
 NAME, VERSION = "metadata.pkl", "2.0"
@@ -40,7 +40,7 @@ def find(path: Path) -> Directory | None:
     is missing, or it is of a form that is not read.
     """
     items: dict[str, dict[int, Path]] = {}
-    for name in (one.name for one in entries_of(path) if one.is_file()):
+    for name in files_in(path):
         if (match := _FILE.fullmatch(name)) is not None:
             items.setdefault(match[1], {})[int(match[2])] = path / name
     said = _said(path / NAME) if is_file(path / NAME) else None
