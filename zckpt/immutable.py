@@ -22,10 +22,13 @@ if TYPE_CHECKING:
     @overload
     @dataclass_transform(field_specifiers=(field,))
     def mutable(
-        *, eq: bool = True, repr: bool = True, kw_only: bool = False
+        *, eq: bool = True, repr: bool | None = None, kw_only: bool = False
     ) -> Callable[[type[Class]], type[Class]]: ...
-    def mutable(*_: Any, **__: bool) -> Any:
-        """Make a class of a class's fields. Parameters are those of `dataclasses.dataclass`."""
+    def mutable(*_: Any, **__: bool | None) -> Any:
+        """Make a class of a class's fields. Parameters are those of `dataclasses.dataclass`.
+
+        Without `repr`, one that is derived from what shows itself in some way shows itself in that way.
+        """
 
     @overload
     @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -33,9 +36,9 @@ if TYPE_CHECKING:
     @overload
     @dataclass_transform(frozen_default=True, field_specifiers=(field,))
     def immutable(
-        *, eq: bool = True, repr: bool = True, kw_only: bool = False
+        *, eq: bool = True, repr: bool | None = None, kw_only: bool = False
     ) -> Callable[[type[Class]], type[Class]]: ...
-    def immutable(*_: Any, **__: bool) -> Any:
+    def immutable(*_: Any, **__: bool | None) -> Any:
         """Make a class of a class's fields, none of which can be set anew. Parameters are those of `mutable`."""
 
 else:
@@ -47,12 +50,19 @@ else:
         return mutable(cls, **how, is_frozen=True)
 
 
-def _made(cls: Any, *, eq: bool = True, repr: bool = True, kw_only: bool = False, is_frozen: bool = False) -> Any:  # noqa: A002
+def _made(
+    cls: Any,
+    *,
+    eq: bool = True,
+    repr: bool | None = None,  # noqa: A002
+    kw_only: bool = False,
+    is_frozen: bool = False,
+) -> Any:
     own = cls.__dict__
     cls.__doc__ = cls.__doc__ or cls.__name__  # else `dataclass` makes one of a signature that is not there yet
     made = dataclass(init=False, repr=False, eq=False, slots=True, kw_only=kw_only)(cls)
     methods: dict[str, Any] = {"__init__": _at_first(made, "__init__", partial(_init_of, is_frozen=is_frozen))}
-    if repr:
+    if repr or (repr is None and cls.__repr__ is object.__repr__):  # else it shows itself as what it is derived from
         methods["__repr__"] = _described
     if eq:
         methods |= {"__eq__": _at_first(made, "__eq__", _equal_of), "__hash__": None}

@@ -29,7 +29,7 @@ OURS = Owned(FILES.__contains__)
 def pretend_there_is_no_exchange() -> None:
     from zckpt.storage import disk
 
-    disk._of_libc = lambda _name, _kinds: None  # type: ignore[assignment]
+    disk.of_libc = lambda _name, _kinds: None  # type: ignore[assignment]
 
 
 def kill_before(number: int) -> None:
@@ -57,10 +57,10 @@ def kill_before(number: int) -> None:
         return call
 
     os.fsync, os.write = counting(os.fsync), counting(os.write)  # type: ignore[assignment]
-    function = disk._of_libc("renameat2", "isisI")
+    function = disk.of_libc("renameat2", "isisI")
     if function is not None:
         counted = counting(function)
-        disk._of_libc = lambda name, _kinds: counted if name == "renameat2" else None  # type: ignore[assignment]
+        disk.of_libc = lambda name, _kinds: counted if name == "renameat2" else None  # type: ignore[assignment]
     sys.addaudithook(audit)
 
 

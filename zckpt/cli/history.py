@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 import zckpt
-from zckpt.cli.options import Place, json_option, page_options, takes
+from zckpt.cli.options import PLACE, barless_option, json_option, page_options, takes
 from zckpt.cli.streams import check_file, json_text, reporter, write_file
 from zckpt.cli.verbs import flag, verb
 from zckpt.errors import TargetError
@@ -16,7 +16,7 @@ from zckpt.operations.options import Copying
 
 STANDARD_ERROR = 2
 
-run_argument = click.argument("run", type=Place())
+run_argument = click.argument("run", type=PLACE)
 
 
 @verb("list")
@@ -25,7 +25,7 @@ run_argument = click.argument("run", type=Place())
 @flag("--fingerprint", help="Compute fingerprints that are not recorded, to find equal checkpoints.")
 @json_option
 @page_options
-@flag("--quiet", "-q", help="No progress bar.")
+@barless_option
 @takes(Copying)
 def list_command(
     run: Path,
@@ -72,7 +72,6 @@ def list_command(
 @flag("--deep", help="Read every byte of each to check that it is sound.")
 @click.option(
     "--settle",
-    type=float,
     default=60.0,
     show_default=True,
     metavar="S",

@@ -36,8 +36,6 @@ class ByteSize(_IntegerType):
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the number of bytes."""
-        if isinstance(value, int):
-            return value
         match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]i?)?b?", str(value).strip().lower())
         if match is None or float(match[1]) <= 0:
             self.fail(f"{value!r} is not a size; write, for example, 64MB or 5GiB", param, ctx)
@@ -75,13 +73,16 @@ def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
+PLACE = Place()
 FILE = click.Path(path_type=Path, dir_okay=False)
 PATH = click.Path(path_type=Path)
 
-source_argument = click.argument("source", type=Place())
-target_argument = click.argument("target", type=Place())
+source_argument = click.argument("source", type=PLACE)
+target_argument = click.argument("target", type=PLACE)
 json_option = flag("--json", "as_json", help="Print one JSON document.")
 quiet_option = flag("--quiet", "-q", help="No progress bar, no messages.")
+barless_option = flag("--quiet", "-q", help="No progress bar.")
+overwrite_option = flag("--overwrite", help="Replace FILE if it exists.")
 
 
 def takes(group: type, *, suffix: str = "") -> Callable[[Any], Any]:
@@ -129,7 +130,7 @@ def _option_of(name: str, one: Shared, suffix: str) -> Callable[[Any], Any]:
     if one.choices:
         return click.option(option, type=Near(one.choices), default=one.default, show_default=True, help=text)
     kind = {
-        "place": Place(),
+        "place": PLACE,
         "file": FILE,
         "path": PATH,
         "text": click.STRING,
@@ -255,6 +256,6 @@ def _option(same: list[tuple[str, Option]], *, has_to: bool) -> click.Option:
 
 
 page_options = together(
-    click.option("--html", type=FILE, metavar="FILE", help="Also write an HTML page."),
-    flag("--overwrite", help="Replace FILE if it exists."),
+    click.option("--html", type=FILE, help="Also write an HTML page."),
+    overwrite_option,
 )

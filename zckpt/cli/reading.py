@@ -13,9 +13,11 @@ import zckpt
 from zckpt.cli.history import watched
 from zckpt.cli.options import (
     FILE,
-    Place,
+    PLACE,
+    barless_option,
     json_option,
     names_option,
+    overwrite_option,
     page_options,
     source_argument,
     takes,
@@ -79,7 +81,7 @@ def _say_what_is_cached(checkpoints: Sequence[Checkpoint], *, direct: bool, quie
 
 
 @verb("inspect")
-@click.argument("sources", nargs=-1, required=True, type=Place(), metavar="SOURCE...")
+@click.argument("sources", nargs=-1, required=True, type=PLACE, metavar="SOURCE...")
 @json_option
 @flag("--parameters", help="List every parameter.")
 @flag("--files", help="List every file, and what became of its contents.")
@@ -124,9 +126,9 @@ def inspect_command(
 
 
 @verb("diff")
-@click.argument("sources", nargs=-1, required=True, type=Place(), metavar="A B")
-@click.option("--rtol", type=float, default=0.0, help="Relative tolerance. Default: compare bits.")
-@click.option("--atol", type=float, default=0.0, help="Absolute tolerance.")
+@click.argument("sources", nargs=-1, required=True, type=PLACE, metavar="A B")
+@click.option("--rtol", default=0.0, help="Relative tolerance. Default: compare bits.")
+@click.option("--atol", default=0.0, help="Absolute tolerance.")
 @names_option("--slots", "SLOT,...", "Compare only these slots: weight, master, exp_avg, ...")
 @click.option("--parameters", multiple=True, metavar="GLOB", help="Compare only these parameters; may be repeated.")
 @click.option("--ignore", type=click.Choice(["metadata"]), help="Compare only tensors.")
@@ -223,7 +225,7 @@ def _no_page() -> str:
 @click.option("--world-size", type=int, metavar="N", help="Data-parallel ranks. Default: as many as saved it.")
 @click.option(
     "--model",
-    type=Place(),
+    type=PLACE,
     metavar="CONFIG",
     help="The model that will resume it: a transformers config.json, its directory, or any checkpoint.",
 )
@@ -248,10 +250,10 @@ def resume_check_command(*, source: Path, as_json: bool, shared: dict[str, Any],
     "--write",
     help="Also store it, with a digest of each slot, in the checkpoint's directory or next to its file.",
 )
-@click.option("--output", type=FILE, metavar="FILE", help="Store it in FILE.")
+@click.option("--output", type=FILE, help="Store it in FILE.")
 @flag("--overwrite", help="Replace the file if it exists.")
 @flag("--json", "as_json", help="Print one JSON document with a digest of each slot.")
-@flag("--quiet", "-q", help="No progress bar.")
+@barless_option
 @takes(Compared)
 def fingerprint_command(
     source: Path,
@@ -361,9 +363,9 @@ def verify_command(
 
 
 @verb("scan")
-@click.argument("place", metavar="SOURCE", type=Place())
-@click.option("--sarif", type=FILE, metavar="FILE", help="Also write SARIF 2.1.0.")
-@flag("--overwrite", help="Replace FILE if it exists.")
+@click.argument("place", metavar="SOURCE", type=PLACE)
+@click.option("--sarif", type=FILE, help="Also write SARIF 2.1.0.")
+@overwrite_option
 @json_option
 @flag("--quiet", "-q", help="No text; only the exit status.")
 def scan_command(place: Path, sarif: Path | None, overwrite: bool, as_json: bool, quiet: bool) -> int:
@@ -437,7 +439,7 @@ def formats_command(as_json: bool) -> None:
 @flag("--csv", "as_csv", help="Print rows of comma-separated values.")
 @json_option
 @page_options
-@flag("--quiet", "-q", help="No progress bar.")
+@barless_option
 @takes(Compared)
 def stats_command(
     *,
@@ -478,8 +480,8 @@ def stats_command(
 @click.argument("name")
 @click.option("--slot", metavar="SLOT", help="Default: the master if there is one, else the weight.")
 @click.option("--slice", metavar="0:4,:,-1", help="An index or a range for each dimension. Default: all.")
-@click.option("--npy", type=FILE, metavar="FILE", help="Write the elements to FILE instead.")
-@flag("--overwrite", help="Replace FILE if it exists.")
+@click.option("--npy", type=FILE, help="Write the elements to FILE instead.")
+@overwrite_option
 @json_option
 @takes(Salvaged)
 def show_command(*, source: Path, name: str, as_json: bool, shared: dict[str, Any], **given: Any) -> None:  # noqa: ANN401

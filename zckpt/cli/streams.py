@@ -15,7 +15,7 @@ from typing import Any, TextIO, cast
 
 import click
 
-from zckpt.engine import Reporter, SilentReporter
+from zckpt.engine import Reporter
 from zckpt.errors import CONTROLS
 
 
@@ -135,15 +135,15 @@ def width() -> int:
     return shutil.get_terminal_size((PRINTED_WIDTH, 0)).columns
 
 
-def paint() -> Callable[[str, str], str] | None:
-    """Return what colours a text by what it means, a key of `COLOURS`; None where there are no colours.
+def paint() -> Callable[[str, str], str]:
+    """Return what colours a text by what it means, a key of `COLOURS`; where there are no colours, it stays as it is.
 
     Notes
     -----
     Source: no-color.org. `NO_COLOR`, if it is set and not empty, turns colours off.
     """
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
-        return None
+        return lambda text, _: text
     return lambda text, meaning: click.style(text, fg=COLOURS[meaning], bold=meaning == "error")
 
 
@@ -166,13 +166,12 @@ class BarReporter:
 
     def end(self) -> None:
         """Close the bar."""
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
 
-def reporter(what: str, *, quiet: bool) -> Reporter:
-    """Return a bar if standard error is a terminal and `quiet` is false, else a silent reporter."""
-    return SilentReporter() if quiet or not sys.stderr.isatty() else BarReporter(what)
+def reporter(what: str, *, quiet: bool) -> Reporter | None:
+    """Return a bar if standard error is a terminal and `quiet` is false; else None."""
+    return None if quiet or not sys.stderr.isatty() else BarReporter(what)
 
 
 def check_file(file: Path | None, *, overwrite: bool) -> None:

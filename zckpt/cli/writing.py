@@ -19,8 +19,8 @@ import zckpt
 from zckpt.cli.history import run_argument
 from zckpt.cli.options import (
     PATH,
+    PLACE,
     ConvertCommand,
-    Place,
     ReshardCommand,
     comma_separated,
     json_option,
@@ -111,7 +111,7 @@ proof_options = together(
 @target_argument
 @click.option(
     "--hyperparameters",
-    type=Place(),
+    type=PLACE,
     metavar="FILE",
     help="JSON list with one object per param group, for --slots of an elastic SOURCE, which has no hyperparameters.",
 )
@@ -191,8 +191,8 @@ def sanitize_command() -> None:
 
 
 @verb("average")
-@click.argument("sources", type=Place(), nargs=-1, required=True, metavar="SOURCE... TARGET")
-@click.option("--target", "-t", type=Place(), help="What to write, if it is not the last argument.")
+@click.argument("sources", type=PLACE, nargs=-1, required=True, metavar="SOURCE... TARGET")
+@click.option("--target", "-t", type=PLACE, help="What to write, if it is not the last argument.")
 @click.option(
     "--weights",
     metavar="W,...",
@@ -224,12 +224,12 @@ def average_command() -> None:
 
 
 @verb("merge-adapter")
-@click.argument("base", type=Place())
-@click.argument("adapter", type=Place())
+@click.argument("base", type=PLACE)
+@click.argument("adapter", type=PLACE)
 @target_argument
 @click.option(
     "--adapter-config",
-    type=Place(),
+    type=PLACE,
     metavar="FILE",
     help="The adapter_config.json, if it is not with ADAPTER's tensors.",
 )
@@ -269,7 +269,6 @@ store_argument = click.argument("store", type=PATH)
 @store_argument
 @click.option(
     "--full-every",
-    type=int,
     default=10,
     show_default=True,
     metavar="K",
@@ -297,8 +296,8 @@ def unpack_command() -> None:
 
 
 @verb("patch")
-@click.argument("a", type=Place())
-@click.argument("b", type=Place())
+@click.argument("a", type=PLACE)
+@click.argument("b", type=PLACE)
 @target_argument
 @click.option(
     "--to",
@@ -319,7 +318,7 @@ def patch_command() -> None:
 
 
 @verb("apply")
-@click.argument("a", type=Place())
+@click.argument("a", type=PLACE)
 @click.argument("patch", type=PATH)
 @target_argument
 @writing_options

@@ -32,7 +32,7 @@ def drifted(checkpoint: Checkpoint) -> list[str]:
 
     Only values of parameters are compared: masters, or weights where there are none; and weights under several names.
     """
-    masters = {name for name, one in checkpoint.parameters.items() if MASTER in one.slots}
+    masters = {name for name, one in checkpoint.parameters.items() if one.master}
     copies = [
         one
         for one in checkpoint.duplicates

@@ -30,7 +30,7 @@ from zckpt.engine.cast import Array, cast
 from zckpt.engine.scan import SlotSet, scan
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.immutable import immutable
-from zckpt.state import MASTER, WEIGHT, Brief, Checkpoint, Slot, dict_of
+from zckpt.state import MASTER, WEIGHT, Brief, Checkpoint, Slot, are_texts, dict_of
 from zckpt.storage.files import read_whole
 from zckpt.storage.ownership import FINGERPRINT_NAME
 
@@ -52,7 +52,7 @@ Entries = dict[str, dict[str, str]]
 """For each name its entries: digests with type and shape, and single values as text."""
 
 
-@immutable(repr=False)
+@immutable
 class Fingerprint(Brief):
     """A fingerprint and what it is of.
 
@@ -111,7 +111,7 @@ def read_digests(path: str | os.PathLike[str]) -> Fingerprint:
         raise DamagedFileError("unreadable", path=file, expected="digests that zckpt wrote", found=error) from error
     text, entries = (dict_of(stored).get(key) for key in ("fingerprint", "entries"))
     are_entries = isinstance(entries, dict) and all(
-        isinstance(found, dict) and all(isinstance(one, str) for one in found.values()) for found in entries.values()
+        isinstance(found, dict) and are_texts(found.values()) for found in entries.values()
     )
     if not isinstance(text, str) or not isinstance(entries, dict) or not are_entries:
         raise DamagedFileError("holds no digests", path=file, expected="what `zckpt fingerprint --write` writes")
@@ -177,7 +177,7 @@ def digest_share(
         if parameter.tied_to is not None:
             continue
         entries[name] = {}
-        weight, master = own_weight(parameter), parameter.slots.get(MASTER)
+        weight, master = own_weight(parameter), parameter.master
         if weight is not None:
             chosen.append((name, WEIGHT, weight, None))
         if master is not None:

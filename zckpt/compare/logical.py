@@ -6,7 +6,7 @@ import hashlib
 from typing import Any
 
 from zckpt.errors import UnsupportedError
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, Span, number_of
+from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span, number_of
 from zckpt.state.names import canonical_names
 from zckpt.torchfile import FromFile, Tensor, plain, walk_tensors
 
@@ -28,8 +28,8 @@ def own_weight(parameter: Parameter) -> Slot | None:
 
     Where ranks' values are averaged, the weight is the rounded mean of the masters, not the mean of the weights.
     """
-    weight = parameter.slots.get(WEIGHT)
-    return None if weight is not None and weight.replicas and MASTER in parameter.slots else weight
+    weight = parameter.weight
+    return None if weight and weight.replicas and parameter.master else weight
 
 
 def single(value: object) -> object:

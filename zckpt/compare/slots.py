@@ -127,7 +127,7 @@ _SUMMED = (
 _EXTREMES: dict[str, Callable[..., Any]] = {"first": min, "max_abs": max, "max_rel": max, "max_ulp": max}
 
 
-def figures(a: Array, b: Array, start: int, dtypes: tuple[str, str], tolerance: Tolerance) -> Figures:
+def figures(a: Array, b: Array, start: int, dtypes: Sequence[str], tolerance: Tolerance) -> Figures:
     """Return the figures of a block of two tensors.
 
     `start`: flat index of their first element; `dtypes`: their torch types.
@@ -280,7 +280,7 @@ def _measure_block(
     dtypes: Sequence[tuple[str, ...]], tolerance: Tolerance, index: int, start: int, arrays: Sequence[Array]
 ) -> Figures:
     a, b = arrays
-    return figures(a, b, start, (dtypes[index][0], dtypes[index][1]), tolerance)
+    return figures(a, b, start, dtypes[index], tolerance)
 
 
 def _first_difference(_index: int, start: int, arrays: Sequence[Array]) -> int | None:

@@ -60,7 +60,7 @@ def files_twice(checkpoint: Checkpoint) -> Iterator[ShardError]:
             swapped.add(partner.path)
         code = TWICE if partner.archive == file.archive else WRONG_RANK
         what = "was saved under the name of another file beside it"
-        found[file.path] = _error(file, partner, what, f"a file that was saved as {Path(file.path).name}", code)
+        found[file.path] = _error(file, partner, what, f"a file that was saved as {file.name}", code)
     yield from found.values()
     ranks = {file.path: file for file in checkpoint.files}
     for one, other in _same(checkpoint):
@@ -81,7 +81,7 @@ def _error(file: SourceFile, other: SourceFile, what: str, expected: str, code: 
         what,
         path=file.path,
         expected=expected,
-        found=Path(other.path).name,
+        found=other.name,
         advice="copy it again from its origin; --no-weight-check (in a load, verify=False) accepts it",
         code=code,
         ranks=[rank for rank in ranks[: 1 if code == TWICE else 2] if rank is not None],
@@ -112,7 +112,7 @@ def _same(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
 def _states(checkpoint: Checkpoint, held: Mapping[str, Held]) -> dict[str, dict[str, bytes]]:
     """Return by parameter what an optimizer has that has stepped float32 weights for a while; none where it may not."""
     rates = [group.hyperparameters.get("lr") for group in checkpoint.param_groups]
-    coarse = any(one.slots[MASTER].dtype != "float32" for one in checkpoint.parameters.values() if MASTER in one.slots)
+    coarse = any(one.master and one.master.dtype != "float32" for one in checkpoint.parameters.values())
     if coarse or (checkpoint.step or 0) < STEPPED or not all(isinstance(one, float) and one > 0 for one in rates):
         return {}
     found: dict[str, dict[str, bytes]] = {}
@@ -126,7 +126,7 @@ def _states(checkpoint: Checkpoint, held: Mapping[str, Held]) -> dict[str, dict[
 def _sampled(checkpoint: Checkpoint) -> dict[str, Held]:
     """Return what each file begins its largest tensors with, of elements that no other file has."""
     chosen: dict[str, list[tuple[Span, str, str]]] = {}
-    slots = [(slot, p.name) for p in [*checkpoint.parameters.values(), *checkpoint.unnamed.values()]
+    slots = [(slot, p.name) for p in checkpoint.all_parameters
              for slot in p.slots.values()]  # fmt: skip
     looked_at = 0
     for slot, name in sorted(slots, key=lambda one: -one[0].nbytes):

@@ -207,7 +207,7 @@ def rounds_to(master: Slot, weight: Slot) -> bool:
 
 def comparable(parameter: Parameter) -> bool:
     """Tell whether a parameter's weight is its master, rounded, and not a mean or of a wider type."""
-    master, weight = parameter.slots.get(MASTER), parameter.slots.get(WEIGHT)
+    master, weight = parameter.master, parameter.weight
     return (
         master is not None
         and weight is not None

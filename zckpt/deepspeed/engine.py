@@ -20,7 +20,7 @@ from zckpt.formats.deepspeed.target import Unpartitioned
 from zckpt.formats.deepspeed.trees import PLAIN, form_of
 from zckpt.optim.states.by_parameter import owner_of
 from zckpt.optim.states.expected import check_keys
-from zckpt.state import MASTER, WEIGHT, Checkpoint, by_key, without
+from zckpt.state import Checkpoint, by_key, without
 
 ENGINE = "deepspeed.runtime.engine"
 
@@ -140,10 +140,9 @@ def check_goes_on(engine: Any, checkpoint: Checkpoint) -> list[str]:
         stateful = False
         for name in group.parameters:
             one = owner_of(checkpoint, name)
-            keys = one.slots.keys() - {WEIGHT, MASTER} if one is not None else frozenset()
-            if one is not None and (keys or one.state or of_ranks):
+            if one is not None and (one.optimizer_slots or one.state or of_ranks):
                 stateful = True
-                values = {**dict.fromkeys(sorted(keys), True), **of_ranks, **group.state, **one.state}
+                values = {**dict.fromkeys(sorted(one.optimizer_slots), True), **of_ranks, **group.state, **one.state}
                 dim = 1 if flat else len(one.shape)
                 with about(path):
                     check_keys(optimizer, {**own, **group.hyperparameters}, name, dim, values)

@@ -386,7 +386,7 @@ def _consolidating(served: Served, loading: Loading, *, optimizer: bool) -> Iter
         """Return the model: masters of what is trained, all else as it is."""
         checkpoint = served.target.checkpoint
         tensors = trained_tensors(checkpoint)
-        absent = [one.name for one in checkpoint.tensors() if one.name not in tensors]
+        absent = [name for name in checkpoint.names if name not in tensors]
         if absent:
             raise UnsupportedError(f"no file holds the values of {listed(absent)}", path=checkpoint.source)
         file = VirtualFile(lay_out("model.pt", model_tree(checkpoint, tensors)), threads=has_cores())

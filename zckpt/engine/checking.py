@@ -30,6 +30,7 @@ from zckpt.engine.plan import Piece, Strided
 from zckpt.engine.targets import Checksum, end_of, start_of
 from zckpt.errors import DamagedFileError, UsageError, listed
 from zckpt.immutable import immutable
+from zckpt.state import nbytes_of
 from zckpt.state.context import during
 from zckpt.state.ranges import merge, total
 from zckpt.storage.crc32 import combine, crc32
@@ -204,7 +205,7 @@ class Checks:
                 self._nbytes[one] = self._nbytes.get(one, 0) + each.nbytes
                 if self._nbytes[one] >= one.nbytes:
                     tiles = _tiles(some)
-                    if sum(tile.nbytes for tile in tiles) == one.nbytes:
+                    if nbytes_of(tiles) == one.nbytes:
                         self._note(one, crc_of(one.path, one.offset, end_of(one), tiles, Sources()))
                     else:
                         self._nbytes[one] = 0  # some overlap: not tried again before as many bytes have come
@@ -268,7 +269,7 @@ class Checks:
                 advice="use a larger type (float32, bfloat16); --overflow=allow (in a load, verify=False) makes "
                 "them infinite",
             )
-        return Checked(len(self._done), sum(one.nbytes for one in self._done), overflowed)
+        return Checked(len(self._done), nbytes_of(self._done), overflowed)
 
     def refuse(self) -> None:
         """Raise DamagedFileError if a record that is done with is damaged."""

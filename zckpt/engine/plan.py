@@ -20,7 +20,7 @@ from zckpt.engine.fine import Cut, fine_cut
 from zckpt.engine.targets import Hole, Lazily, TargetFile
 from zckpt.errors import LayoutError
 from zckpt.immutable import immutable
-from zckpt.state import ZEROS, CutSpans, Shape, Slot, Span, itemsize
+from zckpt.state import ZEROS, CutSpans, Shape, Slot, Span, differ, itemsize, nbytes_of
 from zckpt.state.boxes import (
     Box,
     Located,
@@ -230,7 +230,7 @@ def plan(files: Iterable[TargetFile], note: Callable[[FilePlan], object] | None 
         nonlocal room
         for one in _planned(files):
             room -= COPY_NBYTES * sum(len(each.copies) for each in one.fills)
-            room -= sum(each.nbytes for each in one.file.literals)
+            room -= nbytes_of(one.file.literals)
             few.append(one)
             if room < 0 or one.file.packs:
                 few.clear()
@@ -272,7 +272,7 @@ def _summed(files: Collection[FilePlan], note: Callable[[FilePlan], object] | No
                 continue
             for copy in each.copies:
                 if copy.sources[0].path != ZEROS:
-                    read += copy.numel * itemsize(copy.source_dtype) * len(copy.sources)
+                    read += copy.source_nbytes * len(copy.sources)
                     sources.update(source.path for source in copy.sources)
         for pack in one.file.packs:
             read, copied = read + pack.moved_nbytes, copied + pack.moved_nbytes
@@ -303,7 +303,7 @@ def fill(hole: Hole, indexes: SpanIndexes | None = None) -> list[Copy]:
         return copies
     sets = [copies] + [_fill_from(hole, spans) for spans in hole.slot.replicas]
     cut = [[(c.offset, c.shape, c.strides, c.change) for c in one] for one in sets]
-    if any(one != cut[0] for one in cut):
+    if differ(cut):
         raise LayoutError(f"{hole.label}: the tensors to be averaged are stored differently")
     return [replace(same[0], sources=tuple(c.sources[0] for c in same)) for same in zip(*sets, strict=True)]
 

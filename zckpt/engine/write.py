@@ -34,7 +34,7 @@ from zckpt.engine.together import CutPiece, arrays_of
 from zckpt.engine.workers import BATCH_ITEMS, BATCH_NBYTES, Workers, batched, budget, threads_for
 from zckpt.errors import SourceError, TargetError
 from zckpt.immutable import immutable
-from zckpt.state import by_key, is_floating, itemsize
+from zckpt.state import by_key, is_floating, itemsize, nbytes_of
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.disk import start_writeback
 from zckpt.storage.distant import ahead
@@ -251,14 +251,14 @@ class _Files:
                 seen = [Seen(str(path), literal.offset, literal.nbytes, crc32(literal.data)) for literal in small]
                 self._open[str(path)] = one.file.checksums, seen
                 filled: list[Hole | Pack | Literal] = [*one.file.holes, *one.file.packs, *one.file.literals]
-                self._left[str(path)] = sum(each.nbytes for each in filled) - sum(each.nbytes for each in small)
+                self._left[str(path)] = nbytes_of(filled) - nbytes_of(small)
             yield path, one
 
     def note(self, batch: Batch, seen: Sequence[Seen]) -> None:
         """Note what was written."""
         if batch.path in self._open:
             self._open[batch.path][1].extend(seen)
-            self._left[batch.path] -= sum(one.nbytes for one in seen)
+            self._left[batch.path] -= nbytes_of(seen)
             if not self._left[batch.path]:
                 patch_checksums(Path(batch.path), *self._open.pop(batch.path))
 

@@ -13,6 +13,7 @@ from dataclasses import field
 from functools import cache
 
 from zckpt.immutable import immutable, mutable
+from zckpt.state import positions
 from zckpt.state.names import is_number
 
 MOST_DEPTH = 64
@@ -191,7 +192,7 @@ def _with_order(
     names = [*module.own, *module.children]
     reaches = [(places[one],) * 2 if one in places else NOWHERE for one in module.own.values()]
     reaches += [child.reach for child in module.children.values()]
-    known = {name: at for at, name in enumerate(siblings(module.path, names))}
+    known = positions(siblings(module.path, names))
     own = len(module.own)
     found = []
     for i, name in enumerate(names):

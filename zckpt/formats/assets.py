@@ -70,8 +70,8 @@ def find_assets(checkpoint: Checkpoint, given: Path | None = None) -> dict[str, 
     assets = next(iter(whole), {})
     config = assets.get(ADAPTER_CONFIG)
     adapters = {one.name for one in entries_of(config.parent) if one.name.startswith(ADAPTER_FILE)} if config else set()
-    is_read = not adapters.isdisjoint(Path(file.path).name for file in checkpoint.files)
-    if not adapters or is_read or any(one.name.startswith(PEFT) for one in checkpoint.tensors()):
+    is_read = not adapters.isdisjoint(file.name for file in checkpoint.files)
+    if not adapters or is_read or any(name.startswith(PEFT) for name in checkpoint.names):
         return assets
     return without(assets, ADAPTER_CONFIG)
 

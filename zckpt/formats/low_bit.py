@@ -81,7 +81,7 @@ def refuse_casts(checkpoint: Checkpoint, casts: Iterable[tuple[Slot, str]], advi
     if not codes:
         return
     trains = checkpoint.param_groups or checkpoint.has_masters
-    names = {one.name for one in checkpoint.tensors() if _SCALE.fullmatch(one.name)}.union(codes)
+    names = {*filter(_SCALE.fullmatch, checkpoint.names)}.union(codes)
     own = {_place(slot) for one in checkpoint.tensors() if one.name in names for slot in one.slots.values()}
     for slot, dtype in casts:
         if slot.dtype != dtype and is_floating(slot.dtype) and (not trains or _place(slot) in own):

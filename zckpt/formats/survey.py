@@ -18,7 +18,7 @@ from zckpt.formats.format import Format, Found, NearMiss, Search, Survey
 from zckpt.formats.registry import find_format, formats
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.tensors import describe
-from zckpt.state import Checkpoint, SourceFile
+from zckpt.state import Checkpoint, SourceFile, nbytes_of
 from zckpt.storage.files import entries_of, opened
 from zckpt.torchfile import AlikeRecords, Record, read_archive, read_torchfile
 
@@ -64,7 +64,7 @@ def survey_files(source: Path) -> Survey:
                 from zckpt.formats.safetensors.file import read_header
 
                 slots, _, nbytes = read_header(path)
-                used = sum(slot.nbytes for slot in slots.values())
+                used = nbytes_of(slots.values())
                 surveyed.files.append(SourceFile(str(path), nbytes, "model", tensor_nbytes=used))
             elif path.suffix in READ_SUFFIXES or path == source:
                 surveyed.files.append(describe(read_torchfile(path), "file"))

@@ -92,7 +92,7 @@ class Naming:
     def traced(self, checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...], dict[str, str]]:
         """Return the same, and the new names, by the old ones, of tensors that have nothing but another name."""
         if not self.changes:
-            return checkpoint, (), {one.name: one.name for one in checkpoint.tensors()}
+            return checkpoint, (), {name: name for name in checkpoint.names}
         changed, notes, names, _ = self._applied(checkpoint, None, None)
         return changed, notes, names
 

@@ -27,7 +27,7 @@ from zckpt.naming.document import Map, Rule, Template
 from zckpt.naming.renames import check_different
 from zckpt.naming.sizes import Sizes, Tensor
 from zckpt.naming.taken import take
-from zckpt.state import WEIGHT, Checkpoint, Parameter, ParamGroup, Shape, Slot, by_key, differ
+from zckpt.state import WEIGHT, Checkpoint, Parameter, ParamGroup, Shape, Slot, by_key, differ, positions
 from zckpt.state.boxes import intersection, overlap
 from zckpt.state.checkpoint import keys_listed
 from zckpt.state.views import narrow, pad, placed, reshape, transpose, zeros
@@ -177,7 +177,7 @@ class Arrangement:
         """Return the arrangement of one tensor of a rule."""
         bounds = {letter: (indices[letter], indices[letter] + 1) for letter in letters if letter in indices}
         bounds |= {factor.name: sizes.bounds(factor) for factor in template.factors}
-        number = {letter: index for index, letter in enumerate(letters)}
+        number = positions(letters)
         return cls(
             letters,
             tuple(bounds[letter][0] for letter in letters),
@@ -383,7 +383,7 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int
         advice = "`zckpt consolidate --dequantize` writes numbers in the place of codes, and these can be mapped"
     found = fit(map_, {parameter.name: parameter.shape for parameter in checkpoint.tensors()}, advice)
     if found.source == to:
-        return Mapped(whole, [], to, {parameter.name: parameter.name for parameter in whole.tensors()})
+        return Mapped(whole, [], to, {name: name for name in whole.names})
     # torchtitan 0.3 has queries, keys and values of a layer in one parameter, which its optimizer's state is of, and
     # saves the model as three tensors: that state is taken apart, too.
     unnamed = dict(checkpoint.unnamed)
@@ -438,7 +438,7 @@ class _Mapping:
     def __init__(self, checkpoint: Checkpoint, map_: Map, found: Fit, config: Mapping[str, int]) -> None:
         self._checkpoint, self._map, self._fit, self._config = checkpoint, map_, found, config
         self._side = map_.sides[found.target]
-        self._positions = {name: number for number, name in enumerate(checkpoint.names)}
+        self._positions = positions(checkpoint.names)
         self._made: dict[str, _Made] = {}
         self._notes = [f"{map_.name}: names of {map_.sides[found.source].name} become those of {self._side.name}"]
         if found.ignored:

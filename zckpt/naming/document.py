@@ -37,7 +37,7 @@ from zckpt.errors import UsageError
 from zckpt.immutable import immutable
 from zckpt.naming.axes import Axes, Factor, evaluated, names_in, parse_axes, within
 from zckpt.naming.taken import Taken, parse_taken
-from zckpt.state import are_texts, without
+from zckpt.state import are_texts, first_of, without
 
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)(?:\+([0-9]{1,4}|[A-Za-z_]\w*))?\}")
 _NUMBER = re.compile(r"\{=([^{}]*)\}")
@@ -211,7 +211,7 @@ class Map:
 
         def known(name: str) -> int | None:
             found = (config.get(one) if one.isidentifier() else None for one in self.sizes.get(name, (name,)))
-            return next((one for one in found if one is not None), None)
+            return first_of(found)
 
         def number(match: re.Match[str]) -> str:
             value = evaluated(match[1], known, self.name)

@@ -29,7 +29,7 @@ def follow_names(changed: Checkpoint, before: Checkpoint, names: Mapping[str, st
     if INFO_KEY in changed.metadata:
         changed.metadata = without(changed.metadata, INFO_KEY)
         notes.append(f"{INFO_KEY} has patterns for the source's names, and is left out")
-    others = {one.name for one in before.tensors() if names.get(one.name) != one.name}
+    others = {name for name in before.names if names.get(name) != name}
     new = {name: names[name] for name in others if name in names and "." in name}
     for section in ("metadata", "optimizer_metadata"):
         found = {}

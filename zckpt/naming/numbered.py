@@ -82,12 +82,12 @@ def by_transformers(checkpoint: Checkpoint, document: Mapping[str, Any], side: i
     def under(names_of: int | None, one: Checkpoint) -> Mapped:
         if found is not None:
             return mapped(one, found, {}, names_of)
-        same = {tensor.name: tensor.name for tensor in one.tensors()}
-        there, known = {tensor.name for tensor in one.tensors()}, one.parameters
+        same = {name: name for name in one.names}
+        known = one.parameters
         ties = {  # names in memory of tied tensors that it has under another name only
             name: replace(known[of], name=name, slots={}, group=None, state={}, tied_to=of)
             for name, of in document["tied"]["memory"].items()
-            if names_of != FILE and name not in there and of in known
+            if names_of != FILE and name not in same and of in known
         }
         if not ties:
             return Mapped(one, [f"{document['about']}: the same names"], names_of or FILE, same)

@@ -10,7 +10,7 @@ from zckpt.state import Checkpoint
 
 
 def new_names(
-    checkpoint: Checkpoint, idle: set[str] | None = None, *, strip_prefix: str | None, rename: Iterable[tuple[str, str]]
+    checkpoint: Checkpoint, idle: set[str] | None, *, strip_prefix: str | None, rename: Iterable[tuple[str, str]]
 ) -> dict[str, str]:
     """Return the new name of each tensor, by its old one.
 

@@ -13,7 +13,7 @@ from zckpt.formats.torch_files.tensors import arguments_of as attributes_of
 from zckpt.immutable import immutable
 from zckpt.naming.axes import Factor, evaluated, names_in
 from zckpt.naming.document import Map, Rule, Template, read_json
-from zckpt.state import Checkpoint, Shape
+from zckpt.state import Checkpoint, Shape, first_of
 
 FILES = ("config.json", "params.json", "huggingface/config.json", "hf_config/config.json")
 """Where programs keep a model's numbers, in a checkpoint's folder."""
@@ -148,7 +148,7 @@ class Sizes:
         try:
             where = f"{self._map.name}: size {name}"
             values = (evaluated(one, known, where) for one in self._map.sizes.get(name, ()))
-            return next((value for value in values if value is not None), None)
+            return first_of(values)
         finally:
             self._asked.discard(name)
 

@@ -43,7 +43,7 @@ LEAST_SUM = 1e-6
 cancel out."""
 
 
-@immutable(kw_only=True, repr=False)
+@immutable(kw_only=True)
 class Averaged(Consolidated):
     """What `average` wrote.
 
@@ -122,8 +122,7 @@ def average(
             advice=f"name each one: `zckpt average {listed(inside, by=' ')} TARGET`" if len(inside) > 1 else None,
         )  # fmt: skip
     rule, shares = _rule(len(sources), weights, ema)
-    chosen = Chosen.of(shared)
-    how = How.of("average", shared, weights=weights, ema=ema, from_last=from_last)
+    chosen = Chosen.of(target, How.of("average", shared, weights=weights, ema=ema, from_last=from_last), shared)
     found = _opened(sources, **shared)
     dropped = check_nothing_lost(found, shared["drop"], of_model=not shared["slots"])
     settings = [one.details.get("adapter") for one in found]
@@ -144,14 +143,14 @@ def average(
             raise UnsupportedError(f"{listed(codes)}: low-bit codes have no mean", path=one.named,
                                    advice="--dequantize averages the floats that they stand for")  # fmt: skip
     alike, notes = naming_of(shared).of_all(found)
-    alike, told = as_beside(alike, Path(target), chosen, how)
+    alike, told = as_beside(alike, chosen)
     mean = combined(alike, rule, slots=chosen.slots, from_last=from_last)
-    _check_equal(mean, alike, how.memory)
+    _check_equal(mean, alike, shared["memory"])
     names = {one.name for one in mean.checkpoint.tensors() if one.tied_to is None}
     num_averaged, num_from_last = len(names & mean.computed), len(names & mean.last)
     num_equal = len(names - mean.computed - mean.last)
     done = write_computed(
-        Averaged, mean.checkpoint, found, Path(target), chosen, how, verify=verify, dropped=dropped,
+        Averaged, mean.checkpoint, found, chosen, verify=verify, dropped=dropped,
         num_averaged=num_averaged, num_equal=num_equal, num_from_last=num_from_last,
     )  # fmt: skip
     weighted = "equal weights" if len(set(shares)) == 1 else "weights " + ", ".join(f"{share:.6g}" for share in shares)
@@ -255,7 +254,7 @@ class Combined:
         """Return a tensor of the model, `ones` in the sources, with its weight, and a master where one has that."""
         last, there = ones[-1], list[Slot]()
         for one, source in zip(ones, self.sources, strict=True):
-            slot = one.slots.get(MASTER) or one.slots.get(WEIGHT)
+            slot = one.master or one.weight
             if one.shape != ones[0].shape:
                 raise UsageError(
                     f"{name} has another shape than in {self.sources[0].named}",
@@ -267,7 +266,7 @@ class Combined:
             if slot is None:
                 raise UsageError(f"{name} has no values", path=source.named, expected="a weight or a master")
             there.append(slot)
-        owned = any(one.group is not None or MASTER in one.slots for one in ones)
+        owned = any(one.group is not None or one.master for one in ones)
         frozen = any(one.frozen for one in ones) and not owned
         result = replace(last, name=name, slots={}, tied_to=None, frozen=frozen)
         if name in self.last:
@@ -276,7 +275,7 @@ class Combined:
             self.computed.add(name)
             result.dtype = _common([one.dtype for one in ones])
             result.slots[WEIGHT] = self._of_all(name, WEIGHT, there, result.dtype)
-            if any(MASTER in one.slots for one in ones):
+            if any(one.master for one in ones):
                 result.slots[MASTER] = self._of_all(name, MASTER, there)
         else:
             result.dtype = ones[0].dtype
@@ -319,14 +318,15 @@ def combined(
     """
     first, last = sources[0], sources[-1]
     for one in sources[1:]:
-        like_model(one, [tensor.name for tensor in first.tensors()])
+        like_model(one, first.names)
     chosen = [slots] if isinstance(slots, str) else list(slots)
-    if chosen and any(one.unnamed for one in sources):
-        raise UsageError(
-            "its optimizer's parameters have no names",
-            path=next(one for one in sources if one.unnamed).named,
-            advice="give --names, or average without --slots",
-        )
+    for one in sources if chosen else ():
+        if one.unnamed:
+            raise UsageError(
+                "its optimizer's parameters have no names",
+                path=one.named,
+                advice="give --names, or average without --slots",
+            )
     if chosen == ["all"]:
         for one in sources:
             refuse_rank_values(one, advice="name the slots with one value per element, such as --slots=master,exp_avg")
@@ -370,7 +370,7 @@ def _by_name(sources: Sequence[Checkpoint]) -> dict[str, list[Parameter]]:
     tied = {alias: owner for source in sources for alias, owner in source.aliases.items()}
     every: dict[str, list[Parameter]] = {}
     missing: dict[int, list[str]] = {}
-    for name in dict.fromkeys(tensor.name for source in sources for tensor in source.tensors()):
+    for name in dict.fromkeys(name for source in sources for name in source.names):
         others = [name, tied.get(name), *(alias for alias, owner in tied.items() if owner == name)]
         every[name] = []
         for at, source in enumerate(sources):
@@ -380,7 +380,7 @@ def _by_name(sources: Sequence[Checkpoint]) -> dict[str, list[Parameter]]:
             else:
                 every[name].append(source.owner(its))
     for at, names in missing.items():
-        has = next(source for source in sources if any(one.name == names[0] for one in source.tensors()))
+        has = next(source for source in sources if names[0] in source.names)
         raise UsageError(
             f"lacks {len(names)} of the tensors of {has.named}: {listed(names)}",
             path=sources[at].named,

@@ -65,7 +65,7 @@ OWNED = Owned(called(OWN_MODEL))
 
 @immutable
 class Chosen:
-    """What is written of a model, and how: `OfWholeModel`, with `dequantize`.
+    """Where a model is written, what of it, and how: `OfWholeModel`, with `dequantize`.
 
     Raises
     ------
@@ -73,6 +73,8 @@ class Chosen:
         One of them cannot be used.
     """
 
+    path: Path
+    how: How
     dtype: str | None
     tied: str
     max_shard_size: int
@@ -83,9 +85,9 @@ class Chosen:
     exclude_frozen: bool = False
 
     @classmethod
-    def of(cls, shared: Mapping[str, object]) -> Chosen:
-        """Return what is chosen by the options that verbs share."""
-        return cls(**only(OfWholeModel, shared), **only(Dequantized, shared))
+    def of(cls, target: Place, how: How, shared: Mapping[str, object]) -> Chosen:
+        """Return what is chosen for a target by the options that verbs share."""
+        return cls(Path(target), how, **only(OfWholeModel, shared), **only(Dequantized, shared))
 
     def __post_init__(self) -> None:
         options = options_of(OfWholeModel)
@@ -101,7 +103,7 @@ class Chosen:
                 raise UsageError("a quantised model cannot be written with its optimizer", expected="no --slots")
 
 
-@immutable(kw_only=True, repr=False)
+@immutable(kw_only=True)
 class Consolidated(Written):
     """What `consolidate` wrote.
 
@@ -146,8 +148,8 @@ def consolidate(
     TargetError
         The target exists or cannot be written.
     """
-    chosen, slots = Chosen.of(shared), shared["slots"]
     how = How.of("consolidate", shared, hyperparameters=hyperparameters)
+    chosen, slots = Chosen.of(target, how, shared), shared["slots"]
     naming = naming_of(shared)
     whole = opened(source, **shared)
     found, values, drop = without_rank_values(whole, shared["drop"])
@@ -178,29 +180,27 @@ def consolidate(
         named = replace(found, parameters=parameters, unnamed={}, param_groups=[])
         found = replace(found, warnings=[one for one in found.warnings if NAMES_ADVICE not in one])  # of no model's
     checkpoint, notes = naming.of(named)
-    [checkpoint], told = as_beside([checkpoint], Path(target), chosen, how)
+    [checkpoint], told = as_beside([checkpoint], chosen)
     notes = (*notes, *told)
-    laid, num_tensors = lay_out(checkpoint, Path(target), chosen, how)
+    laid, num_tensors = lay_out(checkpoint, chosen)
     if not laid.is_file and not {CONFIG_NAME, ADAPTER_CONFIG} & set(laid.copied):
         notes = (*notes, NO_CONFIG)
     return write_from(
-        Consolidated, found, replace(laid, notes=(*notes, *left_out)), Path(target), how, owns=OWNED, dropped=dropped,
+        Consolidated, found, replace(laid, notes=(*notes, *left_out)), chosen.path, how, owns=OWNED, dropped=dropped,
         sources=left.sources(found), missing=left.missing, filled=left.filled, num_tensors=num_tensors,
     )  # fmt: skip
 
 
-def as_beside(
-    checkpoints: Sequence[Checkpoint], path: Path, chosen: Chosen, how: How
-) -> tuple[list[Checkpoint], tuple[str, ...]]:
+def as_beside(checkpoints: Sequence[Checkpoint], chosen: Chosen) -> tuple[list[Checkpoint], tuple[str, ...]]:
     """Return checkpoints under the names that go with a model's configuration where that is written, too; and notes.
 
     Raises UsageError: as `assets_of`; or names may be of files or memory.
     """
-    assets = assets_of(checkpoints[0], path, chosen, how)
+    assets = assets_of(checkpoints[0], chosen)
     beside = read_json(assets.get(CONFIG_NAME, ""))
     if beside is None and ADAPTER_CONFIG in assets:
-        return [renamed(replace(one), names_in_files([its.name for its in one.tensors()])) for one in checkpoints], ()
-    if beside is None or how.options["map"] is not None:
+        return [renamed(replace(one), names_in_files(one.names)) for one in checkpoints], ()
+    if beside is None or chosen.how.options["map"] is not None:
         return list(checkpoints), ()
     from zckpt.naming.numbered import as_in_files
 
@@ -208,7 +208,7 @@ def as_beside(
     return [one for one, _ in done], tuple(dict.fromkeys(note for _, told in done for note in told))
 
 
-def assets_of(checkpoint: Checkpoint, path: Path, chosen: Chosen, how: How) -> dict[str, Path]:
+def assets_of(checkpoint: Checkpoint, chosen: Chosen) -> dict[str, Path]:
     """Return the files that go with a model into a directory.
 
     Raises
@@ -217,21 +217,21 @@ def assets_of(checkpoint: Checkpoint, path: Path, chosen: Chosen, how: How) -> d
         A configuration is given, and there is none, or no directory.
     """
     given = None if chosen.config is None else Path(chosen.config)
-    if kind_of_model(path) != DIRECTORY:
+    if kind_of_model(chosen.path) != DIRECTORY:
         if given is not None:
-            raise UsageError("--config needs a directory as the target", path=path, expected="the name of a directory")
+            raise UsageError(
+                "--config needs a directory as the target", path=chosen.path, expected="the name of a directory"
+            )
         return {}
     found = find_assets(checkpoint, given)
-    if given is not None or how.options["map"] in (None, TRANSFORMERS):
+    if given is not None or chosen.how.options["map"] in (None, TRANSFORMERS):
         return found
-    names = [
-        one.name for one in checkpoint.tensors()
-    ]  # a map's model has another configuration, and an adapter's says it
-    return {key: one for key, one in found.items() if key == ADAPTER_CONFIG and is_adapter(names, found)}
+    is_own = is_adapter(checkpoint.names, found)  # a map's model has another configuration, and an adapter's says it
+    return {key: one for key, one in found.items() if key == ADAPTER_CONFIG and is_own}
 
 
 def lay_out(
-    checkpoint: Checkpoint, path: Path, chosen: Chosen, how: How, settings: Mapping[str, object] | None = None
+    checkpoint: Checkpoint, chosen: Chosen, settings: Mapping[str, object] | None = None
 ) -> tuple[TargetFiles, int]:
     """Return the files of a model and of its optimizer, and the number of the model's tensors.
 
@@ -242,11 +242,11 @@ def lay_out(
     UsageError
         The name of the target, or a slot, cannot be used.
     """
-    is_directory = kind_of_model(path) == DIRECTORY
+    is_directory = kind_of_model(chosen.path) == DIRECTORY
     tensors = model_tensors(checkpoint, chosen.dtype, tied=chosen.tied, exclude_frozen=chosen.exclude_frozen)
     if not tensors:
         raise UsageError("holds no model, only optimizer state", path=checkpoint.source)
-    assets = assets_of(checkpoint, path, chosen, how)
+    assets = assets_of(checkpoint, chosen)
     if CONFIG_NAME in assets and not is_adapter(tensors, assets) and has_live_adapter(tensors):
         raise UsageError(
             "has an adapter in it, and from_pretrained would load none of its names",
@@ -263,7 +263,7 @@ def lay_out(
 
         if CONFIG_NAME not in assets:
             raise UsageError(
-                "--quantize needs a config.json in the target directory", path=path, advice="give --config DIR"
+                "--quantize needs a config.json in the target directory", path=chosen.path, advice="give --config DIR"
             )
         if codes_in(checkpoint):
             raise UsageError("is already quantised", path=checkpoint.source, advice="add --dequantize")
@@ -276,48 +276,48 @@ def lay_out(
         data = plain_config(assets[CONFIG_NAME], dtype, settings or {})
         own = TargetFile.of(CONFIG_NAME, data)
         copied = [own if one.name == CONFIG_NAME else one for one in copied]
-    if ADAPTER_CONFIG in assets and chosen.config is None and how.options["map"] not in (None, TRANSFORMERS):
+    if ADAPTER_CONFIG in assets and chosen.config is None and chosen.how.options["map"] not in (None, TRANSFORMERS):
         copied = [TargetFile.of(ADAPTER_CONFIG, of_modules(assets[ADAPTER_CONFIG], tensors))]
-    files = _model_files(checkpoint, path, tensors, chosen.max_shard_size, assets)
-    slots = [chosen.slots] if isinstance(chosen.slots, str) else list(chosen.slots)
-    if slots:
-        files.append(_optimizer_file(checkpoint, path, slots, chosen.dtype))
+    files = _model_files(checkpoint, chosen, tensors, assets)
+    if chosen.slots:
+        files.append(_optimizer_file(checkpoint, chosen))
     return TargetFiles([*files, *copied], is_file=not is_directory, copied=frozenset(assets)), len(tensors)
 
 
 def _model_files(
-    checkpoint: Checkpoint, path: Path, tensors: Tensors, max_shard_size: int, assets: Mapping[str, Path]
+    checkpoint: Checkpoint, chosen: Chosen, tensors: Tensors, assets: Mapping[str, Path]
 ) -> list[TargetFile]:
-    kind = kind_of_model(path)
+    kind, name = kind_of_model(chosen.path), chosen.path.name
     if kind == TORCH:
         from zckpt.formats.consolidated.model import model_tree
         from zckpt.formats.torch_files import writer as torch_writer
 
-        return [torch_writer.lay_out(path.name, model_tree(checkpoint, tensors))]
-    entries = [safetensors_layout.Entry(name, *one) for name, one in tensors.items()]
+        return [torch_writer.lay_out(name, model_tree(checkpoint, tensors))]
+    entries = [safetensors_layout.Entry(own, *one) for own, one in tensors.items()]
     if kind == SAFETENSORS:
-        return [safetensors_layout.lay_out(path.name, entries)]
+        return [safetensors_layout.lay_out(name, entries)]
     if is_adapter(tensors, assets):
         return [safetensors_layout.lay_out(ADAPTER_NAME, entries)]
-    return safetensors_layout.lay_out_directory(entries, max_shard_size, stem=stem_of(assets))
+    return safetensors_layout.lay_out_directory(entries, chosen.max_shard_size, stem=stem_of(assets))
 
 
-def _optimizer_file(checkpoint: Checkpoint, path: Path, chosen: list[str], dtype: str | None) -> TargetFile:
+def _optimizer_file(checkpoint: Checkpoint, chosen: Chosen) -> TargetFile:
     from zckpt.formats.consolidated.optimizer import optimizer_safetensors, optimizer_torch
 
     available = [name for name in checkpoint.slot_names() if name != WEIGHT]
-    if chosen == ["all"]:
+    slots = [chosen.slots] if isinstance(chosen.slots, str) else list(chosen.slots)
+    if slots == ["all"]:
         refuse_rank_values(checkpoint)
         refuse_beside(checkpoint)
-        chosen = optimizer_slots(checkpoint, dtype)
-    unknown = [name for name in chosen if name not in available]
+        slots = optimizer_slots(checkpoint, chosen.dtype)
+    unknown = [name for name in slots if name not in available]
     if unknown or not (available or checkpoint.param_groups):  # an optimizer may have no state, as SGD
         raise UsageError(
             f"no slot {', '.join(unknown) or 'of an optimizer'}",
             path=checkpoint.source,
             expected=", ".join(available) or "a checkpoint that has an optimizer",
         )
-    kind = kind_of_model(path)
+    kind = kind_of_model(chosen.path)
     if kind == TORCH and checkpoint.is_bare:
         raise UnsupportedError(
             "its param groups have no hyperparameters; torch's optimizers would load the state, but could not step",
@@ -325,9 +325,9 @@ def _optimizer_file(checkpoint: Checkpoint, path: Path, chosen: list[str], dtype
             advice="give `zckpt consolidate` --hyperparameters FILE, a JSON list with one object per param group; "
             "or use a target name that ends in .safetensors",
         )
-    name = IN_DIRECTORY if kind == DIRECTORY else optimizer_path(path).name
+    name = IN_DIRECTORY if kind == DIRECTORY else optimizer_path(chosen.path).name
     lay_out = optimizer_torch if kind == TORCH else optimizer_safetensors
-    return lay_out(checkpoint, name, chosen)
+    return lay_out(checkpoint, name, slots)
 
 
 # --- what is computed
@@ -337,9 +337,7 @@ def write_computed(
     kind: type[Made],
     checkpoint: Checkpoint,
     sources: Sequence[Checkpoint],
-    target: Path,
     chosen: Chosen,
-    how: How,
     *,
     verify: bool,
     dropped: tuple[str, ...],
@@ -352,17 +350,17 @@ def write_computed(
     `verify`: compute all elements once more after writing, and compare; `without`: names of files next to the sources
     that do not go with what is written; `settings`: what config.json says otherwise.
     """
-    laid, num_tensors = lay_out(checkpoint, target, chosen, how, settings)
+    laid, num_tensors = lay_out(checkpoint, chosen, settings)
     kept = [one for one in laid.files if one.name not in without]
     laid = replace(laid, files=kept, copied=frozenset(laid.copied) - frozenset(without))
 
     def look(written: Path, files: Sequence[Path], _record: Path | None) -> int:
         holes = {hole.label: hole for one in laid.files for hole in one.holes}
-        tensors = [one.name for one in checkpoint.tensors() if one.name in holes]
+        tensors = [name for name in checkpoint.names if name in holes]
         found = like_model(open_checkpoint(written), tensors)
         for name in tensors:
             there = name in found.parameters or name in found.buffers
-            copy = found.owner(name).slots.get(WEIGHT) if there else None
+            copy = found.owner(name).weight if there else None
             check_arrived(name, copy, holes[name].slot.shape, holes[name].dtype)
         if not verify:
             return 0
@@ -372,9 +370,9 @@ def write_computed(
             for hole in one.holes
             for spans in [(Span(hole.extent, str(path), hole.offset, hole.dtype),)]
         ]
-        return check_same(sets, "differ from the computed values", how)
+        return check_same(sets, "differ from the computed values", chosen.how)
 
     return write_from(
-        kind, checkpoint, laid, target, how, owns=OWNED, proof=Proof(look), dropped=dropped, sources=sources,
-        num_tensors=num_tensors, **more,
+        kind, checkpoint, laid, chosen.path, chosen.how, owns=OWNED, proof=Proof(look), dropped=dropped,
+        sources=sources, num_tensors=num_tensors, **more,
     )  # fmt: skip

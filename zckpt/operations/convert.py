@@ -119,7 +119,7 @@ def convert(
     if written.every_name:
         from zckpt.naming.sizes import read_config
 
-        names = [one.name for one in checkpoint.tensors()]
+        names = checkpoint.names
         config: Mapping[str, object] = {}
         with suppress(UsageError):  # one that cannot be read
             config, _ = read_config(None, whole)
@@ -207,7 +207,7 @@ def under_names(checkpoint: Checkpoint, naming: Naming) -> tuple[Checkpoint, tup
 def round_means(checkpoint: Checkpoint) -> None:
     """Let weights that are means over ranks be the rounded means of masters: the mean of weights need not be."""
     for name, parameter in checkpoint.parameters.items():
-        weight, master = parameter.slots.get(WEIGHT), parameter.slots.get(MASTER)
+        weight, master = parameter.weight, parameter.master
         if weight is not None and weight.replicas and master is not None:
             slots = {**parameter.slots, WEIGHT: replace(master, name=WEIGHT, dtype=weight.dtype)}
             checkpoint.parameters[name] = replace(parameter, slots=slots)

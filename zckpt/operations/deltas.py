@@ -28,7 +28,7 @@ from zckpt.formats.safetensors.deltas import (
 from zckpt.formats.safetensors.file import INDEX_NAME
 from zckpt.formats.safetensors.layout import header_of
 from zckpt.immutable import immutable
-from zckpt.state import WEIGHT, Checkpoint, Slot, Span
+from zckpt.state import Checkpoint, Slot, Span
 from zckpt.storage.ahead import ahead
 from zckpt.storage.durable import written
 from zckpt.storage.files import opened
@@ -139,7 +139,7 @@ def pairs(base: Checkpoint, result: Checkpoint) -> list[tuple[str, Slot, Slot]]:
 
 
 def _weights(checkpoint: Checkpoint) -> dict[str, Slot]:
-    return {one.name: one.slots[WEIGHT] for one in checkpoint.holders() if WEIGHT in one.slots}
+    return {one.name: one.weight for one in checkpoint.holders() if one.weight}
 
 
 def apply_published(

@@ -16,7 +16,7 @@ from zckpt.engine.together import GAP_NBYTES, ranges_of
 from zckpt.engine.workers import BATCH_NBYTES
 from zckpt.errors import TargetError, shown
 from zckpt.immutable import immutable, mutable
-from zckpt.state import ZEROS, Document, Result, itemsize
+from zckpt.state import ZEROS, Document, Result, itemsize, nbytes_of
 from zckpt.state.spans import reach_of
 from zckpt.storage.journal import left_by
 from zckpt.storage.memory import LEAST_NBYTES, buffers_within, check_memory, free_memory
@@ -69,7 +69,7 @@ class Reads:
         self._last = offset, end
 
 
-@immutable(kw_only=True, repr=False)
+@immutable(kw_only=True)
 class Foresight(Result):
     """What a run will take, and what there is of it; None: unknown.
 
@@ -165,7 +165,7 @@ def foresee(
         free_nbytes=None if found is None else found.nbytes,
         free_inodes=None if found is None else found.files,
         read_requests=sum(one.requests for one in reads.values()),
-        requested_nbytes=sum(one.nbytes for one in reads.values()),
+        requested_nbytes=nbytes_of(reads.values()),
         reads={shown(path): {"requests": one.requests, "nbytes": one.nbytes} for path, one in reads.items()},
         buffers_nbytes=buffers_within(memory),
         free_memory_nbytes=free,

@@ -23,7 +23,7 @@ from zckpt.immutable import immutable
 from zckpt.operations.fingerprint import fingerprint as fingerprint_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.verify import Verification, verify
-from zckpt.state import Document, Result, document
+from zckpt.state import Document, Result, nbytes_of
 
 SETTLE_S = 60.0
 """Seconds without a write after which a checkpoint is taken for finished, unless said otherwise."""
@@ -32,7 +32,7 @@ LEFT = re.compile(r"\..*\.zckpt-[a-z]+|\.zckpt-removed")
 """Names of what is being written or removed, or was when that was interrupted."""
 
 
-@immutable
+@immutable(repr=True)
 class Recorded(Result):
     """A checkpoint of a run.
 
@@ -83,7 +83,7 @@ class Recorded(Result):
         return {**Result.as_dict(self), "saved": saved}
 
 
-@immutable(repr=False)
+@immutable
 class History(Result):
     """The checkpoints of a run; those in one directory are ordered by step.
 
@@ -91,20 +91,16 @@ class History(Result):
     ----------
     run : str
     checkpoints : list of Recorded
+    nbytes : int
+        Of all of them.
     leftovers : list of str
         Leftovers of interrupted writes and removals.
     """
 
     run: str
     checkpoints: list[Recorded]
+    nbytes: int
     leftovers: list[str]
-
-    def as_dict(self) -> Document:
-        """Return the result as JSON-able data, the document of `--json`."""
-        nbytes = sum(one.nbytes for one in self.checkpoints)
-        return {
-            "run": self.run, "checkpoints": document(self.checkpoints), "nbytes": nbytes, "leftovers": self.leftovers,
-        }  # fmt: skip
 
 
 @shares(Copying)
@@ -139,7 +135,7 @@ def history(source: Place, *, deep: bool = False, fingerprint: bool = False, **s
         replace(one, equal=tuple(it.name for it in known if it is not one and it.fingerprint == one.fingerprint))
         for one in found
     ]
-    return History(str(run), found, list(map(str, around.left)))
+    return History(str(run), found, nbytes_of(found), list(map(str, around.left)))
 
 
 def units_of(run: Path) -> list[Unit]:
@@ -171,8 +167,7 @@ def look(
     errors = [one for found in verified for one in found.errors]
     if errors and why is None:
         why = f"{errors[0].code}: {errors[0].message}" + (f", and {len(errors) - 1} more" if len(errors) > 1 else "")
-    opened = [one.checkpoint for one in verified if one.checkpoint is not None]
-    first = opened[0] if opened else None
+    first = next((one.checkpoint for one in verified if one.checkpoint is not None), None)
     if first is not None and len(unit.states) == 1:
         for place in (digests_path(first), unit.path / FILE_NAME):
             with suppress(SourceError):

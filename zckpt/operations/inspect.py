@@ -9,7 +9,6 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from itertools import repeat
 from pathlib import Path
-from typing import Any
 
 from zckpt.errors import as_called
 from zckpt.formats.account import take_inventory
@@ -20,14 +19,14 @@ from zckpt.immutable import immutable
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.operations.salvage import missing_from
-from zckpt.state import Checkpoint, Document, Padding, Parameter, Result, Slot, by_key
+from zckpt.state import Checkpoint, Document, Padding, Parameter, Result, Slot, by_key, nbytes_of, values_of
 from zckpt.storage.files import collector_paused
 from zckpt.torchfile import FromFile, plain
 
 FILE_FIELDS = ("path", "nbytes", "role", "dp_rank", "mp_rank", "tensor_nbytes", "unreferenced_nbytes")
 
 
-@immutable(repr=False)
+@immutable
 class Inspection(Result):
     """What is in a checkpoint. Lists and mappings are JSON-able.
 
@@ -151,7 +150,7 @@ def inspect(
             times.append(os.stat(file.path).st_mtime)  # noqa: PTH116  # of thousands; in a store, what that says
     saved = datetime.fromtimestamp(max(times), timezone.utc) if times else None
     return Inspection(
-        **_values(checkpoint, ("source", "format", "format_version", "zero_stage", "world_size", "step")),
+        **values_of(checkpoint, ("source", "format", "format_version", "zero_stage", "world_size", "step")),
         saved=None if saved is None else saved.isoformat(timespec="seconds"),
         topology=asdict(checkpoint.topology),
         loss_scale=jsonable(checkpoint.loss_scale),
@@ -173,7 +172,7 @@ def inspect(
         ],
         per_rank=[
             {
-                **_values(one, ("key", "group", "part", "rank", "mp_rank")),
+                **values_of(one, ("key", "group", "part", "rank", "mp_rank")),
                 "value": plain(one.value.node) if isinstance(one.value, FromFile) else jsonable(one.value),
             }
             for one in checkpoint.per_rank
@@ -184,14 +183,14 @@ def inspect(
         padding=_padding(checkpoint.padding),
         files=[
             {
-                **_values(one, FILE_FIELDS),
+                **values_of(one, FILE_FIELDS),
                 **({} if named is None else {"globals": named}),
             }
             for one, named in zip(
                 checkpoint.files, _globals(checkpoint) if include_globals else repeat(None), strict=False
             )
         ],
-        nbytes=sum(file.nbytes for file in checkpoint.files),
+        nbytes=nbytes_of(checkpoint.files),
         unreferenced_nbytes=sum(file.unreferenced_nbytes for file in checkpoint.files),
         details=jsonable(
             {**checkpoint.details, **({"quantised_weights": low} if (low := described(checkpoint)) else {})}
@@ -218,7 +217,7 @@ def _globals(checkpoint: Checkpoint) -> Iterator[dict[str, list[str]]]:
 
 def _slots(checkpoint: Checkpoint) -> Document:
     found: dict[str, list[Slot]] = {name: [] for name in checkpoint.slot_names()}
-    for parameter in [*checkpoint.parameters.values(), *checkpoint.unnamed.values()]:
+    for parameter in checkpoint.all_parameters:
         for name, slot in parameter.slots.items():
             found[name].append(slot)
     return {
@@ -226,7 +225,7 @@ def _slots(checkpoint: Checkpoint) -> Document:
             "dtypes": sorted({slot.dtype for slot in slots}),
             "num_parameters": len(slots),
             "num_elements": sum(slot.numel for slot in slots),
-            "nbytes": sum(slot.nbytes for slot in slots),
+            "nbytes": nbytes_of(slots),
         }
         for name, slots in found.items()
         if slots
@@ -235,12 +234,12 @@ def _slots(checkpoint: Checkpoint) -> Document:
 
 def _parameter(parameter: Parameter) -> Document:
     listed = {"shape": list(parameter.shape), "dtype": parameter.dtype, "slots": list(parameter.slots)}
-    return {"name": parameter.name, **listed, **_values(parameter, ("group", "frozen", "tied_to"))}
+    return {"name": parameter.name, **listed, **values_of(parameter, ("group", "frozen", "tied_to"))}
 
 
 def _padding(paddings: Iterable[Padding]) -> Document:
     def sums(some: Sequence[Padding]) -> Document:
-        return {"num_elements": sum(one.numel for one in some), "nbytes": sum(one.nbytes for one in some)}
+        return {"num_elements": sum(one.numel for one in some), "nbytes": nbytes_of(some)}
 
     ranks = by_key((one.rank, one) for one in paddings)
     listed = [
@@ -248,7 +247,3 @@ def _padding(paddings: Iterable[Padding]) -> Document:
         for rank, some in sorted(ranks.items())
     ]
     return {**sums([one for some in ranks.values() for one in some]), "ranks": listed}
-
-
-def _values(of: object, names: Sequence[str]) -> dict[str, Any]:
-    return {name: getattr(of, name) for name in names}

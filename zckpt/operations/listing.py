@@ -6,7 +6,7 @@ from zckpt.formats.format import Format
 from zckpt.formats.options import options_of
 from zckpt.formats.registry import BUILT_IN, BrokenPluginError, formats
 from zckpt.naming.document import read_map, shipped
-from zckpt.state import Document
+from zckpt.state import Document, values_of
 
 
 def list_formats() -> Document:
@@ -31,7 +31,7 @@ def list_formats() -> Document:
                 {
                     "name": option.name,
                     "type": option.kind.__name__,
-                    **{key: getattr(option, key) for key in ("default", "choices", "help")},
+                    **values_of(option, ("default", "choices", "help")),
                 }
                 for option in options_of(one.options)
             ],

@@ -40,6 +40,8 @@ from zckpt.state import (
     Slot,
     SourceFile,
     itemsize,
+    nbytes_of,
+    positions,
 )
 from zckpt.state.boxes import Box, bounds, row_major
 from zckpt.state.spans import LOST
@@ -48,7 +50,7 @@ SEVERAL = -2
 NONE = -1
 
 
-@immutable(repr=False)
+@immutable
 class Map(Result):
     """Which elements of every slot lie on which rank, or in which file if there are no ranks; JSON-able.
 
@@ -121,7 +123,7 @@ def map(  # noqa: A001  # the verb's name, as `open`
         )
     rows = _Rows(checkpoint.files)
     chosen = [name for name in there if slots is None or name in slots]
-    drawing = _Drawing(rows, {name: index for index, name in enumerate(chosen)})
+    drawing = _Drawing(rows, positions(chosen))
     kinds = ("parameter", checkpoint.parameters), ("buffer", checkpoint.buffers), ("unnamed", checkpoint.unnamed)
     parameters = [drawing.parameter(one, kind) for kind, some in kinds for one in some.values()]
     drawing.count_cut()
@@ -130,7 +132,7 @@ def map(  # noqa: A001  # the verb's name, as `open`
     for _, row, _, nbytes in padding:
         padded[row] += nbytes
     order = rows.order(drawing.held)
-    position = {row: index for index, row in enumerate(order)}
+    position = positions(order)
     for cut in (cut for one in parameters for cut in cast("list[list[Any]]", one["cuts"])):
         moved: list[int] = []
         for at in range(0, len(cut[3]), EXTENT_NUMBERS):
@@ -138,7 +140,7 @@ def map(  # noqa: A001  # the verb's name, as `open`
             _add_extent(moved, position[row], *extent)
         cut[3] = moved
     paths = sorted({path for path in drawing.sources.values() if path is not None})
-    number = {path: index for index, path in enumerate(paths)}
+    number = positions(paths)
     paths = [path.removeprefix(LOST) for path in paths]
     root = os.path.commonpath([Path(path).parent for path in paths]) if paths else ""
     lines: list[Document] = []
@@ -151,7 +153,7 @@ def map(  # noqa: A001  # the verb's name, as `open`
             "mp": files[0].mp_rank,
             "held": drawing.held.get(row) or [0] * len(chosen),
             "padding": padded[row],
-            "file_nbytes": sum(file.nbytes for file in files),
+            "file_nbytes": nbytes_of(files),
             "paths": [SEVERAL if path is None else number.get(path, NONE) for path in held],
         })  # fmt: skip
     return Map(
@@ -327,7 +329,7 @@ class _Rows:
 
     def __init__(self, files: Sequence[SourceFile]) -> None:
         ranked = [file for file in files if file.dp_rank is not None]
-        names = {Path(file.path).name for file in files}
+        names = {file.name for file in files}
         self._each_file = not ranked and len(names) == len(files) <= MOST_FILE_ROWS
         self._slices = len({file.mp_rank for file in ranked}) > 1
         rows: dict[tuple[object, ...], list[SourceFile]] = {}
@@ -361,10 +363,10 @@ class _Rows:
         files = self.files[row]
         first = files[0]
         if first.path.startswith(LOST):
-            return f"{Path(first.path).name} (lost)"
+            return f"{first.name} (lost)"
         if first.dp_rank is not None:
             return f"dp {first.dp_rank} mp {first.mp_rank or 0}" if self._slices else f"rank {first.dp_rank}"
         if self._each_file or first.role == "file":
-            return Path(first.path).name
+            return first.name
         label = f"{first.role} file" if len(files) == 1 else f"{first.role} files ({len(files)})"
         return f"{label} mp {first.mp_rank}" if first.mp_rank is not None and self._slices else label

@@ -30,7 +30,7 @@ from zckpt.state.views import concat, narrow, reshape, transpose
 from zckpt.storage.files import read_json
 
 
-@immutable(kw_only=True, repr=False)
+@immutable(kw_only=True)
 class Merged(Consolidated):
     """What `merge_adapter` wrote.
 
@@ -100,11 +100,12 @@ def merge_adapter(
     TargetError
         The target exists or cannot be written.
     """
-    chosen = Chosen.of(shared)
-    own = {"adapter_config": adapter_config, "adapter_name": adapter_name, "fan_in_fan_out": fan_in_fan_out}
     if isinstance(base, (str, os.PathLike)) and holds_adapter(Path(base)) and not holds_adapter(Path(adapter)):
         raise UsageError("is an adapter", path=base, expected="the model, then the adapter", advice="swap them")
-    how = How.of("merge-adapter", shared, **own)
+    how = How.of(
+        "merge-adapter", shared, adapter_config=adapter_config, adapter_name=adapter_name, fan_in_fan_out=fan_in_fan_out
+    )
+    chosen = Chosen.of(target, how, shared)
     sources = [opened(base, **shared)]
 
     def read(path: Path) -> Checkpoint:
@@ -121,11 +122,11 @@ def merge_adapter(
     merging = _Merging(model, added, fan_in_fan_out, chosen.dtype, stated.get("text_config") or stated)
     result = merging.merged()
     try:
-        [result], told = as_beside([result], Path(target), chosen, how)
+        [result], told = as_beside([result], chosen)
     except UnsupportedError as error:
         told = (f"names are as they were, of memory: {error.message}",)
     done = write_computed(
-        Merged, result, [plain, added.checkpoint], Path(target), chosen, how, verify=verify, dropped=dropped,
+        Merged, result, [plain, added.checkpoint], chosen, verify=verify, dropped=dropped,
         without=[CONFIG_NAME], settings=merging.settings(), base=summary(model), adapter=summary(added.checkpoint),
         num_merged=len(added.products) + sum(one.bias is not None for one in added.products) + len(added.tokens),
         num_replaced=len(added.replaced), num_added=merging.num_added,
@@ -150,7 +151,7 @@ class _Merging:
         self.num_added = 0
         self.kept = Kept()
         self.result = Checkpoint(base.source, base.format, opened=base.opened, step=base.step)
-        bare = without_adapters(one.name for one in base.tensors())
+        bare = without_adapters(base.names)
         for name, short in bare.items():
             one = base.parameters.get(name) or base.buffers[name]
             tied_to = None if one.tied_to is None else bare.get(one.tied_to, one.tied_to)
@@ -402,7 +403,7 @@ def _lies(product: Product, shape: Shape) -> bool | None:
 
 
 def _values(one: Parameter) -> Slot:
-    slot = one.slots.get(MASTER) or one.slots.get(WEIGHT)
+    slot = one.master or one.weight
     if slot is None:
         raise LayoutError(f"{one.name} has no values", expected="a weight or a master")
     return slot

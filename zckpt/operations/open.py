@@ -25,6 +25,11 @@ class OpenedCheckpoint(Checkpoint):
 
     __slots__ = ("__weakref__", "_checks")  # what is remote is let go of with it
 
+    @classmethod
+    def of(cls, found: Checkpoint) -> OpenedCheckpoint:
+        """Return a checkpoint as one whose tensors can be read."""
+        return cls(**{one.name: getattr(found, one.name) for one in fields(found)})
+
     def read(self, name: str, slot: str | None = None, *, verify: bool = True) -> torch.Tensor:
         """Read one slot of one parameter, and only its bytes.
 
@@ -118,7 +123,7 @@ class OpenedCheckpoint(Checkpoint):
             owner = self.owner(next(bare for bare, filed in self.wrapped.items() if filed == name))
         else:
             raise UsageError(f"no parameter {name}{near(name, self)}", path=self.source)
-        key = slot or (MASTER if MASTER in owner.slots else WEIGHT)
+        key = slot or (MASTER if owner.master else WEIGHT)
         if key in owner.slots:
             return owner.slots[key]
         from zckpt.formats.deepspeed.rare.quantised import with_float_slots
@@ -153,7 +158,7 @@ def open(source: Place, **shared: Unpack[Reading]) -> OpenedCheckpoint:  # noqa:
     found = open_checkpoint(source, **shared)
     for name in ("parameters", "buffers", "unnamed"):
         setattr(found, name, Named(getattr(found, name)))
-    return OpenedCheckpoint(**{field.name: getattr(found, field.name) for field in fields(found)})
+    return OpenedCheckpoint.of(found)
 
 
 def opened(source: Source, **given: Any) -> Checkpoint:  # noqa: ANN401  # what a verb is given, as well

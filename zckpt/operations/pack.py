@@ -14,9 +14,9 @@ from zckpt.immutable import immutable
 from zckpt.operations.history import units_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.prediction import Known, cuts_of
-from zckpt.state import Checkpoint, Document, Result
+from zckpt.state import Checkpoint, Document, Result, nbytes_of
 from zckpt.storage.durable import written
-from zckpt.storage.packed.index import Filed, is_inside
+from zckpt.storage.packed.index import is_inside
 from zckpt.storage.packed.mount import PackedMount
 from zckpt.storage.packed.store import PackedStore, is_store
 from zckpt.storage.packed.write import DEEPEST, Packing, files_of, writing
@@ -35,7 +35,7 @@ class PackedOne:
     stored_nbytes: int
 
 
-@immutable
+@immutable(repr=True)
 class Packed(Result):
     """What `pack` did.
 
@@ -59,7 +59,7 @@ class Packed(Result):
 
     def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
-        total = sum(one.nbytes for one in self.packed), sum(one.stored_nbytes for one in self.packed)
+        total = nbytes_of(self.packed), sum(one.stored_nbytes for one in self.packed)
         return {**Result.as_dict(self), "nbytes": total[0], "stored_nbytes": total[1]}
 
 
@@ -115,7 +115,7 @@ def pack(
     }
     if dry_run:
         present = PackedStore(place).names()[0] if is_store(place) else {}
-        would = [PackedOne(called[one.path], _nbytes(files_of(one.path)), 0) for one in every]
+        would = [PackedOne(called[one.path], nbytes_of(files_of(one.path)), 0) for one in every]
         return Packed(str(place), [one for one in would if one.name not in present], [*present], dry_run=True, notes=[])
     with writing(place) as into:
         done = packed_into(into, [(called[one.path], one) for one in every], full_every, shared["reporter"])
@@ -143,7 +143,7 @@ def packed_into(
             )  # fmt: skip
     new = [(name, unit) for name, unit in every if name not in names]
     done, notes, chunks = list[PackedOne](), list[str](), Chunks(store)
-    with ExitStack() as mounts, reporting(reporter, sum(_nbytes(files[name]) for name, _ in new)) as progress:
+    with ExitStack() as mounts, reporting(reporter, sum(nbytes_of(files[name]) for name, _ in new)) as progress:
         base = None
         if names:  # the last one predicts the next
             last = max(names, key=names.__getitem__)
@@ -155,16 +155,12 @@ def packed_into(
             known = Known.of(number, _states(unit, notes), unit.path, files[name])
             packing = Packing(store, chunks, number, unit.path, files[name], full_every - 1, progress.advance)
             stored = packing.write(name, cuts_of(known, base), {})
-            done.append(PackedOne(name, _nbytes(files[name]), stored))
+            done.append(PackedOne(name, nbytes_of(files[name]), stored))
             chunks.named(number)
             store.originals = {number: unit.path}
             mounts.close()  # the next one is predicted from this one's own files
             base = known
     return Packed(str(store.path), done, [*names], dry_run=False, notes=notes)
-
-
-def _nbytes(files: tuple[Filed, ...]) -> int:
-    return sum(one.nbytes for one in files)
 
 
 def _states(unit: Unit, notes: list[str]) -> dict[str, Checkpoint]:

@@ -21,7 +21,7 @@ from zckpt.storage.packed.mount import mounted_place
 from zckpt.storage.remote import is_url
 
 
-@immutable(repr=False)
+@immutable
 class Parting(Result):
     """Where two runs diverge.
 

@@ -27,7 +27,7 @@ from zckpt.operations.options import Copying, Place, ReadCopied, Unpack, only, s
 from zckpt.operations.prediction import Known, as_tensors, cuts_of
 from zckpt.operations.target import check_apart
 from zckpt.operations.unpack import Unpacked, write_files
-from zckpt.state import Checkpoint, Extent, Result, Slot, itemsize
+from zckpt.state import Checkpoint, Result, Slot, itemsize, nbytes_of
 from zckpt.storage.durable import written
 from zckpt.storage.files import Sources
 from zckpt.storage.ownership import Owned, called, check_target
@@ -46,7 +46,7 @@ DEEPEST = 2
 _OWNED = Owned(called(r"store\.json|00000\d\.(index|chunks)|\.0*\d+\.index|\.store\.json.*"))
 
 
-@immutable
+@immutable(repr=True)
 class Patched(Result):
     """What `patch` wrote.
 
@@ -147,9 +147,9 @@ def patch(
     changed = {(one.name, one.entry) for one in differ} & both
     shown = sorted(f"{entry} of {name}" for name, entry in changed | (ours ^ theirs))
     files = files_of(source)
-    nbytes, stored = sum(one.nbytes for one in files), 0
+    nbytes, stored = nbytes_of(files), 0
     if not dry_run:
-        known, given = as_tensors({".": base}, GIVEN)
+        known, given = as_tensors(base)
         cuts = cuts_of(Known.of(NUMBER, {".": result}, source, files), known)
         details: dict[str, object] = {"base": prints[0].text, "result": prints[1].text}
         with (
@@ -209,7 +209,7 @@ def apply(
             base, Path(patch), path, overwrite=overwrite, dry_run=dry_run, reporter=shared["reporter"]
         )
         return Unpacked(str(path), *done, dry_run)
-    _, given = as_tensors({".": base}, GIVEN)
+    _, given = as_tensors(base)
     store = PackedStore(patch, kind=PATCH, given=partial(_elements, given))
     index = store.index(NUMBER)
     store.check_index(NUMBER)
@@ -230,7 +230,7 @@ def apply(
                                    found=made)  # fmt: skip
 
     count = sum(one.kind == "file" for one in index.files)
-    nbytes = sum(one.nbytes for one in index.files)
+    nbytes = nbytes_of(index.files)
     if not dry_run:
         write_files(store, {"": NUMBER}, path, overwrite=overwrite, reporter=shared["reporter"], prove=prove)
     return Unpacked(str(path), [index.name], count, nbytes, dry_run)
@@ -251,5 +251,5 @@ def _elements(given: Sequence[Slot], number: int, offset: int, nbytes: int) -> B
     if end > slot.numel:
         raise SourceError("the patch needs elements that do not exist", path=slot.name)
     with Sources() as sources:
-        data = read_extent(slot, Extent.flat(slot.shape, first, end - first), sources).view(np.uint8)
+        data = read_extent(slot, slot.flat(first, end - first), sources).view(np.uint8)
     return data[offset - first * size : offset - first * size + nbytes]

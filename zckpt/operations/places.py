@@ -149,7 +149,7 @@ def _shown(value: Any) -> Any:  # noqa: ANN401  # data of any kind
         return value if text == str(value) else text
     if isinstance(value, dict):
         return {_shown(key): _shown(one) for key, one in value.items()}
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+    if type(value) in (list, tuple):
         return type(value)(map(_shown, value))
     if isinstance(value, ZckptError):
         for name in ("path", "message", "advice"):

@@ -18,6 +18,7 @@ from zckpt.state import MASTER, WEIGHT, ZEROS, Checkpoint, Extent, Slot, Span, b
 from zckpt.state.boxes import SpanIndexes
 from zckpt.storage.packed.chunks import AS_IT_IS, TO_BFLOAT16, TO_FLOAT16
 from zckpt.storage.packed.index import Filed
+from zckpt.storage.packed.store import GIVEN
 from zckpt.storage.packed.write import Cut, Prediction, Range
 
 CASTS = {"bfloat16": TO_BFLOAT16, "float16": TO_FLOAT16}
@@ -140,13 +141,13 @@ def _predictions(own: Known, base: Known | None, key: Key, slot: Slot, span: Spa
             yield "base", Prediction(AS_IT_IS, ranges)
 
 
-def as_tensors(states: Mapping[str, Checkpoint], number: int) -> tuple[Known, list[Slot]]:
+def as_tensors(checkpoint: Checkpoint) -> tuple[Known, list[Slot]]:
     """Return the slots of a checkpoint as if each was a file of its elements in row-major order, and these slots."""
-    every = Known.of(number, states)
+    every = Known.of(GIVEN, {".": checkpoint})
     slots, given = dict[Key, Slot](), list[Slot]()
     for key, slot in sorted(every.slots.items(), key=lambda one: one[0]):
         if itemsize(slot.dtype) in WIDTHS and slot.numel:
             path = os.fsdecode(b"%d" % len(given))
             slots[key] = replace(slot, spans=(Span(slot.whole, path, 0, slot.dtype),), replicas=(), factors=None)
             given.append(slot)
-    return Known(number, slots, {str(n): n for n in range(len(given))}), given
+    return Known(GIVEN, slots, {str(n): n for n in range(len(given))}), given

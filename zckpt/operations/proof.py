@@ -31,7 +31,7 @@ def slots_proof(
     def look(written: Path, _files: Sequence[Path], record: Path | None) -> int:
         if isinstance(laid.files, list):
             laid.files.clear()  # they are written, and what was may be as large
-        found = like_model(open_checkpoint(written, names=laid.names), [one.name for one in checkpoint.tensors()])
+        found = like_model(open_checkpoint(written, names=laid.names), checkpoint.names)
         source, target = checkpoint, found
         if laid.in_floats:  # what each rank's codes stand for, as slots
             from zckpt.formats.deepspeed.rare.quantised import with_float_slots

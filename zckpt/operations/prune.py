@@ -25,7 +25,7 @@ from zckpt.immutable import immutable
 from zckpt.operations.history import SETTLE_S, Around, Recorded, files_of, look, units_of
 from zckpt.operations.options import Place
 from zckpt.operations.verify import Verification
-from zckpt.state import Brief, Document, as_float, by_key, document
+from zckpt.state import Document, Result, as_float, by_key
 from zckpt.storage.durable import finish_removals, remove
 from zckpt.storage.files import is_file
 from zckpt.storage.ownership import REMOVED
@@ -48,16 +48,18 @@ class Judged:
         return {**self.checkpoint.as_dict(), "goes": self.goes, "because": self.why}
 
 
-@immutable(repr=False)
-class Pruned(Brief):
+@immutable
+class Pruned(Result):
     """What is removed from a run, and what stays.
 
     Parameters
     ----------
     run : str
-    checkpoints : list of Judged
     deleted : bool
         Whether it was removed.
+    freed_nbytes : int
+        Bytes that are freed.
+    checkpoints : list of Judged
     failed : list of str
         What could not be removed, and why.
     leftovers : list of str
@@ -65,26 +67,11 @@ class Pruned(Brief):
     """
 
     run: str
-    checkpoints: list[Judged]
     deleted: bool
+    freed_nbytes: int
+    checkpoints: list[Judged]
     failed: list[str]
     leftovers: list[str]
-
-    @property
-    def freed_nbytes(self) -> int:
-        """Bytes that are freed."""
-        return sum(one.checkpoint.nbytes for one in self.checkpoints if one.goes)
-
-    def as_dict(self) -> Document:
-        """Return the result as JSON-able data, the document of `--json`."""
-        return {
-            "run": self.run,
-            "deleted": self.deleted,
-            "freed_nbytes": self.freed_nbytes,
-            "checkpoints": document(self.checkpoints),
-            "failed": self.failed,
-            "leftovers": self.leftovers,
-        }
 
 
 @immutable
@@ -186,7 +173,8 @@ def prune(
                 finish_removals(hidden)
         judged = [_removed(one, top, every, failed) if one.goes else one for one in judged]
     left = [str(one) for one in around.left if os.path.lexists(one)]
-    return Pruned(str(top), judged, delete, failed, left)
+    freed = sum(one.checkpoint.nbytes for one in judged if one.goes)
+    return Pruned(str(top), delete, freed, judged, failed, left)
 
 
 def _by_rule(sound: Sequence[_Seen], keep_last: int, keep_every: int | None) -> dict[Path, str]:

@@ -89,7 +89,7 @@ def salvage(checkpoint: Checkpoint, given: Mapping[str, object], *, of_optimizer
     gone = checkpoint.parameters.keys() - parameters.keys()
     parameters = {name: one for name, one in parameters.items() if one.tied_to not in gone}
     if base is not None:
-        for name, one in filling.others().items():
+        for name, one in filling.others(base).items():
             (parameters if one.name in base.parameters else buffers)[name] = replace(one, name=name)
     names = {*parameters, *unnamed}
     groups = [replace(one, parameters=[n for n in one.parameters if n in names]) for one in checkpoint.param_groups]
@@ -126,10 +126,10 @@ class _Filling:
     def __post_init__(self) -> None:
         if self.base is None:
             return
-        ours = [one.name for one in self.checkpoint.tensors()]
+        ours = self.checkpoint.names
         ours += [name for names in self.checkpoint.lost.values() for name in names]
         self.codes = codes_in(self.base)
-        self.theirs = {our: its for its, our in aligned(ours, [one.name for one in self.base.tensors()]).items()}
+        self.theirs = {our: its for its, our in aligned(ours, self.base.names).items()}
         if not self.theirs:
             raise UsageError(
                 "shares no tensor name with the source, so it fills nothing", path=self.base.named,
@@ -151,7 +151,7 @@ class _Filling:
                 continue
             source = self._of_base(one, key)
             if source is None and key == MASTER and self.masters:
-                own = one.slots.get(WEIGHT)
+                own = one.weight
                 source = self._of_base(one, WEIGHT) or (None if own is None or own.lost else own)
             if source is None and key == WEIGHT:
                 source = self._of_base(one, MASTER)
@@ -166,16 +166,14 @@ class _Filling:
             return None
         return one.name, replace(one, slots=slots)
 
-    def others(self) -> dict[str, Parameter]:
+    def others(self, base: Checkpoint) -> dict[str, Parameter]:
         """Return what BASE has and the checkpoint has not, by our names: no optimizer owns it."""
-        base, found = self.base, dict[str, Parameter]()
-        if base is None:
-            return found
+        found = dict[str, Parameter]()
         known = {its: our for our, its in self.theirs.items()}
-        there = {one.name for one in self.checkpoint.tensors()}
+        there = {*self.checkpoint.names}
         for one in base.tensors():
             name, owner = known.get(one.name, one.name), base.owner(one.name)
-            best = owner.slots.get(WEIGHT) or owner.slots.get(MASTER)
+            best = owner.weight or owner.master
             tied = known.get(owner.name, owner.name)
             if name in there or best is None or (one.tied_to is not None and tied in there):
                 continue

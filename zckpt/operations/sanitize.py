@@ -60,7 +60,7 @@ NEEDED = {"parts", "tensor", "quantizer", "buffer", "sizes", "strides", "offsets
 """Fields without which a node is nothing."""
 
 
-@immutable(kw_only=True, repr=False)
+@immutable(kw_only=True)
 class Sanitized(Written):
     """What `sanitize` wrote.
 

@@ -27,7 +27,7 @@ Items = Mapping[str, Sequence[tuple[int, int, str]]]
 """Where items lie, by the path of their file: offset, length, key."""
 
 
-@immutable(kw_only=True, repr=False)
+@immutable(kw_only=True)
 class Scanned(Result):
     """What pickles name.
 

@@ -16,7 +16,7 @@ from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.target import summary
-from zckpt.state import Checkpoint, Document, Result, Slot, document
+from zckpt.state import Checkpoint, Document, Result, Slot, document, nbytes_of
 
 
 @immutable
@@ -37,7 +37,7 @@ class Moved:
     change: list[float | None] = field(default_factory=list)
 
 
-@immutable(repr=False)
+@immutable
 class Series(Result):
     """Several checkpoints of one run, and how their slots moved, in the order of the first."""
 
@@ -98,7 +98,7 @@ def series(
             for key, one in measured(before, after, memory=shared["memory"], direct=shared["direct"]).items():
                 found[key].norm[index - 1 : index + 1] = [one.norm_a, one.norm_b]
                 found[key].change[index] = one.rel_l2 if one.squares_a or one.squares else 0.0
-            progress.advance(sum(slot.nbytes for slot in after.values()))
+            progress.advance(nbytes_of(after.values()))
     return Series(checkpoints, list(found.values()))
 
 

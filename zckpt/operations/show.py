@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from zckpt.errors import UsageError
 from zckpt.immutable import immutable
 from zckpt.operations.open import OpenedCheckpoint, Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
-from zckpt.state import Document, Extent, Result, Shape, Slot, is_floating, number
+from zckpt.state import Document, Result, Shape, Slot, is_floating, number
 from zckpt.state.views import narrow
 from zckpt.storage.durable import written
 from zckpt.storage.files import Sources
@@ -30,7 +30,7 @@ BLOCK_NUMEL = 1 << 20
 _INDEX = re.compile(r"([+-]?[0-9]{1,18})|([+-]?[0-9]{1,18})?:([+-]?[0-9]{1,18})?")
 
 
-@immutable(repr=False)
+@immutable
 class Elements(Result):
     """Elements of one slot.
 
@@ -97,10 +97,7 @@ def show(
     SourceError
         The checkpoint cannot be read.
     """
-    found = opened(source, **shared)
-    if not isinstance(found, OpenedCheckpoint):
-        found = OpenedCheckpoint(**{one.name: getattr(found, one.name) for one in fields(found)})
-    whole = found.slot(name, slot)
+    whole = OpenedCheckpoint.of(opened(source, **shared)).slot(name, slot)
     part, shape = _part(whole, slice)
     refuse_endless(part, f"{whole.name} of {name}")
     elements = Elements(name, whole.name, whole.dtype, whole.shape, slice, None)
@@ -155,8 +152,7 @@ def _blocks(part: Slot) -> Iterator[tuple[int, Array]]:
     """Yield the elements of a slot, some at a time, each with the index of the first."""
     with Sources() as sources:
         for start in range(0, part.numel, BLOCK_NUMEL):
-            extent = Extent.flat(part.shape, start, min(BLOCK_NUMEL, part.numel - start))
-            yield start, read_extent(part, extent, sources)
+            yield start, read_extent(part, part.flat(start, min(BLOCK_NUMEL, part.numel - start)), sources)
 
 
 def _plain(values: Array) -> Array:

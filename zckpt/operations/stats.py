@@ -30,7 +30,7 @@ _EXPONENTS = {4: (np.uint32, 23, 0xFF, 127), 8: (np.uint64, 52, 0x7FF, 1023)}
 """Of a float of so many bytes: the word, where its exponent lies, which bits it has, and its bias."""
 
 
-@mutable(repr=False)
+@mutable
 class Distribution(Brief):
     """Statistics of one slot of a parameter, or of a layer.
 
@@ -108,7 +108,7 @@ class Distribution(Brief):
         }
 
 
-@immutable(repr=False)
+@immutable
 class Statistics(Brief):
     """Statistics of a checkpoint's slots, in the model's order, and of its layers."""
 

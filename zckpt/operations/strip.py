@@ -26,7 +26,7 @@ CHOICES = {
 }
 
 
-@immutable(kw_only=True, repr=False)
+@immutable(kw_only=True)
 class Stripped(Written):
     """What `strip` wrote.
 
@@ -116,9 +116,7 @@ def strip(
 
     def look(written: Path, *_: object) -> int:  # every element of every slot that was to stay is there once
         done = open_checkpoint(written, names=checkpoint.given_names)
-        check_all_arrived(
-            checkpoint, done, lambda key, one: request.needs(key) or (key == MASTER and WEIGHT not in one.slots)
-        )
+        check_all_arrived(checkpoint, done, lambda key, one: request.needs(key) or (key == MASTER and not one.weight))
         return 0
 
     return write_from(

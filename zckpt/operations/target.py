@@ -33,7 +33,7 @@ from zckpt.formats.suffixes import check_directory, optimizer_path
 from zckpt.immutable import immutable, mutable
 from zckpt.operations.foresight import Foresight, Reads, check_fits, foresee, note_reads
 from zckpt.operations.options import DECIDING, Place, Renamed, Unpack, options_of
-from zckpt.state import Checkpoint, Document, Result
+from zckpt.state import Checkpoint, Document, Result, values_of
 from zckpt.state.inventory import IMPLIED
 from zckpt.storage.distant import check_unchanged
 from zckpt.storage.durable import written
@@ -407,7 +407,7 @@ def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> tuple[int, li
     return compared, drifts
 
 
-@immutable(kw_only=True, repr=False)
+@immutable(kw_only=True)
 class Written(Result):
     """What a verb wrote, or with `dry_run` would write.
 
@@ -481,6 +481,5 @@ def check_choice(option: str, value: str | None, choices: Sequence[str | None]) 
 
 def summary(checkpoint: Checkpoint) -> Document:
     """Return what a document says of one of several checkpoints."""
-    keys = ("source", "format", "step", "world_size", "zero_stage")
-    found = {key: getattr(checkpoint, key) for key in keys}
+    found = values_of(checkpoint, ("source", "format", "step", "world_size", "zero_stage"))
     return {**found, "source": shown(checkpoint.source)}

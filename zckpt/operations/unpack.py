@@ -13,7 +13,7 @@ from zckpt.errors import SourceError
 from zckpt.formats.units import TRACKERS
 from zckpt.immutable import immutable
 from zckpt.operations.options import Place
-from zckpt.state import Result
+from zckpt.state import Result, nbytes_of
 from zckpt.storage.ahead import ahead
 from zckpt.storage.durable import written
 from zckpt.storage.ownership import Owned, check_target
@@ -24,7 +24,7 @@ from zckpt.storage.packed.store import PackedStore
 AT_ONCE_NBYTES = 8 * CHUNK_NBYTES
 
 
-@immutable
+@immutable(repr=True)
 class Unpacked(Result):
     """What `unpack` wrote, or with `dry_run` would write: target, checkpoints, number of files, bytes."""
 
@@ -79,7 +79,7 @@ def unpack(
     alone = wanted == [found[1]]
     numbers = {"" if alone else name.removeprefix(f"{found[1]}/"): names[name] for name in wanted}
     every = [one for number in numbers.values() for one in packed.index(number).files]
-    nbytes, files = sum(one.nbytes for one in every), sum(one.kind == "file" for one in every)
+    nbytes, files = nbytes_of(every), sum(one.kind == "file" for one in every)
     done = Unpacked(str(path), wanted, files, nbytes, dry_run)
     if not dry_run:
         latest = {} if found[1] else {name: data for name, data in packed.beside() if name in TRACKERS}

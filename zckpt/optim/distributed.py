@@ -38,6 +38,7 @@ from zckpt.optim.param_groups import (
 )
 from zckpt.optim.param_groups import hyperparameters as hyperparameters_of
 from zckpt.optim.tensors import with_gradients
+from zckpt.state import positions
 
 State = dict[int, dict[str, Any]]
 Worker = Any
@@ -161,7 +162,7 @@ class DistributedOptimizer(Optimizer):
         ValueError
             It belongs to another optimizer; nothing has changed on any worker.
         """
-        numbers = {number: at for at, number in enumerate(matched(state_dict, self.param_groups, by_name=False))}
+        numbers = positions(matched(state_dict, self.param_groups, by_name=False))
         state = {numbers[number]: values for number, values in state_dict["state"].items()}
         held = [self._groups_of(one.owner()) for one in self.remote_optimizers]
         shares = [{n: state[n] for group in its for n in group["numbers"] if n in state} for its in held]

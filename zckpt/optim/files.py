@@ -38,7 +38,6 @@ from zckpt.optim.ranks import ALONE, Ranks, check_together, find_checksums
 from zckpt.optim.states.by_parameter import Asked, OptimizerState, Source, Target
 from zckpt.optim.states.several import Optimizers, process_group_of, workers_of
 from zckpt.optim.tensors import Model, bare, unwrapped
-from zckpt.state import MASTER
 from zckpt.state.checkpoint import keys_listed
 from zckpt.state.names import aligned, is_number, like_model
 
@@ -257,7 +256,7 @@ def _open(path: str | os.PathLike[str], order: Order, asked: Asked) -> OpenedChe
         raise
     if not own or not found.is_numbered:
         return _in_order(found, order)
-    known_by_values = any(MASTER in one.slots for one in found.parameters.values())
+    known_by_values = any(one.master for one in found.parameters.values())
     theirs, ours = [len(group.parameters) for group in found.param_groups], [len(group) for group in order]
     if not found.unnamed and (theirs != ours or known_by_values):
         return found

@@ -7,13 +7,10 @@ from functools import partial
 
 from zckpt.report.text import Document, Paint, about, count, fitted, more, named, printable, size, table
 
-SHOWN_ROWS = 40
-"""Rows of a table of the text; `--json` has all."""
-
 Rows = list[Document]
 
 
-def render(document: Document, *, width: int, paint: Paint | None = None, limit: int = SHOWN_ROWS) -> str:
+def render(document: Document, *, width: int, paint: Paint, limit: int) -> str:
     """Return a document as text that fits `width` columns; `paint` colours what it comes to, `limit` bounds tables."""
     document = printable(document)
     lines = [f"{side}  {document[side]['source']}: {about(document[side])}" for side in ("a", "b")]
@@ -51,11 +48,11 @@ def render(document: Document, *, width: int, paint: Paint | None = None, limit:
     counts = {key: (len(document[key]), text) for key, text in kinds.items() if document[key]}
     found = ", ".join(f"{n:,} {text.removesuffix('s') if n == 1 else text}" for n, text in counts.values())
     verdict = "equal" if document["equal"] else f"different: {found}"
-    lines += ["", verdict if paint is None else paint(verdict, "good" if document["equal"] else "error")]
+    lines += ["", paint(verdict, "good" if document["equal"] else "error")]
     return "\n".join(lines)
 
 
-def _listed(found: Rows, first: str, lines: Iterable[str], *, limit: int = SHOWN_ROWS) -> list[str]:
+def _listed(found: Rows, first: str, lines: Iterable[str], *, limit: int) -> list[str]:
     """Return what is said of all rows, of which there are lines for some."""
     return ["", first, *lines, *more(found, limit)] if found else []
 
@@ -81,7 +78,7 @@ def _different(found: Rows, width: int) -> list[str]:
     return [fitted(line, width) for line in named(names, figures, width)]
 
 
-def render_parting(document: Document, *, limit: int = SHOWN_ROWS) -> str:
+def render_parting(document: Document, *, limit: int) -> str:
     """Return what is found of two runs as text."""
     document = printable(dict(document))
     by_name: dict[str, list[str]] = {}
@@ -102,7 +99,7 @@ def render_parting(document: Document, *, limit: int = SHOWN_ROWS) -> str:
     return "\n".join([*first, said, *shown, *more(by_name, limit)])
 
 
-def render_series(document: Document, *, width: int, limit: int = SHOWN_ROWS) -> str:
+def render_series(document: Document, *, width: int, limit: int) -> str:
     """Return a document as text that fits `width` columns: the relative change of each slot, step by step."""
     document = printable(document)
     steps = [f"step {step}" if step is not None else f"#{i}" for i, step in enumerate(document["steps"])]

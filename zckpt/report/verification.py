@@ -17,7 +17,7 @@ SHOWN_FINDINGS = 200
 """More of them are counted, not listed; `--json` has all."""
 
 
-def render(document: Document, *, width: int, paint: Paint | None = None) -> str:
+def render(document: Document, *, width: int, paint: Paint) -> str:
     """Return the document as text.
 
     Parameters
@@ -26,17 +26,16 @@ def render(document: Document, *, width: int, paint: Paint | None = None) -> str
         From `Verification.document`.
     width : int, columns
         Of the terminal; longer lines are wrapped. No path and no name is cut that people give.
-    paint : callable, optional
+    paint : callable
         Colours a text.
     """
-    painted = paint or (lambda text, _: text)
     document = printable(document)
     width = max(width, MINIMUM_WIDTH)
-    lines = _heading(document, width, painted)
+    lines = _heading(document, width, paint)
     findings = document["findings"]
     for one in findings[:SHOWN_FINDINGS]:
         severity = one["severity"]
-        lines += ["", f"{painted(f'{severity:<8}', severity)} {one['code']}  {one['title']}"]
+        lines += ["", f"{paint(f'{severity:<8}', severity)} {one['code']}  {one['title']}"]
         names, ranks = one["parameters"], one["ranks"]
         more = f" and {len(names) - SHOWN_NAMES:,} more" if len(names) > SHOWN_NAMES else ""
         facts = [

@@ -5,7 +5,7 @@ Data and arithmetic only. Nothing here opens a file, and nothing here knows a fo
 
 from __future__ import annotations
 
-from zckpt.state.brief import Brief, Document, Result, document, number
+from zckpt.state.brief import Brief, Document, Result, document, number, values_of
 from zckpt.state.checkpoint import (
     MASTER,
     WEIGHT,
@@ -30,7 +30,10 @@ from zckpt.state.mappings import (
     by_key,
     dict_of,
     differ,
+    first_of,
     list_of,
+    nbytes_of,
+    positions,
     size_of,
     stated,
     without,

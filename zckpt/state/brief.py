@@ -24,7 +24,7 @@ MOST_ITEMS = 4
 
 
 class Brief:
-    """A dataclass, made with `repr=False`, that shows itself in at most ten lines."""
+    """A class of fields that shows itself in at most ten lines."""
 
     __slots__ = ()
 
@@ -57,6 +57,11 @@ def document(value: Any) -> Any:  # noqa: ANN401  # data of any kind
     if isinstance(value, os.PathLike):
         return str(value)
     return number(value) if isinstance(value, float) else value
+
+
+def values_of(thing: object, names: Iterable[str]) -> dict[str, Any]:
+    """Return some attributes of something by their names."""
+    return {name: getattr(thing, name) for name in names}
 
 
 def number(value: float | None) -> float | str | None:

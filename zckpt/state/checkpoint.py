@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, field, replace
+from pathlib import Path
 from typing import Any
 
 from zckpt.errors import SHOWN_PATH, listed, shortened, without_controls
 from zckpt.immutable import immutable, mutable
 from zckpt.state.inventory import Claim, Rule
-from zckpt.state.mappings import dict_of, without
+from zckpt.state.mappings import dict_of, nbytes_of, without
 from zckpt.state.spans import Padding, PaddingSpan, Shape, Slot
 
 WEIGHT = "weight"
@@ -60,7 +61,7 @@ def most_steps(values: Iterable[object]) -> int | None:
     return max((int(n) for n in map(as_float, values) if n is not None and n.is_integer()), default=None)
 
 
-@mutable(repr=False)
+@mutable
 class Parameter:
     """A named tensor of the model and all its slots.
 
@@ -276,8 +277,13 @@ class SourceFile:
     header: tuple[int, int] | None = field(default=None, repr=False, compare=False)
     archive: str = ""
 
+    @property
+    def name(self) -> str:
+        """Its own name, in whatever folder."""
+        return Path(self.path).name
 
-@mutable(repr=False)
+
+@mutable
 class Checkpoint:
     """The logical state of a checkpoint, and where every element lies. An adapter creates it.
 
@@ -381,7 +387,7 @@ class Checkpoint:
             "parameters": len(owners),
             "elements": sum(p.numel for p in owners),
             "files": len(self.files),
-            "bytes": sum(file.nbytes for file in self.files),
+            "bytes": nbytes_of(self.files),
             "step": self.step,
         }
         lines = (
@@ -431,7 +437,7 @@ class Checkpoint:
         if not isinstance(names, list) or len(names) < 2:
             return []
         fronts = tuple(f"{name}." for name in names)
-        return list(map(str, names)) if all(one.name.startswith(fronts) for one in self.tensors()) else []
+        return list(map(str, names)) if all(name.startswith(fronts) for name in self.names) else []
 
     @property
     def named(self) -> str:
@@ -500,6 +506,11 @@ class Checkpoint:
         """Iterate over everything with slots: parameters, buffers, and what an optimizer only numbers."""
         yield from self.tensors()
         yield from self.unnamed.values()
+
+    @property
+    def all_parameters(self) -> list[Parameter]:
+        """The parameters, and then what an optimizer only numbers."""
+        return [*self.parameters.values(), *self.unnamed.values()]
 
     def slot_names(self) -> list[str]:
         """Return the names of all slots, `weight` and `master` first, each once."""

@@ -21,6 +21,7 @@ from fnmatch import fnmatchcase
 
 from zckpt.errors import SourceError
 from zckpt.immutable import immutable, mutable
+from zckpt.state.brief import values_of
 
 STATE = "state"
 CARRIED = "carried"
@@ -135,7 +136,7 @@ class Item:
 
     def as_dict(self) -> dict[str, object]:
         """Return it as JSON-able data."""
-        return {name: getattr(self, name) for name in ("file", "place", "kind", "fate", "about", "nbytes", "count")}
+        return values_of(self, ("file", "place", "kind", "fate", "about", "nbytes", "count"))
 
 
 @mutable

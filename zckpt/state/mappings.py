@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -62,3 +62,26 @@ def are_distinct(values: Sequence[Hashable]) -> bool:
 def differ(values: Sequence[object]) -> bool:
     """Tell whether not all are the same."""
     return any(one != values[0] for one in values)
+
+
+def positions(values: Iterable[Key]) -> dict[Key, int]:
+    """Return where each of some values is, counted from 0."""
+    return {one: at for at, one in enumerate(values)}
+
+
+def first_of(values: Iterable[Value | None]) -> Value | None:
+    """Return the first that is not None; None: all are."""
+    return next((one for one in values if one is not None), None)
+
+
+class Sized(Protocol):
+    """Something of so many bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many there are."""
+
+
+def nbytes_of(some: Iterable[Sized]) -> int:
+    """Return how many bytes several things have together."""
+    return sum(one.nbytes for one in some)

@@ -313,7 +313,7 @@ class CutSpans(Spans):
         return self.shape, self.origin, self.width, self.at
 
 
-@immutable(repr=False)
+@immutable
 class Slot:
     """One state of a parameter: its model weight, its master, or a tensor of the optimizer.
 

@@ -34,13 +34,13 @@ def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
 
     A sync at the end then has little left to wait for: data goes to disk while more is being copied.
     """
-    function = _of_libc("sync_file_range", "iqqI")
+    function = of_libc("sync_file_range", "iqqI")
     if function is not None:
         function(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
 
 
-@lru_cache(maxsize=2)
-def _of_libc(name: str, kinds: str) -> Callable[..., int] | None:
+@lru_cache(maxsize=8)
+def of_libc(name: str, kinds: str) -> Callable[..., int] | None:
     """Return a function of Linux's C library, whose arguments are of these types of ctypes; None: there is none."""
     if sys.platform != "linux":
         return None
@@ -106,7 +106,7 @@ def rename_new(source: Path, target: Path) -> None:
 
 
 def _renamed(source: Path, target: Path, flags: int) -> bool:
-    function = _of_libc("renameat2", "isisI")
+    function = of_libc("renameat2", "isisI")
     if function is None:
         return False
     import ctypes

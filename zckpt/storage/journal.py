@@ -25,6 +25,7 @@ from threading import Lock
 
 from zckpt.errors import Interrupted, SourceError, TargetError, WorkerError, shown
 from zckpt.immutable import immutable
+from zckpt.state import are_texts, nbytes_of
 from zckpt.storage import distant
 from zckpt.storage.crc32 import content_of, line_of
 from zckpt.storage.ownership import claimed, kind_of, partial_name
@@ -250,7 +251,7 @@ class Journal:
         self._beside = begun.beside if begun is not None else []
         if self.restart or begun is None or not found:
             return
-        nbytes = sum(work.nbytes for work in found.values())
+        nbytes = nbytes_of(found.values())
         if not self.resume:
             raise TargetError(
                 "an earlier run to it did not finish",
@@ -352,8 +353,6 @@ class Journal:
 
     def said(self) -> str:
         """Return what a failed run has left, and what to do with it."""
-        if not self.kept:
-            return NOTHING_LEFT
         return (
             f"{self._nbytes} of {self.purpose.nbytes} bytes are written and kept in "
             f"{partial_name(self._target).name}: --resume continues with them, --restart starts over"
@@ -430,6 +429,6 @@ def purpose_of(content: Mapping[str, object]) -> Purpose:
         sources = {path: tuple(one) for path, one in found.sources.items()} if is_one else {}
     except TypeError:
         is_one = False
-    if not is_one or not all(isinstance(name, str) for name in found.beside):
+    if not is_one or not are_texts(found.beside):
         return Purpose(f"{content.get('version')} (another)", "", {}, "", 0, {})
     return replace(found, sources=sources)

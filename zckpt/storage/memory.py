@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zckpt.errors import UsageError
+from zckpt.storage.disk import of_libc
 
 RESERVED_NBYTES = 24 << 20
 """For what is no buffer: modules that are still to be loaded, plans, the proof of what was written."""
@@ -137,10 +138,8 @@ def limits(proc: Path = _PROC, groups: Path = _CGROUPS) -> Iterator[tuple[str, i
 
 def address_space() -> int | None:
     """Return how many bytes the process may map; None: any number."""
-    try:
-        import resource
-    except ImportError:  # no such system
-        return None
+    import resource
+
     soft = resource.getrlimit(resource.RLIMIT_AS)[0]
     return None if soft == resource.RLIM_INFINITY or soft >= _UNLIMITED else soft
 
@@ -174,12 +173,9 @@ def give_back() -> None:
 
 def _call(name: str, *arguments: int) -> None:
     """Call a function of glibc, where there is one."""
-    if sys.platform == "linux":
-        import ctypes
-
-        function = getattr(ctypes.CDLL(None), name, None)
-        if function is not None:
-            function(*arguments)
+    function = of_libc(name, "i" * len(arguments))
+    if function is not None:
+        function(*arguments)
 
 
 def _lines(path: Path) -> list[str]:

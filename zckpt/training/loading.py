@@ -39,7 +39,7 @@ SPOILED = "weights are in part the checkpoint's and must not be used: load a sou
 LEFT_OVER = "model and optimizer are the checkpoint's already; a scheduler, a grad scaler or a module is not"
 
 
-@mutable(repr=False)
+@mutable
 class Restored(Brief):
     """What a checkpoint had, and what was restored.
 
@@ -257,7 +257,7 @@ class Meeting:
             else:
                 found[name] = its
         ours = {*self.known, *live.tensors.extra}
-        report.unexpected = [one.name for one in checkpoint.tensors() if one.name not in ours]
+        report.unexpected = [name for name in checkpoint.names if name not in ours]
         return found
 
     def read_others(self, scheduler: Stateful | None, grad_scaler: Stateful | None, rank: int | None) -> OtherState:

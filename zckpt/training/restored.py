@@ -217,7 +217,7 @@ class _Held(Meeting):
                 continue
             source = weight_like(its, share.tensor.dtype)
             if name in self.published | self.stepped:  # a master is more than a weight that was rounded of it
-                source = its.slots.get(MASTER) or source
+                source = its.master or source
             stepped = name in self.stepped and not self.allow_rounding
             self.pair(f"{slot} of {name}", source, share, may_round=not stepped)
 

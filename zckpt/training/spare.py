@@ -46,7 +46,7 @@ from zckpt.operations.small_file import write_text
 from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Place, Ranks, answering, written_together
 from zckpt.optim.states.several import process_group_of, workers_of
-from zckpt.state import by_key
+from zckpt.state import by_key, first_of
 from zckpt.storage.files import read_whole
 from zckpt.training.directory import new_identity, record_fingerprint, write_all
 from zckpt.training.run_directory import RunPlace, document, document_text
@@ -203,7 +203,7 @@ class Spare:
                     if one is not None:
                         one.wait()
         errors = [one.end() for one in coming] + ([] if going is None else [going.end()])
-        ranks.agree(next((error for error in errors if error is not None), None))
+        ranks.agree(first_of(errors))
 
     def find(self, latest: str) -> Found | None:
         """Return the spare that may be gone on with; None if there is none that is whole and follows `latest`.

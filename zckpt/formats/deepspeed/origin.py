@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zckpt.formats.deepspeed.target import TargetGroup, Unpartitioned
 
 
-@mutable(repr=False)
+@mutable
 class Rank(Checkpoint):
     """One model-parallel rank: its files, and what they hold before slices and stages are put together.
 

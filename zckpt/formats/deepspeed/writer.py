@@ -178,7 +178,7 @@ def _one_model(job: Job) -> TargetFiles:
             f"renamed layers become one model without stages, so --{asked[0].replace('_', '-')} does not apply",
             advice="`zckpt convert --to deepspeed` distributes renamed layers over stages",
         )
-    left = [one.name for one in checkpoint.tensors() if is_of_layer(one.name)]
+    left = [*filter(is_of_layer, checkpoint.names)]
     if left:
         raise UnsupportedError(
             f"{listed(left, most=4)}: only a pipeline has such names",

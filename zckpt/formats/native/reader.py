@@ -35,7 +35,18 @@ from zckpt.formats.native.rank_file import (
     open_rank_file,
     storage_key,
 )
-from zckpt.state import Checkpoint, Extent, GivenNames, Parameter, ParamGroup, Slot, SourceFile, Topology, are_distinct
+from zckpt.state import (
+    Checkpoint,
+    Extent,
+    GivenNames,
+    Parameter,
+    ParamGroup,
+    Slot,
+    SourceFile,
+    Topology,
+    are_distinct,
+    nbytes_of,
+)
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import collector_paused
 from zckpt.torchfile import Storage
@@ -304,7 +315,7 @@ class Reading:
                 continue
             used = one.nbytes - one.header_nbytes
             if self.files:
-                used = sum(slot.nbytes for slot in self.files[rank].tensors.values())
+                used = nbytes_of(self.files[rank].tensors.values())
             header = None if self.files else (one.header_nbytes, one.header_crc32)
             yield SourceFile(self.paths[rank], one.nbytes, "rank", rank, tensor_nbytes=used, header=header)
         yield SourceFile(str(self.path / DOCUMENT_NAME), self.nbytes, "document")

@@ -33,7 +33,7 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
     """
     directory = Path(checkpoint.source)
     thin = _without(checkpoint, request) if request.slots else checkpoint
-    before = {Path(file.path).name: file for file in checkpoint.files}
+    before = {file.name: file for file in checkpoint.files}
     if thin == checkpoint:
         own = [as_it_is(Path(file.path), name) for name, file in before.items()]
     else:  # the document and the ranks' files, each with its part of what stays

@@ -20,7 +20,7 @@ from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.tensors import slot_of_storage
 from zckpt.immutable import immutable
-from zckpt.state import ZEROS, Checkpoint, Extent, Slot, Span, stated
+from zckpt.state import ZEROS, Checkpoint, Extent, Slot, Span, nbytes_of, positions, stated, values_of
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import check_world_size, even_extents
 from zckpt.torchfile import Mentioned
@@ -52,7 +52,7 @@ def lay_out_as_cut(checkpoint: Checkpoint, paths: Sequence[str]) -> list[TargetF
 
     `checkpoint`: slots may have been taken from it; `paths`: its ranks' files, in order.
     """
-    numbers = {path: number for number, path in enumerate(paths)}
+    numbers = positions(paths)
 
     def as_they_are(slots: Sequence[Slot], _: int) -> Iterator[Pieces]:
         for slot in slots:
@@ -133,7 +133,7 @@ def _cut(
         stored.append(Entry(storage_key(number), whole, whole.whole, "uint8", (one.storage.nbytes,)))
     used = {entry.key for entry in stored}
     slots = [(name, p.name, slot) for p in checkpoint.holders() for name, slot in p.slots.items()]
-    assigned = cut([slot for *_, slot in slots], sum(entry.nbytes for entry in stored))
+    assigned = cut([slot for *_, slot in slots], nbytes_of(stored))
     placed = []
     entries = [stored, *([] for _ in range(world_size - 1))]
     for (name, parameter, slot), pieces in zip(slots, assigned, strict=True):
@@ -195,7 +195,7 @@ def describe(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[Mentioned]]:
             }
             said = {"name": one.name, "shape": list(one.shape), "dtype": one.dtype, "slots": [], **stated(about)}
             members[section].append(said)
-    storages = [{key: getattr(one.storage, key) for key in ("dtype", "nbytes", "location")} for one in nodes.storages]
+    storages = [values_of(one.storage, ("dtype", "nbytes", "location")) for one in nodes.storages]
     return members | {"layouts": [], **inert, "objects": nodes.objects, "storages": storages}, nodes.storages
 
 

@@ -23,7 +23,7 @@ from zckpt.codes import MISSING_FILE, TRUNCATED
 from zckpt.errors import DamagedFileError, ShardError
 from zckpt.evidence import is_trainable
 from zckpt.formats.lost import stand_in
-from zckpt.state import WEIGHT, Checkpoint, Extent, Shape, Slot, SourceFile, Span, are_sizes, are_texts
+from zckpt.state import WEIGHT, Checkpoint, Extent, Shape, Slot, SourceFile, Span, are_sizes, are_texts, nbytes_of
 from zckpt.state.dtypes import FROM_SAFETENSORS, itemsize
 from zckpt.state.inventory import CARRIED, IMPLIED, Claim, Rule
 from zckpt.storage.files import FileRange, collector_paused, each_once, is_file, json_object, opened
@@ -169,7 +169,7 @@ def source_file(
     role: str = "model",
 ) -> SourceFile:  # fmt: skip
     """Return a file as the inventory takes it, given what `read_header` returns."""
-    used = sum(slot.nbytes for slot in slots.values())
+    used = nbytes_of(slots.values())
     tree = {METADATA_KEY: texts, **slots}
     return SourceFile(str(path), nbytes, role, tensor_nbytes=used, tree=tree, rules=tuple(rules))
 

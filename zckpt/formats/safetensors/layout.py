@@ -12,7 +12,7 @@ from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.safetensors.file import MAXIMUM_HEADER_NBYTES, METADATA_KEY
 from zckpt.immutable import immutable
-from zckpt.state import Slot
+from zckpt.state import Slot, nbytes_of
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.storage.clone import BLOCK_NBYTES
 
@@ -48,7 +48,7 @@ def lay_out(name: str, entries: Sequence[Entry], metadata: Mapping[str, str] | N
     ]
     tensors = [(entry.name, entry.dtype, entry.slot.shape) for entry in entries]
     header = header_of(tensors, metadata, start=residue(holes, ALIGNMENT))
-    nbytes = sum(entry.nbytes for entry in entries)
+    nbytes = nbytes_of(entries)
     holes = [replace(hole, offset=len(header) + hole.offset) for hole in holes]
     return TargetFile(name, len(header) + nbytes, [Literal(0, header)], holes)
 
@@ -144,7 +144,7 @@ def lay_out_directory(
         return [lay_out(f"{stem}.safetensors", shards[0])]
     names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     index = {
-        "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
+        "metadata": {"total_size": nbytes_of(entries)},
         "weight_map": {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard},
     }
     text = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()

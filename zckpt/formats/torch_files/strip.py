@@ -58,7 +58,7 @@ def strip_directory(checkpoint: Checkpoint, source: Path, request: Request) -> S
 
 def shaped_slots(checkpoint: Checkpoint) -> list[str]:
     """Return the names that stand for one value per element, or for several."""
-    owned = [*checkpoint.parameters.values(), *checkpoint.unnamed.values()]
+    owned = checkpoint.all_parameters
     shaped = {key for one in owned for key, slot in one.slots.items() if slot.shape}
     return [key for key in checkpoint.optimizer_slot_names() if key in shaped]
 

@@ -165,7 +165,7 @@ def description(value: object) -> Mapping[str, Any] | None:
 
 def refuse_trees(checkpoint: Checkpoint, what: str, advice: str) -> None:
     """Raise UnsupportedError, naming some, if a checkpoint has states that a target has no place for."""
-    every = [*checkpoint.parameters.values(), *checkpoint.unnamed.values()]
+    every = checkpoint.all_parameters
     found = [f"{key} of {one.name}" for one in every for key, value in one.state.items() if holds_tensors(value)]
     if found:
         raise UnsupportedError(

@@ -298,7 +298,7 @@ class _Reading:
             filled = [*as_names(made.get(name, [])), *((MASTER,) if name in without_master else ())]
             stems = {f"{MASTER_STEM if key == MASTER else key}{SUFFIX}" for key in filled}
             for one in stored.files:
-                one.rules = (*_FILLED, *one.rules) if Path(one.path).name in stems else one.rules
+                one.rules = (*_FILLED, *one.rules) if one.name in stems else one.rules
             for key in filled:
                 parameter.slots.pop(key, None)
                 own.pop(key, None)

@@ -55,6 +55,7 @@ from zckpt.state import (
     are_sizes,
     dict_of,
     differ,
+    positions,
 )
 from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
 from zckpt.state.partition import greedy_order, greedy_partition
@@ -242,7 +243,7 @@ def order_by_model(ranks: Sequence[OptimizerState], checkpoint: Checkpoint) -> O
                 f"parameter {position} of group {group} of rank {rank}, of shape {shape}, has no certain name",
                 advice=NAMES_ADVICE,
             )
-    position_of = {name: at for at, name in enumerate(checkpoint.parameters)}
+    position_of = positions(checkpoint.parameters)
     return [
         sorted((names[group, at] for at in range(len(order))), key=position_of.__getitem__)
         for group, order in enumerate(assigned)

@@ -47,7 +47,7 @@ class Changed:
         }
 
 
-@immutable(repr=False)
+@immutable
 class Compared(Brief):
     """What `diff` found.
 
@@ -153,7 +153,7 @@ def diff(
     if shared["dequantize"]:
         ours, theirs = with_floats(ours, theirs)
     if naming.changes:
-        ours, notes = naming.of(renamed(ours, canonical_names(one.name for one in ours.tensors())))
+        ours, notes = naming.of(renamed(ours, canonical_names(ours.names)))
     chosen = Filter(slots, parameters)
     chosen.check(ours, theirs)
     matches = match(ours, theirs, chosen)

@@ -162,7 +162,7 @@ class Match:
 
 def _values(a: Parameter, b: Parameter) -> Iterator[Both]:
     """Match weights and masters of a parameter."""
-    master, x, other, y = a.slots.get(MASTER), own_weight(a), b.slots.get(MASTER), own_weight(b)
+    master, x, other, y = a.master, own_weight(a), b.master, own_weight(b)
     if master is None and other is not None:
         yield from ((key, mine, its, dtype) for key, its, mine, dtype in _values(b, a))
     elif master is None and x is not None and y is not None:

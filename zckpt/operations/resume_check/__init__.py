@@ -56,7 +56,7 @@ WHOLE, PARTLY, NO, UNKNOWN = "whole", "partly", "no", "unknown"
 SHOWN = 3
 
 
-@immutable
+@immutable(repr=True)
 class ResumeCheck(Result):
     """Whether a program can resume a checkpoint.
 
@@ -201,7 +201,7 @@ def _lost(facts: Facts) -> str | None:
 
 def _words(facts: Facts) -> Document:
     """Return what a call and its conditions are filled in with."""
-    within = Path(facts.checkpoint.source)
+    within = facts.folder
     stage, torch = facts.checkpoint.zero_stage, facts.checkpoint.details.get("torch_version")
     step, usual = step_folder(facts), Path("RUN", f"global_step_{facts.checkpoint.step}")
     return {
@@ -311,7 +311,7 @@ def _wants_every_name(program: Program) -> bool:
 def _named(facts: Facts, refused: list[str], *, every_name: bool) -> Iterator[tuple[dict[str, Any], Facts]]:
     """Yield a checkpoint under its own names, and under those that transformers has in memory; with options for it."""
     one = facts.checkpoint
-    names = [tensor.name for tensor in one.tensors()]
+    names = one.names
 
     def under(**naming: Any) -> tuple[dict[str, Any], Facts]:  # noqa: ANN401  # of Naming
         return naming, replace(facts, checkpoint=under_names(opened(one), Naming(**naming))[0])

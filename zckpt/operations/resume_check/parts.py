@@ -16,7 +16,7 @@ from zckpt.formats.transformers_trainer.architectures import is_converted
 from zckpt.naming.numbered import has_names_of_files
 from zckpt.state import MASTER, WEIGHT, Checkpoint, by_key, itemsize
 from zckpt.storage.files import entries_of, is_file, read_json
-from zckpt.torchfile import FromFile
+from zckpt.torchfile import node_of
 
 WEIGHTS = "weights"
 FROZEN = "frozen weights"
@@ -87,6 +87,11 @@ class Facts:
         return Path(self.checkpoint.named)
 
     @cached_property
+    def folder(self) -> Path:
+        """The directory, or the file, that has the checkpoint itself."""
+        return Path(self.checkpoint.source)
+
+    @cached_property
     def names(self) -> frozenset[str]:
         """Of what lies in that directory."""
         if self.planned is not None:
@@ -133,7 +138,7 @@ class Facts:
     @cached_property
     def rounded(self) -> str | None:
         """The type of weights that have masters of more digits beside them."""
-        held = ((one.slots.get(WEIGHT), one.slots.get(MASTER)) for one in self.checkpoint.owners)
+        held = ((one.weight, one.master) for one in self.checkpoint.owners)
         pairs = ((weight.dtype, master.dtype) for weight, master in held if weight and master)
         return next((weight for weight, master in pairs if itemsize(weight) < itemsize(master)), None)
 
@@ -141,7 +146,7 @@ class Facts:
     def dcp_paths(self) -> frozenset[tuple[str | int, ...]]:
         """The paths of all that torch's DCP has saved in one directory; none of another format."""
         try:
-            directory = find_dcp(Path(self.checkpoint.source))
+            directory = find_dcp(self.folder)
             one = directory.folders.get("") if directory is not None else None
             return frozenset(read_metadata(one).paths.values()) if one is not None else frozenset()
         except SourceError:
@@ -156,7 +161,7 @@ class Facts:
     def _found(self) -> Iterator[tuple[str, str]]:
         one = self.checkpoint
         slots = one.slot_names()
-        if any({WEIGHT, MASTER} & parameter.slots.keys() for parameter in one.tensors()):
+        if any(parameter.weight or parameter.master for parameter in one.tensors()):
             yield WEIGHTS, WEIGHT if WEIGHT in slots else MASTER
         if any(parameter.frozen for parameter in one.owners) and one.param_groups:
             yield FROZEN, WEIGHT
@@ -173,7 +178,7 @@ class Facts:
         if one.loss_scale not in (None, 1.0) or one.optimizer_metadata.get("dynamic_loss_scale") is True:
             yield SCALE, "loss_scaler"
         for key, value in one.metadata.items():
-            node = value.node if isinstance(value, FromFile) else value
+            node = node_of(value)
             if node is None or node in ({}, [], ()) or SETTINGS_OF_PROGRAMS.fullmatch(key):
                 continue
             is_data = one.format == rank_files.FORMAT and rank_files.OF_TRAINING.fullmatch(f"{key}.pt")

@@ -38,7 +38,6 @@ from zckpt.operations.resume_check.parts import (
     WEIGHTS,
     Facts,
 )
-from zckpt.state import MASTER, WEIGHT
 from zckpt.state.partition import flat_partition_numel
 from zckpt.storage.files import entries_of, is_file
 
@@ -157,6 +156,11 @@ def said_by(needs: Iterable[Need], facts: Facts) -> list[str]:
     return [said for need in needs if (said := need(facts)) is not None]
 
 
+def of_format(name: str) -> Callable[[Facts], bool]:
+    """Return what tells checkpoints of a format."""
+    return lambda facts: facts.checkpoint.format == name
+
+
 def one_of(*names: str) -> Need:
     """Return a need: one of some files in the directory."""
     return unless(lambda facts: facts.names & {*names}, f"{names[0]} is not there")
@@ -256,14 +260,14 @@ DEEPSPEED = Program(
     looks_for="a tag's directory with mp_rank_00_model_states.pt and its ranks' optimizer files, or universal form",
     ways=(
         Way(
-            mark=lambda facts: facts.checkpoint.format == "deepspeed",
+            mark=of_format("deepspeed"),
             call='engine.load_checkpoint("{run}", tag="{tag}")',
             given=_STAGE,
             **_ENGINE,
             returns="client_state",
         ),
         Way(
-            mark=lambda facts: facts.checkpoint.format == "universal",
+            mark=of_format("universal"),
             call='engine.load_checkpoint("{run}", tag="{tag}")',
             given='"checkpoint": {{"load_universal": true}} in the configuration, ZeRO stage {stage}',
             needs=(_universal_empty, _universal_slots),
@@ -363,7 +367,7 @@ TRAINER = Program(
             lacks=((RANDOM, _rng),),
         ),
         _TrainerWay(
-            mark=lambda facts: facts.has("pytorch_model_fsdp_0") or facts.has("pytorch_model_fsdp.bin"),
+            mark=lambda facts: facts.names & {"pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"},
             given="fsdp= of the same version and state_dict_type",
             needs=(_ACCOUNT,),
             doubts=(one_of("scheduler.pt"),),
@@ -412,7 +416,7 @@ ACCELERATE = Program(
     "pytorch_model",
     ways=(
         _AccelerateWay(
-            mark=lambda facts: facts.checkpoint.format == "deepspeed" and Path(facts.checkpoint.source).name
+            mark=lambda facts: facts.checkpoint.format == "deepspeed" and facts.folder.name
             == "pytorch_model" and facts.has("pytorch_model"),
             given="a DeepSpeedPlugin of " + _STAGE,
             takes=_ENGINE["takes"] | _ACCELERATE_REST | {SCHEDULER: "(lr_)?scheduler(_[0-9]+)?", SCALE: "loss_scaler"},
@@ -421,7 +425,7 @@ ACCELERATE = Program(
             lacks=((RANDOM, _states),),
         ),
         _AccelerateWay(
-            mark=lambda facts: facts.has("pytorch_model_fsdp_0") or facts.has("pytorch_model_fsdp.bin"),
+            mark=lambda facts: facts.names & {"pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"},
             given="a FullyShardedDataParallelPlugin of the same version and state_dict_type",
             needs=(unless(lambda facts: facts.names & {"optimizer_0", "optimizer.bin"}, "optimizer_0 is missing"),),
             takes=CORE | _ACCELERATE_REST,
@@ -460,7 +464,7 @@ def _stateless(facts: Facts) -> str | None:
     one = facts.checkpoint
     for group in one.param_groups:
         names = [name for name in group.parameters if name in one.parameters]
-        found = {name: {*one.owner(name).slots} - {WEIGHT, MASTER} for name in names}
+        found = {name: one.owner(name).optimizer_slots for name in names}
         most = max((len(slots) for slots in found.values()), default=0)
         short = [name for name, slots in found.items() if len(slots) < most]
         if short:
@@ -513,7 +517,7 @@ MEGATRON = Program(
     looks_for="iter_NNNNNNN with .metadata and common.pt, or mp_rank_XX/model_optim_rng.pt",
     ways=(
         Way(
-            mark=lambda facts: facts.checkpoint.format == "megatron",
+            mark=of_format("megatron"),
             call='--load "{run}"',
             given="the same tensor- and pipeline-parallel sizes, {ranks} data-parallel ranks",
             needs=(_buckets,),
@@ -531,21 +535,21 @@ MEGATRON = Program(
 
 
 def _rank_files(facts: Facts) -> str | None:
-    folder, ranks, kinds = Path(facts.checkpoint.source), facts.ranks, ("model", "optim", "extra_state")
+    folder, ranks, kinds = facts.folder, facts.ranks, ("model", "optim", "extra_state")
     names = (f"{kind}_world_size_{ranks}_rank_{rank}.pt" for kind in kinds for rank in range(ranks))
     return next((f"{one} is not there" for one in names if not (folder / one).is_file()), None)
 
 
 def step_folder(facts: Facts) -> Path | None:
     """Return the folder that verl is given, of whose name it reads the step; the actor's is in it, but for SFT."""
-    folder = Path(facts.checkpoint.source)
+    folder = facts.folder
     return next((one for one in (folder, folder.parent) if rank_files.STEP.fullmatch(one.name)), None)
 
 
 def _has_data(facts: Facts) -> bool:
     there, step = facts.planned, step_folder(facts)
     if there is None:
-        there = frozenset(one.name for one in entries_of(Path(facts.checkpoint.source))) - {"data.pt"}
+        there = frozenset(one.name for one in entries_of(facts.folder)) - {"data.pt"}
         if step is not None and is_file(step / "data.pt"):
             return True
     return any(map(rank_files.OF_TRAINING.fullmatch, there))
@@ -553,7 +557,7 @@ def _has_data(facts: Facts) -> bool:
 
 def _is_of_skyrl(facts: Facts) -> bool:
     step = step_folder(facts)
-    return step is not None and step != Path(facts.checkpoint.source) and is_file(step / "trainer_state.pt")
+    return step is not None and step != facts.folder and is_file(step / "trainer_state.pt")
 
 
 VERL = Program(
@@ -570,7 +574,7 @@ VERL = Program(
             keeps=(RANDOM,),
         ),
         Way(
-            mark=lambda facts: facts.checkpoint.format == "fsdp-rank-files",
+            mark=of_format("fsdp-rank-files"),
             call='trainer.resume_mode=resume_path trainer.resume_from_path="{step}"',
             given="{placed}{ranks} ranks of the same FSDP version{with_torch}",
             needs=(same_ranks, _rank_files),
@@ -638,7 +642,7 @@ LIGHTNING = Program(
     looks_for="its own .ckpt: one file, or a directory of FSDP or DeepSpeed",
     ways=(
         _of_lightning(
-            lambda facts: facts.checkpoint.format == "deepspeed",
+            of_format("deepspeed"),
             "DeepSpeedStrategy of " + _STAGE,
             needs=_ENGINE["needs"],
             doubts=_ENGINE["doubts"],

@@ -26,7 +26,7 @@ from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, ReadCopied, Unpack, how_read, shares
 from zckpt.operations.verify.findings import Checked, Finding, Verification, finding_of, findings_of, in_order
 from zckpt.operations.verify.structure import structure_findings
-from zckpt.state import MASTER, WEIGHT, Checkpoint, SourceFile
+from zckpt.state import Checkpoint, SourceFile
 from zckpt.storage.files import is_file
 from zckpt.storage.nodes import on_nodes
 
@@ -156,7 +156,7 @@ def _unopened(
 
 def _sampled(counts: dict[str, int], checkpoint: Checkpoint) -> Iterator[Finding]:
     """Hold a bounded sample of the masters against the weights."""
-    if not any(MASTER in p.slots and WEIGHT in p.slots for p in checkpoint.parameters.values()):
+    if not any(p.master and p.weight for p in checkpoint.parameters.values()):
         return  # without what would be loaded for that
     from zckpt.compare.weights import samples
     from zckpt.operations.verify.weights import weight_findings

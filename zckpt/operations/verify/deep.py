@@ -7,7 +7,7 @@ of slots only. A block that cannot be read is an error among what was found, and
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import field
 from functools import partial
@@ -37,7 +37,7 @@ from zckpt.operations.verify.inventory import (
     Work,
     blocks,
 )
-from zckpt.state import Extent, is_floating, itemsize
+from zckpt.state import Extent, is_floating, itemsize, nbytes_of
 from zckpt.state.boxes import SpanIndex
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.files import Sources
@@ -259,9 +259,9 @@ def run(
     threads = threads_for(paths, direct=direct)
     share = budget(memory, threads, buffers=BUFFERS_PER_WORKER + BUFFERS_OF_DIRECT * direct, most=BLOCK_NBYTES)
     work: list[Work] = [*blocks(inventory, checks, paths, share.nbytes), *inventory.apart]
-    outcome = Outcome(_nbytes(work))
+    outcome = Outcome(nbytes_of(work))
     portions: Portions[Batch] = Portions(
-        outcome.nbytes, _nbytes, lambda batch: (path for one in batch for path in one.paths)
+        outcome.nbytes, nbytes_of, lambda batch: (path for one in batch for path in one.paths)
     )
     look = partial(_run_batch, share.nbytes, [], share.nbytes if direct else 0)
     with (
@@ -272,14 +272,10 @@ def run(
         for batch, found in results:
             outcome.add(found)
             checks.add(found.seen)
-            progress.advance(_nbytes(batch))
+            progress.advance(nbytes_of(batch))
     empty = [(one, crc32(b"")) for some in checks.sums.values() for one in some if not one.nbytes]
     outcome.checksums = checks.count + len(empty)
     return outcome, {one: crc for one, crc in [*checks.wrong, *empty] if crc != one.crc32}
-
-
-def _nbytes(batch: Iterable[Work]) -> int:
-    return sum(one.nbytes for one in batch)
 
 
 Rooms = tuple[memoryview, memoryview]

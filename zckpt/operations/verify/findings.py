@@ -29,7 +29,7 @@ from zckpt.errors import (
     WeightMismatchError,
 )
 from zckpt.immutable import immutable
-from zckpt.state import Brief, Checkpoint, Document, Result, SourceFile, document
+from zckpt.state import Brief, Checkpoint, Document, Result, SourceFile, document, values_of
 
 _BY_CLASS: tuple[tuple[type[SourceError], str], ...] = (
     (PickleError, BAD_PICKLE),
@@ -83,14 +83,14 @@ class Finding:
     def as_dict(self) -> Document:
         """Return the finding as JSON-able data."""
         return {
-            **{key: getattr(self, key) for key in ("code", "severity", "title", "message", "file")},
+            **values_of(self, ("code", "severity", "title", "message", "file")),
             "ranks": list(self.ranks or ()),
             **{key: document(getattr(self, key)) for key in ("parameters", "expected", "found")},
             "advice": self.advice or CODES[self.code].advice,
         }
 
 
-@immutable
+@immutable(repr=True)
 class Checked(Result):
     """How much was looked at.
 
@@ -114,7 +114,7 @@ class Checked(Result):
     checksums: int = 0
 
 
-@immutable(repr=False)
+@immutable
 class Verification(Brief):
     """What `verify` found.
 

@@ -41,6 +41,7 @@ from zckpt.state import (
     Spans,
     by_key,
     itemsize,
+    nbytes_of,
 )
 from zckpt.state.boxes import Box, row_major
 from zckpt.state.cuts import Cuts
@@ -169,7 +170,7 @@ class Inventory:
 def take_inventory(checkpoint: Checkpoint, checks: Checks) -> Inventory:
     """Return all elements of a checkpoint: pieces that lie end to end, and what does not."""
     found, numbers = Inventory(), count()
-    kinds = [(PARAMETER, p) for p in [*checkpoint.parameters.values(), *checkpoint.unnamed.values()]]
+    kinds = [(PARAMETER, p) for p in checkpoint.all_parameters]
     kinds += [(BUFFER, p) for p in checkpoint.buffers.values()]
     rounded = not steps_weights(checkpoint)
     free = _free_weights([p for _, p in kinds]) if rounded else {}
@@ -335,7 +336,7 @@ class Block:
     @property
     def nbytes(self) -> int:
         """Bytes that are read, those of partners too."""
-        return self.size + sum(one.nbytes for one in self._partners)
+        return self.size + nbytes_of(self._partners)
 
     @property
     def paths(self) -> Iterator[str]:

@@ -23,7 +23,7 @@ from zckpt.errors import LayoutError, listed
 from zckpt.formats.account import take_inventory
 from zckpt.formats.registry import find_format
 from zckpt.operations.verify.findings import Finding, finding_of, findings_of
-from zckpt.state import MASTER, ZEROS, Checkpoint, CutSpans, Parameter, Slot, as_float, number_of
+from zckpt.state import MASTER, ZEROS, Checkpoint, CutSpans, Parameter, Slot, as_float, nbytes_of, number_of
 from zckpt.state.inventory import Item
 
 
@@ -61,7 +61,7 @@ def _left_out(checkpoint: Checkpoint) -> Iterator[Finding]:
             STATE_LEFT_OUT if trained else LEFT_OUT,
             f"{what}{items[0].about}",
             path,
-            found=f"{sum(item.nbytes for item in items)} bytes",
+            found=f"{nbytes_of(items)} bytes",
         )
 
 
@@ -105,7 +105,7 @@ def _other_dtype(slot: Slot) -> tuple[str, str] | None:
 
 def _without(parameter: Parameter, slot: Slot) -> str | None:
     """Return a file that has elements of a parameter's master and none of a slot."""
-    master = parameter.slots.get(MASTER)
+    master = parameter.master
     if master is None or slot.name == MASTER:
         return None
     present = {span.path for span in slot.spans}

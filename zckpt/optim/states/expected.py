@@ -23,7 +23,7 @@ from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.immutable import immutable
 from zckpt.optim.param_groups import Group, hyperparameters, parameters_of
 from zckpt.optim.states.beside import Beside
-from zckpt.state import without
+from zckpt.state import positions, without
 
 STEP = "step"
 """Which torch casts by rules of its own."""
@@ -152,7 +152,7 @@ def rehearse(
     of_torch = cls.load_state_dict is Optimizer.load_state_dict
     if of_torch and (not state or wanted(optimizer, {}, 1) is not None):
         return
-    numbers = {one: number for number, one in enumerate(parameters_of(optimizer.param_groups))}
+    numbers = positions(parameters_of(optimizer.param_groups))
     groups = [
         {**group, **its, "params": [numbers[one] for one in group["params"]]}
         for group, its in zip(optimizer.param_groups, map(hyperparameters, settings), strict=True)

@@ -23,7 +23,7 @@ from zckpt.optim.states.by_parameter import OptimizerState, Snapshot, is_trained
 from zckpt.optim.states.expected import check_keys, makes_state
 from zckpt.optim.tensors import Share
 from zckpt.optim.values import as_torch, read_numbers
-from zckpt.state import Parameter, Slot, number_of
+from zckpt.state import Parameter, Slot, number_of, positions
 
 
 class OfMembers(OptimizerState):
@@ -135,7 +135,7 @@ class FlatState(OfMembers):
         firsts = {tensor: every[0][0] for tensor, every in members.held.items()}
         super().__init__(optimizer, {**known, **firsts})
         self.held = {one: members.held[one] for one in self.called if one in members.held}
-        order = {name: at for at, name in enumerate(members.order)}
+        order = positions(members.order)
         for group, names in zip(optimizer.param_groups, self._names, strict=True):
             every = [name for one in group["params"] for name, _ in self._members_of(one)]
             names[:] = every if len(every) == len(names) else sorted(every, key=order.__getitem__)

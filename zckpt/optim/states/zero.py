@@ -24,7 +24,7 @@ from zckpt.optim.zero.deepspeed_state import scaler_object
 from zckpt.optim.zero.flat import FlatGroup
 from zckpt.optim.zero.optimizer import ZeroOptimizer
 from zckpt.optim.zero.stepping import DynamicLossScaler, Scaler, scaler_like
-from zckpt.state import MASTER, WEIGHT, Extent, ParamGroup
+from zckpt.state import MASTER, Extent, ParamGroup
 from zckpt.torchfile import Object, node_of, plain
 
 
@@ -151,7 +151,7 @@ class ZeroState(OfMembers):
         for flat, master in zip(optimizer.groups, self.masters, strict=True):
             for name, one in self.held[flat.master]:
                 owner = self.owner(name, tuple(one.shape), optional=not one.is_trained)
-                slot = None if owner is None else owner.slots.get(MASTER) or owner.slots.get(WEIGHT)
+                slot = None if owner is None else owner.master or owner.weight
                 if slot is not None and one.extent is not None:
                     self.reads.append(TensorRead(slot, one.extent, one.within(master)))
         self.scaler = self._scaler()

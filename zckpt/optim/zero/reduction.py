@@ -25,7 +25,7 @@ import torch.distributed as dist
 from zckpt.engine.workers import batched
 from zckpt.optim.ranks import broadcast, wait_for
 from zckpt.optim.zero.flat import FlatGroup, FlatOptimizer, Member
-from zckpt.state import by_key
+from zckpt.state import by_key, positions
 from zckpt.state.partition import FlatShare
 
 
@@ -177,7 +177,7 @@ class Reducer:
             # came last, or twice, is reduced when backward has ended.
             early = [number for number, member in enumerate(self.members) if self._times.get(member.parameter) == 1]
             if self._while_backward:
-                turn = {parameter: index for index, parameter in enumerate(self._times)}
+                turn = positions(self._times)
                 early.sort(key=lambda number: turn[self.members[number].parameter])
             count, order = len(early), [*early, *sorted(set(range(len(self.members))) - set(early))]
             if order:

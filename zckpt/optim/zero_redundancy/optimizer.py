@@ -21,6 +21,7 @@ from zckpt.optim.tensors import with_gradients
 from zckpt.optim.zero_redundancy import exchange, state_dicts
 from zckpt.optim.zero_redundancy.exchange import BucketAssignment, OverlapInfo, OverlapStatus, assign
 from zckpt.optim.zero_redundancy.state_dicts import PARTITION, GroupOfPart
+from zckpt.state import positions
 from zckpt.state.partition import greedy_partition
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         self._is_greedy = False
         taken = {parameter for share in shares for parameter in share}
         rest = [parameter for parameter in self._all_params if parameter not in taken]
-        where = [{p: index for index, p in enumerate(group["params"])} for group in self.param_groups]
+        where = [positions(group["params"]) for group in self.param_groups]
         self._partition = self._groups_of(
             [[at[p] for p in share if p in at] for at in where]  # DDP may have others
             for share in ([*shares[0], *rest], *shares[1:])
@@ -138,7 +139,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
     @cached_property
     def _param_to_index(self) -> dict[torch.Tensor, int]:
         """The number of each parameter."""
-        return {parameter: index for index, parameter in enumerate(self._all_params)}
+        return positions(self._all_params)
 
     @property
     def shares(self) -> list[int]:

@@ -71,7 +71,7 @@ def diff_page(document: Document) -> str:
             ("Parameters compared", number(compared.get("parameters"))),
             ("Tensors compared", number(compared.get("slots"))),
             ("Elements", number(compared.get("elements"))),
-            ("Bytes", nbytes(compared.get("nbytes"))),
+            ("Bytes", nbytes(compared["nbytes"])),
         ],
         broad=("A", "B"),
     )
@@ -260,11 +260,11 @@ def verify_page(document: Document, map_data: Document | None = None) -> str:
         else verdict(False, "Not sound:", f"{text(words)}. {text(how)}")
     )
     checked = dict(document["checked"])
-    size = checked.pop("nbytes", None)
+    size = checked.pop("nbytes")
     head = facts(
         [
             *((f"{key.replace('_', ' ').capitalize()} checked", number(value)) for key, value in checked.items()),
-            ("Bytes checked", "" if size is None else nbytes(size)),
+            ("Bytes checked", nbytes(size)),
             ("Fingerprint", code(document.get("fingerprint"))),
             ("Path", code(document["source"])),
         ],

@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from zckpt.report.history import remarks
 from zckpt.report.page.markup import code, facts, items, name_of, nbytes, number, page, section, table, text, verdict
 from zckpt.report.text import Document, count, size, when
+from zckpt.state import are_distinct
 
 WIDTH, HEIGHT, TOP, LABEL = 1000, 96, 8, 22
 """Of a picture, in units of its own: all of it, its bars, what is free above them, and the line of text below."""
@@ -69,7 +70,7 @@ def history_page(document: Document) -> str:
 def _picture(place: str, every: Sequence[Document]) -> str:
     """Return the checkpoints of one directory as bars: along the steps if all have one, else side by side."""
     steps = [one["step"] for one in every]
-    at = steps if None not in steps and len(set(steps)) == len(steps) else [*range(len(every))]
+    at = steps if None not in steps and are_distinct(steps) else [*range(len(every))]
     low, span = min(at), max(max(at) - min(at), 1)
     gaps = [b - a for a, b in zip(sorted(at), sorted(at)[1:], strict=False)] or [span]
     wide = min(max(0.8 * min(gaps) * (WIDTH - MOST_BAR) / span, LEAST_BAR), MOST_BAR)

@@ -60,10 +60,8 @@ def number(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else text(value)
 
 
-def nbytes(value: object) -> str:
+def nbytes(value: int) -> str:
     """Return bytes in a unit a person reads, with the exact number on hover."""
-    if not isinstance(value, int):
-        return number(None)
     return f'<span title="{value:,} bytes">{size(value)}</span>'
 
 

@@ -18,10 +18,8 @@ MOST_NAME_BYTES = 255
 """Of a file system."""
 
 
-def place_in(value: object) -> tuple[Path, str] | None:
+def place_in(value: str | os.PathLike[str]) -> tuple[Path, str] | None:
     """Return the store that a path is of, or leads into, and the rest of the path; None: it is another."""
-    if not isinstance(value, str | os.PathLike) or isinstance(value, bytes):
-        return None
     path = Path(os.path.abspath(value))  # noqa: PTH100  # without links, of what may not exist
     try:
         above = next((one for one in (path, *path.parents) if one.exists()), None)
@@ -125,7 +123,7 @@ class PackedMount:
         self.files.clear()
 
 
-def mounted_place(value: object) -> PackedMount | None:
+def mounted_place(value: str | os.PathLike[str]) -> PackedMount | None:
     """Mount what a path is, if that is of a store; errors are those of `PackedMount`."""
     found = place_in(value)
     return None if found is None else PackedMount(PackedStore(found[0]), found[1])

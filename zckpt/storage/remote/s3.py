@@ -21,6 +21,7 @@ from hashlib import md5
 from typing import Any
 
 from zckpt.errors import TargetError
+from zckpt.state import nbytes_of
 from zckpt.storage.remote.addresses import Address
 from zckpt.storage.remote.attempts import attempt, status_of
 from zckpt.storage.remote.cache import RemoteFile
@@ -351,7 +352,7 @@ class S3Uploads(UploadsBase):
         """Return how many bytes are in unfinished uploads; where the store does not say, how many this run has sent."""
         every = self._unfinished()
         if every is None:
-            return sum(one.nbytes for one in self._open.values())
+            return nbytes_of(self._open.values())
         return sum(part["Size"] for which in every for part in self._parts(which))
 
     def _unfinished(self) -> list[dict[str, str]] | None:
