@@ -20,7 +20,6 @@ WAYS = {
 }
 OF_SECOND = {
     "dcp": "__1_*",
-    "zero-redundancy": "*_rank_1.pt",
     "torch-checkpointing": "*_1.pt",
     "megatron": "mp_rank_01*",
 }
