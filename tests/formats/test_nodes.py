@@ -16,22 +16,21 @@ WAYS = {
     "fsdp-rank-files": {"world_size": 2},
     "torch-checkpointing": {"world_size": 2},
     "deepspeed": {"world_size": 2, "stage": 2},
-    "megatron": {"layout": "legacy", "tensor_parallel": 2},
 }
 OF_SECOND = {
     "dcp": "__1_*",
     "torch-checkpointing": "*_1.pt",
     "megatron": "mp_rank_01*",
 }
-LLAMA = FIXTURES / "other" / "mcore_legacy_tp2_pp2" / "ckpt"
+LEGACY = FIXTURES / "other" / "mcore_legacy_tp2_pp2" / "ckpt"
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=[*WAYS, "megatron"])
 def whole(request, tmp_path) -> tuple[Path, str]:
     """Make a checkpoint that two ranks could have written, and say which files are the second one's."""
     name, target = request.param, tmp_path / "run"
     if name == "megatron":
-        shutil.copytree(LLAMA, target)
+        shutil.copytree(LEGACY, target)
     else:
         zckpt.convert(FIXTURES / "s2_bf16_dp2", target, to=name, **WAYS[name])
     return target, OF_SECOND.get(name, "*rank_1*")
