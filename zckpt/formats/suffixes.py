@@ -17,7 +17,7 @@ DIRECTORY = "directory"
 TORCH_SUFFIXES = (".pt", ".bin", ".pth")
 """Of the files of torch.save that zckpt writes."""
 
-READ_SUFFIXES = (*TORCH_SUFFIXES, ".ckpt")
+READ_SUFFIXES = (*TORCH_SUFFIXES, ".ckpt", ".th")
 """Of the files of torch.save that programs write."""
 
 ADAPTER_NAME = "adapter_model.safetensors"

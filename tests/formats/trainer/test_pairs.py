@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 import zckpt
 from tests.live import step
 from tests.refusals import refusing
-from zckpt.errors import SourceError
+from zckpt.errors import LeftOutError, SourceError
 from zckpt.formats.account import take_inventory
 
 
@@ -32,6 +32,9 @@ def trained(folder, model_name, optimizer_name):
         ("model.ckpt", "optimizer.ckpt"),
         ("model.bin", "optimizer.bin"),
         ("model.safetensors", "optim.pt"),
+        ("params.pt", "optimizer.pt"),  # skorch
+        ("model_state_e1_b0.th", "adam.th"),
+        ("net.safetensors", "state of adam.pth"),
     ],
 )
 def test_a_model_and_an_optimizer_are_one_checkpoint(model_name, optimizer_name, tmp_path):
@@ -61,7 +64,30 @@ def test_two_of_a_kind_are_not_chosen_from(more, of, tmp_path):
         zckpt.open(tmp_path)
 
 
-def test_an_optimizer_of_one_rank_is_no_pair(tmp_path):
-    trained(tmp_path, "model.pt", "optim_1.pt")
+def test_a_number_in_a_file_of_its_own_is_carried(tmp_path):  # SpeechBrain's
+    run = tmp_path / "run"
+    run.mkdir()
+    trained(run, "model.ckpt", "optimizer.ckpt")
+    (run / "counter.ckpt").write_text("3\n")
+    (run / "mean.ckpt").write_text("0.5")
+    checkpoint = zckpt.open(run)
+    assert (checkpoint.metadata["counter"], checkpoint.metadata["mean"]) == (3, 0.5)
+    zckpt.convert(run, tmp_path / "dcp", to="dcp")
+    (run / "word.ckpt").write_text('"3"')
+    with refusing(LeftOutError, "word.ckpt"):
+        zckpt.convert(run, tmp_path / "again", to="dcp")
+
+
+def test_an_optimizer_of_some_parameters_is_only_paired_by_names(tmp_path):
+    model, _ = trained(tmp_path, "net.pt", "adam.pt")
+    some = torch.optim.AdamW(list(model.parameters())[2:])
+    torch.save(some.state_dict(), tmp_path / "adam.pt")
+    with refusing(SourceError, "not recognised as a checkpoint"):
+        zckpt.open(tmp_path)
+
+
+@pytest.mark.parametrize("names", [("model.pt", "optim_1.pt"), ("net_rank0.pt", "adam.pt"), ("net.tp0.pt", "adam.pt")])
+def test_files_of_one_rank_are_no_pair(names, tmp_path):
+    trained(tmp_path, *names)
     with refusing(SourceError, "not recognised as a checkpoint"):
         zckpt.open(tmp_path)

@@ -5,6 +5,7 @@ Where it is in its data, random states, counters: files of any name, which no fo
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -13,12 +14,16 @@ from zckpt.formats.account.inventory import NEVER_EMPTY, below
 from zckpt.formats.companions import carry_file
 from zckpt.state import Checkpoint
 from zckpt.state.dtypes import is_floating
+from zckpt.state.inventory import CARRIED, Claim
 from zckpt.storage.files import real_path
 from zckpt.torchfile import Tensor, TorchFile, is_tensor, read_torchfile, walk_tensors
 from zckpt.torchfile.trees import each, inner
 
 MOST_NBYTES = 1 << 24
 """Of such a file."""
+
+MOST_OF_NUMBER = 64
+"""Bytes of a text that is one."""
 
 MOST_TENSOR_NBYTES = 1 << 16
 """Of integers: random states have some thousands."""
@@ -34,10 +39,24 @@ def carry_values(checkpoint: Checkpoint) -> None:
     read = {real_path(path, folders) for path in known}
     for path, _, about in sorted(below(own, read, os.path.realpath(own))):
         may_be_torchs = not path.suffix or path.name.endswith(NEVER_EMPTY)
-        is_unread = about is None and may_be_torchs and real_path(str(path), folders) not in read
-        if is_unread and (file := _of_values(path)) is not None:
+        if about is not None or not may_be_torchs or real_path(str(path), folders) in read:
+            continue
+        if (number := _number_in(path)) is not None and path.stem not in checkpoint.metadata:
+            checkpoint.metadata[path.stem] = number
+            checkpoint.claims[str(path)] = Claim(CARRIED, path.stem)
+        elif (file := _of_values(path)) is not None:
             inside = path.relative_to(own)
             carry_file(checkpoint, file, path.stem, inside.with_suffix("").as_posix(), inside.as_posix())
+
+
+def _number_in(path: Path) -> int | float | None:
+    """Return the number that is all of a file's text (SpeechBrain's counter); None of any other file."""
+    try:
+        text = path.read_bytes() if path.stat().st_size <= MOST_OF_NUMBER else b""
+        found = json.loads(text)
+    except (OSError, ValueError):
+        return None
+    return found if type(found) in (int, float) else None
 
 
 def _of_values(path: Path) -> TorchFile | None:

@@ -10,7 +10,8 @@ DIR/modules.json, 2_Dense/ ...                                     sentence-tran
 DIR/pytorch_model_fsdp.bin                                         FSDP, FULL_STATE_DICT
 DIR/model_1.safetensors, optimizer_1.bin ...                       Accelerate: further models and optimizers
 DIR/optimizer.pt, optimizer.bin                                    {state, param_groups} of torch.optim
-DIR/{model,weights}.{pt,pth,bin}, {optimizer,optim}.{pt,pth,bin}   the same two of a loop of one's own
+DIR/{model,weights}.{pt,pth,bin}, {optimizer,optim}.{pt,pth,bin}   the same two of a loop of one's own; or under any
+                                                                   names, if they are the only ones
 DIR/scheduler.*, rng_state*, random_states*, scaler.pt, trainer_state.json, training_args.bin     see `companions`
 DIR/zckpt.pt                                                       written by zckpt: what none of these has room for
 
@@ -22,6 +23,7 @@ writer          what the Trainer resumes from
 
 from __future__ import annotations
 
+from zckpt.formats.format import Found, NearMiss, Search
 from zckpt.formats.options import option
 from zckpt.formats.suffixes import OWN_MODEL, OWN_NAME
 from zckpt.formats.torch_files import TorchDirectory
@@ -61,6 +63,14 @@ class TransformersTrainer(TorchDirectory):
     writes = "for Hugging Face's Trainer without DeepSpeed"
     options = Options
     owns = Owned(called(f"{_OWN}|{OWN_MODEL}"), lambda directory: (directory / OWN_NAME).is_file())
+
+    def find(self, search: Search) -> Found | NearMiss | None:
+        """Find the files by their names; or, if no other format does, those of a model and an optimizer by content."""
+        found = super().find(search)
+        if found is not None or search.path.is_file():
+            return found
+        pair = self.module("directory").by_content(search.path)
+        return None if pair is None else Found(pair, sure=False)
 
 
 FORMATS = (TransformersTrainer(),)

@@ -1,4 +1,4 @@
-"""Which files of a directory are models, and which are their optimizers; by names alone.
+"""Which files of a directory are models, and which are their optimizers; by names, or by what they hold.
 
 Of several forms of one model the first in `_STEMS` is read, and `companions` takes the others for copies.
 """
@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from zckpt.errors import listed
+from zckpt.errors import SourceError, listed
 from zckpt.formats.assets import ADAPTER_CONFIG
 from zckpt.formats.format import NearMiss, Search
-from zckpt.formats.safetensors.file import SHARD
-from zckpt.formats.suffixes import OWN_NAME
+from zckpt.formats.safetensors.file import SHARD, read_header
+from zckpt.formats.suffixes import OWN_NAME, READ_SUFFIXES
 from zckpt.immutable import immutable
 from zckpt.storage.files import entries_of, files_in, is_file
+
+if TYPE_CHECKING:
+    from zckpt.formats.torch_files.optimizer import OptimizerState
+    from zckpt.state import Shape
 
 STATE_NAME = "trainer_state.json"
 PIPELINE_NAME = "model_index.json"
@@ -40,6 +45,11 @@ _BESIDE_OPTIMIZER = tuple(
     (stem, end) for stem in ("model", "weights") for end in (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 )
 """What loops of their own call it, where the optimizer's file is beside it."""
+
+MOST_FILES = 8
+"""Of a folder, those that are looked into where names say nothing."""
+
+_OF_A_RANK = re.compile(r"(?i)(?:rank|shard|part|gpu|node|[dmpt]p|model|optim(?:izer)?)[-_.=]?[0-9]+[^0-9]*$")
 
 APART = re.compile(r"(value_head|scoring_head|vit)\.(?:safetensors|bin)")
 """What LLaMA-Factory (a reward's or a critic's head) and ms-swift keep of a model in a file beside its own."""
@@ -163,6 +173,42 @@ def find(search: Search) -> Directory | NearMiss | None:
     if plain and not further and not optimizers and STATE_NAME not in names and own is None and not parts:
         return None
     return Directory(path, (first, *further), optimizers, own, tuple(parts))
+
+
+def by_content(path: Path) -> Directory | None:
+    """Return the only model of a folder and its optimizer, under any names; None if there are others, or parts."""
+    names = sorted(name for name in files_in(path) if name.endswith((*READ_SUFFIXES, ".safetensors")))
+    if not 1 < len(names) <= MOST_FILES or any(map(_OF_A_RANK.search, names)):
+        return None
+    from zckpt.evidence import may_be_trained
+    from zckpt.formats.fsdp_rank_files.held import is_share
+    from zckpt.formats.torch_files.content import can_have, content_of, shapes_of
+    from zckpt.state import dict_of
+    from zckpt.torchfile import read_torchfile
+
+    models: list[tuple[Path, Mapping[str, Shape]]] = []
+    optimizers: list[tuple[Path, OptimizerState]] = []
+    for one in (path / name for name in names):
+        try:
+            if one.suffix == ".safetensors":
+                slots = read_header(one)[0]
+                dtypes = {name: slot.dtype for name, slot in slots.items()}
+                models.append((one, {name: slots[name].shape for name in slots if may_be_trained(name, dtypes)}))
+                continue
+            file = read_torchfile(one)
+            content = content_of(dict_of(file.root), one)
+        except SourceError:
+            return None
+        if is_share(file) or (content.models and content.state):
+            return None
+        models += [(one, shapes_of(model)) for model in content.models.values()]
+        optimizers += [(one, content.state)] if content.state else []
+    if len(models) != 1 or len(optimizers) != 1:
+        return None
+    [(model, shapes)], [(optimizer, state)] = models, optimizers
+    if len(state.every_number) != len(shapes) or not can_have(shapes, [state]):  # a rank's share has fewer
+        return None
+    return Directory(path, (ModelFiles(model.stem, model),), (optimizer,))
 
 
 def _first(path: Path, names: Collection[str]) -> ModelFiles | None:
