@@ -455,6 +455,19 @@ def test_files_of_ranks_are_one_checkpoint_under_any_name(free, written, tmp_pat
         zckpt.open(free)
 
 
+def test_each_rank_may_have_a_folder(free, written):
+    for rank in range(3):
+        (free / f"rank_{rank}").mkdir()
+        (free / f"checkpoint-500.rank{rank}.pt").rename(free / f"rank_{rank}" / "state.pt")
+    found = zckpt.open(free)
+    for name in (expected := zckpt.open(written(LLAMA, world_size=3))).parameters:
+        assert_same_slots(found, expected, name)
+    assert not take_inventory(found).left_out
+    (free / "rank_1").rename(free / "old_1")
+    with refusing(ShardError, "the model file of rank 1 is missing: expected 3 files, found 2"):
+        zckpt.open(free)
+
+
 def test_free_names_of_several_steps_and_several_optimizers_are_refused(free, tmp_path):
     path = free / "checkpoint-500.rank1.pt"
     shutil.copy(path, free / "checkpoint-600.rank1.pt")

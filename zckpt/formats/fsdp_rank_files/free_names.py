@@ -1,6 +1,7 @@
 """Files of ranks under any names: what they hold says what they are, and their DTensors which ranks'.
 
 ckpt_rank0.pt, checkpoint-500.rank0.pt, ...       {"model": state dict, "optimizer": state dict, ...}, or one of both
+rank_0/NAME.pt, rank_1/NAME.pt, ...               the same, each in a folder of its rank
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from zckpt.errors import ShardError, SourceError, UnsupportedError, about, listed
@@ -18,9 +20,12 @@ from zckpt.formats.lost import tensor_of
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.content import content_of
 from zckpt.state import dict_of
-from zckpt.storage.files import files_in
+from zckpt.storage.files import files_in, folders_in
 from zckpt.storage.nodes import on_each
 from zckpt.torchfile import MetaTensor, Place, TorchFile, read_torchfile, value_at
+
+_OF_A_RANK = re.compile(r"(?i)(?:rank|shard|gpu|worker|process)[-_.=]?[0-9]+")
+"""A folder of one rank."""
 
 
 def find(search: Search, first: str | None = None) -> Directory | None:
@@ -31,7 +36,8 @@ def find(search: Search, first: str | None = None) -> Directory | None:
     """
     alike = re.compile(".*" if first is None else re.sub(r"[0-9]+(?=[^0-9]*$)", "[0-9]+", re.escape(first)))
     paths: list[Path] = []
-    for folder in on_each(search.path):
+    nodes = on_each(search.path)
+    for folder in chain(nodes, (one for node in nodes for one in folders_in(node) if _OF_A_RANK.fullmatch(one.name))):
         own = [folder / name for name in files_in(folder) if name.endswith(READ_SUFFIXES)]
         paths += [path for path in own if alike.fullmatch(path.name)] or own
     damaged: list[SourceError] = []
