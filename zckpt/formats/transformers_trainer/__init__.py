@@ -67,7 +67,7 @@ class TransformersTrainer(TorchDirectory):
     def find(self, search: Search) -> Found | NearMiss | None:
         """Find the files by their names; or, if no other format does, those of a model and an optimizer by content."""
         found = super().find(search)
-        if found is not None or search.path.is_file():
+        if found is not None or not search.path.is_dir():
             return found
         pair = self.module("directory").by_content(search.path)
         return None if pair is None else Found(pair, sure=False)
