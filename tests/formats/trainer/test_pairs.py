@@ -78,6 +78,25 @@ def test_a_number_in_a_file_of_its_own_is_carried(tmp_path):  # SpeechBrain's
         zckpt.convert(run, tmp_path / "again", to="dcp")
 
 
+def test_an_average_in_a_file_of_its_own_is_carried(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    model, _ = trained(run, "model.pt", "optimizer.pt")
+    mean = {f"module.{name}": one.detach() / 2 for name, one in model.named_parameters()}
+    torch.save(mean, run / "ema.pt")
+    assert not take_inventory(zckpt.open(run)).left_out
+    zckpt.convert(run, tmp_path / "whole.pt", to="consolidated")
+    zckpt.convert(run, tmp_path / "dcp", to="dcp")
+    zckpt.convert(tmp_path / "dcp", tmp_path / "back.pt", to="consolidated")
+    for path in (tmp_path / "whole.pt", tmp_path / "back.pt"):
+        found = torch.load(path, weights_only=False)["zckpt"]["metadata"]["ema"]
+        assert found.keys() == mean.keys()
+        assert all(torch.equal(found[name], one) for name, one in mean.items())
+    torch.save({**mean, "module.0.bias": torch.zeros(4)}, run / "ema.pt")  # of another model
+    with refusing(LeftOutError, "ema.pt"):
+        zckpt.convert(run, tmp_path / "again", to="dcp")
+
+
 def test_an_optimizer_of_some_parameters_is_only_paired_by_names(tmp_path):
     model, _ = trained(tmp_path, "net.pt", "adam.pt")
     some = torch.optim.AdamW(list(model.parameters())[2:])

@@ -1,4 +1,4 @@
-"""Torch files beside a checkpoint that hold values, and nothing that is trained: what a program keeps of its training.
+"""Torch files beside a checkpoint that hold values, or an average of its model: what a program keeps of its training.
 
 Where it is in its data, random states, counters: files of any name, which no format has to know.
 """
@@ -12,9 +12,11 @@ from pathlib import Path
 from zckpt.errors import SourceError
 from zckpt.formats.account.inventory import NEVER_EMPTY, below
 from zckpt.formats.companions import carry_file
-from zckpt.state import Checkpoint
+from zckpt.formats.torch_files.content import content_of, is_averages, shapes_of
+from zckpt.state import Checkpoint, dict_of
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import CARRIED, Claim
+from zckpt.state.names import aligned
 from zckpt.storage.files import real_path
 from zckpt.torchfile import Tensor, TorchFile, is_tensor, read_torchfile, walk_tensors
 from zckpt.torchfile.trees import each, inner
@@ -44,7 +46,7 @@ def carry_values(checkpoint: Checkpoint) -> None:
         if (number := _number_in(path)) is not None and path.stem not in checkpoint.metadata:
             checkpoint.metadata[path.stem] = number
             checkpoint.claims[str(path)] = Claim(CARRIED, path.stem)
-        elif (file := _of_values(path)) is not None:
+        elif (file := _of_values(path) or _average(path, checkpoint)) is not None:
             inside = path.relative_to(own)
             carry_file(checkpoint, file, path.stem, inside.with_suffix("").as_posix(), inside.as_posix())
 
@@ -57,6 +59,20 @@ def _number_in(path: Path) -> int | float | None:
     except (OSError, ValueError):
         return None
     return found if type(found) in (int, float) else None
+
+
+def _average(path: Path, checkpoint: Checkpoint) -> TorchFile | None:
+    """Read a torch file that is called an average and has all parameters of the model; None of any other."""
+    if not is_averages(path.stem):
+        return None
+    try:
+        file = read_torchfile(path)
+        shapes = shapes_of(content_of(dict_of(file.root), path).tensors)
+    except SourceError:
+        return None
+    names = {ours: its for its, ours in aligned(checkpoint.parameters, shapes).items()}
+    every = [(one, shapes.get(names.get(one.name, ""))) for one in checkpoint.owners]
+    return file if every and all(one.shape == shape for one, shape in every) else None
 
 
 def _of_values(path: Path) -> TorchFile | None:
