@@ -17,7 +17,7 @@ from zckpt.state import Checkpoint, dict_of
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import CARRIED, Claim
 from zckpt.state.names import aligned
-from zckpt.storage.files import real_path
+from zckpt.storage.files import read_whole, real_path
 from zckpt.torchfile import Tensor, TorchFile, is_tensor, read_torchfile, walk_tensors
 from zckpt.torchfile.trees import each, inner
 
@@ -54,9 +54,9 @@ def carry_values(checkpoint: Checkpoint) -> None:
 def _number_in(path: Path) -> int | float | None:
     """Return the number that is all of a file's text (SpeechBrain's counter); None of any other file."""
     try:
-        text = path.read_bytes() if path.stat().st_size <= MOST_OF_NUMBER else b""
+        text = read_whole(str(path), most=MOST_OF_NUMBER) if 0 < path.stat().st_size <= MOST_OF_NUMBER else b""
         found = json.loads(text)
-    except (OSError, ValueError):
+    except (OSError, SourceError, ValueError):
         return None
     return found if type(found) in (int, float) else None
 
