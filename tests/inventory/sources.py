@@ -12,7 +12,9 @@ LEFT_OUT = {"pp2_s0_fp32_dp2": "optimizer/*"}
 
 
 def _folders(root: Path) -> Iterator[Path]:
-    for folder in sorted(path for path in root.iterdir() if path.is_dir() and path.name != "generated"):
+    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+        if folder.name in ("generated", "__pycache__"):
+            continue
         if folder.name in ("other", "universal", "versions"):
             yield from _folders(folder)
         else:
