@@ -253,3 +253,32 @@ def test_frozen_parameters_in_a_group_need_no_state(tmp_path):
     step(model, optimizer)
     save_both(model, optimizer, tmp_path / "f.pt")
     run(frozen_in_groups, 2, tmp_path / "f.pt")
+
+
+@pytest.mark.parametrize("cls", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.AdamW])
+@pytest.mark.parametrize("form", ["file", "zckpt"])
+def test_numbers_of_whole_parameters_keep_their_type_beside_16_bits(cls, form, tmp_path):
+    model = build().bfloat16()
+    optimizer = cls(model.parameters(), lr=0.1)
+
+    def advance(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        torch.manual_seed(3)
+        model(torch.randn(2, 4, dtype=torch.bfloat16)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    advance(model, optimizer)
+    if form == "file":
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "f")
+    else:
+        zckpt.save(tmp_path / "f", model=model, optimizer=optimizer)
+    other = build(2).bfloat16()
+    its = cls(other.parameters(), lr=0.1)
+    zckpt.load(tmp_path / "f", model=other, optimizer=its)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        mine, theirs = optimizer.state[a], its.state[b]
+        assert mine.keys() == theirs.keys()
+        assert all(mine[key].dtype == theirs[key].dtype and torch.equal(mine[key], theirs[key]) for key in mine)
+    advance(model, optimizer)
+    advance(other, its)
+    assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))

@@ -192,11 +192,14 @@ def _whole_copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
 
 
 def keep_types(optimizer: Optimizer, given: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-    """Give back what `load_state_dict` has made of values that are no floating-point numbers: they stay as they were.
+    """Give back what `load_state_dict` has made of values that it must not cast: they stay as they were.
 
-    torch casts all tensors to the parameter's type, integers too, and whatever can be iterated over: of a text it makes
-    the name of a generator. `given`: what the optimizer was given, by parameter.
+    torch casts all tensors to the parameter's type, integers too, and single numbers of a whole parameter (NAdam's
+    `mu_product`, in float32 beside parameters in 16 bits); and whatever can be iterated over: of a text it makes the
+    name of a generator. `given`: what the optimizer was given, by parameter.
     """
+    every = [(key, value) for parameter, its in given.items() if parameter.dim() for key, value in its.items()]
+    single = {key for key, value in every if isinstance(value, torch.Tensor) and not value.dim()}
     for parameter, its in given.items():
         loaded = optimizer.state.get(parameter, {})
         for key, value in its.items():
@@ -204,6 +207,6 @@ def keep_types(optimizer: Optimizer, given: Mapping[torch.Tensor, Mapping[str, A
             if isinstance(value, str) and key in loaded:
                 loaded[key] = value
             elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and key != STEP:
-                is_number = value.is_floating_point() or value.is_complex()
-                if not is_number and now.dtype != value.dtype:
+                is_cast = (value.is_floating_point() or value.is_complex()) and key not in single
+                if not is_cast and now.dtype != value.dtype:
                     loaded[key] = value.to(now.device)
