@@ -209,7 +209,9 @@ def _made_tree(target: Target, its: Mapping[str, Parameter]) -> object:
 
 def _layer_tree(target: Target, shard: Shard, file: TorchFile, own: Mapping[str, Parameter]) -> object:
     """Return a layer's content with the slices of one tensor-parallel rank."""
-    root, tp = dict_of(file.root), target.checkpoint.topology.tp
+    if not isinstance(file.root, dict):
+        return FromFile.of(file, file.root)
+    root, tp = file.root, target.checkpoint.topology.tp
     models = [files.model for files in target.origin.ranks[shard.mp_rank or 0 :: tp]]
     names = layer_names(shard, file, models)
     cut = {key: single(target, own[name]) for key in root if (name := names.get(str(key), "")) in own}

@@ -146,7 +146,7 @@ def select(
         raise problem
     size = data_parallel_size(models, shards)
     by_rank = {shard.rank: shard for shard in shards}
-    extra = sorted(rank for rank, shard in by_rank.items() if recorded_size(shard) != size)
+    extra = sorted(rank for rank, shard in by_rank.items() if rank >= size and recorded_size(shard) != size)
     said = f"{directory}: files of ranks {listed_ranks(extra)} are left over from a larger run; not used"
     return [by_rank[rank] for rank in range(size)], {by_rank[rank].path: said for rank in extra}
 

@@ -113,7 +113,7 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
     trees = {file.path: id(file.tree) for file in checkpoint.files}
     unchanged: set[int] = set()  # of files with one tree, as ZeRO-3's model files, one tells for all
     for shard in directory.shards:
-        path, tree = Path(shard.path), trees[shard.path]
+        path, tree = Path(shard.path), trees.get(shard.path, 0)
         if tree in unchanged:
             files.append(as_it_is(path, shard.name))
             continue

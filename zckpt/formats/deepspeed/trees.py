@@ -360,7 +360,7 @@ def _cut(target: Target, mp: Rank, rank: int) -> dict[str, object]:
         values = {**group.values.hyperparameters, **of_group}
         kept = _ordered_like(values, source.group(group.index) if of_group else ())
         nodes = {key: value_node(value) for key, value in kept.items()}
-        groups[group.index] = {**nodes, "params": numbers[group.index]}
+        groups[group.index] = {**nodes, "params": numbers.get(group.index, [])}
     base = {"state": {n: state for n, state in enumerate(states) if state}, "param_groups": [*groups.values()]}
     if not flat:
         cut = {"partition_count": target.world_size, "optimizer_state_dict": base, "fp32_flat_groups": masters}

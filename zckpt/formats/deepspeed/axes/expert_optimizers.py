@@ -69,7 +69,7 @@ def attach_experts(checkpoint: Rank, files: Files, names: GivenNames) -> None:
         Which experts a rank's optimizer has, or which parameter is which, is not known.
     """
     model = checkpoint.model
-    auto, numbers = auto_layers(model), [shard.dp_rank for shard, _ in files]
+    auto, numbers = auto_layers(model), [shard.dp_rank or 0 for shard, _ in files]
     if auto and (differ([layer.degree for layer in auto]) or any(map(is_expert, checkpoint.parameters))):
         raise UnsupportedError("AutoEP's experts together with experts that are spread differently, without ZeRO",
                                path=model.path)  # fmt: skip

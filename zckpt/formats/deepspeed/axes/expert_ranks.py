@@ -143,7 +143,7 @@ class ExpertFiles(NamedTuple):
     def of_stage(self, ranks: Sequence[int]) -> ExpertFiles:
         """Return those of one stage of a pipeline, given its model-parallel ranks."""
         held = {lane: self.by_lane[rank] for lane, rank in enumerate(ranks) if rank in self.by_lane}
-        known = {layer_of(name) for weights in held.values() for name in weights}
+        known = {layer_of(name) for weights in held.values() for name in weights if is_expert(name)}
         return ExpertFiles(held, {layer: number for layer, number in self.layers.items() if layer in known})
 
     def all(self) -> Weights:

@@ -119,7 +119,7 @@ def spread_experts(names: Sequence[Sequence[str]], degree: int) -> list[list[str
     UnsupportedError
         They are not layer by layer and expert by expert, so that their order at another degree is not known.
     """
-    every = [name for of_rank in names for name in of_rank]
+    every = [name for of_rank in names for name in of_rank if is_expert(name)]
     totals = experts_per_rank(every)
     for layer, count in totals.items():
         check_divides(layer, count, degree)

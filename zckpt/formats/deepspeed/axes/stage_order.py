@@ -81,10 +81,10 @@ def untold_orders(source: Sequence[Rank], target: Sequence[Rank], orders: Orders
         shown.append((orders[number] if number < len(orders) else None) or own)
         group_of |= {name: number for names in own for name in names}
     found: dict[int, str] = {}
-    for group in (group for one in target for group in one.param_groups):
-        index = group_of[group.parameters[0]]
-        pair = None if index in found else _unseen(shown[index], [group.parameters])
-        if pair is not None:
+    for group in (group for one in target for group in one.param_groups if group.parameters):
+        index = group_of.get(group.parameters[0])
+        pair = None if index is None or index in found else _unseen(shown[index], [group.parameters])
+        if pair is not None and index is not None:
             found[index] = (
                 f"param group {index} is taken to be in the order of modules, {pair[0]} before {pair[1]}: no stage of "
                 f"the source shows it, and a training that lists parameters by kind would resume with others' state"

@@ -102,7 +102,7 @@ class Stages:
         key = tied_key(name)
         if key is None:
             return 1, layer_of(name)
-        return 0, min((layer for layer in self.uses[key] if layer >= self.bounds[stage]), default=0)
+        return 0, min((layer for layer in self.uses.get(key, ()) if layer >= self.bounds[stage]), default=0)
 
 
 def uniform(layers: int, stages: int) -> Numbers:

@@ -163,7 +163,7 @@ class Layout:
                 for key, value in [*values, *tensors]:
                     kept = value if isinstance(value, (*PLAIN, Scalar)) else FromFile.of(member.file, value)
                     self.rank.per_rank.append(RankValue(key, group, part, member.rank, member.mp_rank, kept))
-        self.rank.warnings += notes(self.members[0], {value.key for value in self.rank.per_rank})
+        self.rank.warnings += notes(self.members, {value.key for value in self.rank.per_rank})
 
     def add_group(self, index: int, partitions: Sequence[int], names: list[str]) -> None:
         """Add a group with its hyperparameters and the state that is one value for all its elements."""

@@ -66,7 +66,7 @@ def attach_to_ranks(
     DamagedFileError, ShardError, UsageError, UnsupportedError
         As the functions below.
     """
-    several, held = len(ranks) > 1, {one.mp_rank: [f for f in of_experts if f[0].mp_rank == one.mp_rank]
+    several, held = len(ranks) > 1, {one.mp_rank: [f for f in of_experts if (f[0].mp_rank or 0) == one.mp_rank]
                                      for one in ranks}  # fmt: skip
     if not of_experts and ranks[0].model.content.get("optimizer") is None:
         return []

@@ -10,7 +10,7 @@ not by itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.deepspeed.shards import OptimizerShard
@@ -38,9 +38,9 @@ def aliases(member: OptimizerShard) -> dict[Place, Place]:
     return found
 
 
-def notes(member: OptimizerShard, own: Collection[str]) -> list[str]:
+def notes(members: Sequence[OptimizerShard], own: Collection[str]) -> list[str]:
     """Say which state of a model-parallel rank is one tensor, that is not each rank's own."""
-    found = aliases(member)
+    found = aliases(members[0]) if members else {}
     keys = {key: None for key, its in [(one[1], other[1]) for one, other in found.items()] if key not in own
             for key in dict.fromkeys((its, key))}  # fmt: skip
     if not keys:
