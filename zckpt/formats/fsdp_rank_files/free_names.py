@@ -18,14 +18,12 @@ from zckpt.formats.fsdp_rank_files.directory import MODEL, OPTIMIZER, Directory,
 from zckpt.formats.fsdp_rank_files.held import RankReader, is_share, shares
 from zckpt.formats.lost import tensor_of
 from zckpt.formats.suffixes import READ_SUFFIXES
+from zckpt.formats.torch_files.beside import OF_A_RANK
 from zckpt.formats.torch_files.content import content_of
 from zckpt.state import dict_of
 from zckpt.storage.files import files_in, folders_in
 from zckpt.storage.nodes import on_each
 from zckpt.torchfile import MetaTensor, Place, TorchFile, read_torchfile, value_at
-
-_OF_A_RANK = re.compile(r"(?i)(?:rank|shard|gpu|worker|process)[-_.=]?[0-9]+")
-"""A folder of one rank."""
 
 
 def find(search: Search, first: str | None = None) -> Directory | None:
@@ -37,7 +35,7 @@ def find(search: Search, first: str | None = None) -> Directory | None:
     alike = re.compile(".*" if first is None else re.sub(r"[0-9]+(?=[^0-9]*$)", "[0-9]+", re.escape(first)))
     paths: list[Path] = []
     nodes = on_each(search.path)
-    for folder in chain(nodes, (one for node in nodes for one in folders_in(node) if _OF_A_RANK.fullmatch(one.name))):
+    for folder in chain(nodes, (one for node in nodes for one in folders_in(node) if OF_A_RANK.fullmatch(one.name))):
         own = [folder / name for name in files_in(folder) if name.endswith(READ_SUFFIXES)]
         paths += [path for path in own if alike.fullmatch(path.name)] or own
     damaged: list[SourceError] = []

@@ -17,7 +17,8 @@ from zckpt.state import Shape, dict_of
 from zckpt.storage.files import files_in
 from zckpt.torchfile import Tensor, read_torchfile
 
-_OF_A_RANK = re.compile(r"(?i)((?:rank|shard|gpu|(?<![a-z])(?:sdp|tp|mp|pp|dp))[-_.=]?)[0-9]+(?=[^0-9]*$)")
+OF_A_RANK = re.compile(r"(?i)((?:rank|shard|gpu|(?<![a-z])(?:sdp|tp|mp|pp|dp))[-_.=]?)[0-9]+(?=[^0-9]*$)")
+"""Where the name of a file or a folder says of which rank it is."""
 
 
 def unlike(path: Path, others: Iterable[Path]) -> str | None:
@@ -41,7 +42,7 @@ def unlike(path: Path, others: Iterable[Path]) -> str | None:
 
 def share_among_ranks(path: Path) -> str | None:
     """Return a warning if a file is called one rank's, and beside it another's has a model unlike its own."""
-    found = _OF_A_RANK.search(path.name)
+    found = OF_A_RANK.search(path.name)
     if found is None:
         return None
     alike = re.compile(f"{re.escape(path.name[: found.end(1)])}[0-9]+{re.escape(path.name[found.end() :])}")

@@ -49,7 +49,7 @@ _BESIDE_OPTIMIZER = tuple(
 MOST_FILES = 8
 """Of a folder, those that are looked into where names say nothing."""
 
-_OF_A_RANK = re.compile(r"(?i)(?:rank|shard|part|gpu|node|[dmpt]p|model|optim(?:izer)?)[-_.=]?[0-9]+[^0-9]*$")
+_NUMBERED = re.compile(r"(?i)(?:model|optim(?:izer)?)[-_.]?[0-9]+[^0-9]*$")
 
 APART = re.compile(r"(value_head|scoring_head|vit)\.(?:safetensors|bin)")
 """What LLaMA-Factory (a reward's or a critic's head) and ms-swift keep of a model in a file beside its own."""
@@ -178,14 +178,17 @@ def find(search: Search) -> Directory | NearMiss | None:
 def by_content(path: Path) -> Directory | None:
     """Return the only model of a folder and its optimizer, under any names; None if there are others, or parts."""
     names = sorted(name for name in files_in(path) if name.endswith((*READ_SUFFIXES, ".safetensors")))
-    if not 1 < len(names) <= MOST_FILES or any(map(_OF_A_RANK.search, names)):
+    if not 1 < len(names) <= MOST_FILES or any(map(_NUMBERED.search, names)):
         return None
     from zckpt.evidence import may_be_trained
     from zckpt.formats.fsdp_rank_files.held import is_share
+    from zckpt.formats.torch_files.beside import OF_A_RANK
     from zckpt.formats.torch_files.content import can_have, content_of, shapes_of
     from zckpt.state import dict_of
     from zckpt.torchfile import read_torchfile
 
+    if any(map(OF_A_RANK.search, names)):
+        return None
     models: list[tuple[Path, Mapping[str, Shape]]] = []
     optimizers: list[tuple[Path, OptimizerState]] = []
     for one in (path / name for name in names):
