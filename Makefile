@@ -17,8 +17,9 @@ export PYTHONDONTWRITEBYTECODE =
 demo: $(VENV)/.runtime
 	$(BIN)/python examples/demo.py
 
+# Three workers for two cores: some wait for ranks, servers and clocks.
 test: $(VENV)/.development
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-all: $(VENV)/.development
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not cuda" --hypothesis-profile nightly

@@ -30,10 +30,10 @@ def test_what_was_found_once(path):
         check_error(error)
 
 
-@pytest.mark.parametrize("seconds", some([6], [60]))
-def test_every_target_runs(seconds, tmp_path):
+@pytest.mark.parametrize("limit", some(["--runs=40"], ["--time=60"]))
+def test_every_target_runs(limit, tmp_path):
     pytest.importorskip("atheris", reason="there is no wheel of atheris for this Python")
-    command = [sys.executable, "-m", "tests.fuzz.run", "--time", str(seconds), "--jobs", "3", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.fuzz.run", limit, "--jobs", "3", "--out", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     finds = [path.read_text() for path in (tmp_path / "finds").glob("*.txt")]
