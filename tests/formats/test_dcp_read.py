@@ -39,7 +39,6 @@ from zckpt.engine.targets import Hole
 from zckpt.errors import (
     DamagedFileError,
     LayoutError,
-    LeftOutError,
     PickleError,
     ShardError,
     SourceError,
@@ -58,6 +57,7 @@ from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import shards as safetensors_shards
 from zckpt.operations.inspect import inspect
 from zckpt.operations.open import OpenedCheckpoint
+from zckpt.optim.values import value_of
 from zckpt.state import Extent, Scalar
 from zckpt.torchfile import FromFile, Tensor
 
@@ -547,7 +547,7 @@ def test_carried_parts_of_one_file_are_one_part_and_those_of_several_are_not(tmp
         assert torch.equal(contents(found)["y"][1]["z"], torch.ones(4))
 
 
-def test_tensor_in_several_pieces_that_is_no_part_of_the_model_is_told(small):
+def test_a_tensor_in_several_pieces_that_is_no_part_of_the_model_is_carried(small):
     def cut(metadata):
         metadata.state_dict_metadata.pop("model.b")
         twice = metadata.state_dict_metadata["model.a"]
@@ -560,11 +560,12 @@ def test_tensor_in_several_pieces_that_is_no_part_of_the_model_is_told(small):
 
     checkpoint = read(changed(small, cut))
     assert list(checkpoint.parameters) == ["a"]
-    assert checkpoint.warnings == [
-        "not carried, because they are split and belong to neither model nor optimizer: ema.b"
-    ]
-    with refusing(LeftOutError, "an average of the model in several pieces"):
-        zckpt.convert(checkpoint, small / "native", to="zckpt")
+    assert checkpoint.warnings == []
+    average = torch.cat([checkpoint.read("a", "weight")] * 2)
+    assert torch.equal(value_of(checkpoint.metadata["ema"])["b"], average)
+    for to in ("zckpt", "dcp"):
+        zckpt.convert(checkpoint, small.parent / to, to=to)
+        assert torch.equal(value_of(zckpt.open(small.parent / to).metadata["ema"])["b"], average)
     zckpt.consolidate(checkpoint, small.parent / "model.safetensors")  # of which it is no part
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import zckpt
 from tests import gloo
 from tests.fsdp_training.training import STEPS, Net, placed, step
 from tests.live import whole
@@ -20,6 +21,7 @@ from tests.truth import assert_same
 from zckpt.formats.dcp.directory import find
 from zckpt.formats.dcp.reader import read as read_dcp
 from zckpt.formats.safetensors import shards as safetensors_shards
+from zckpt.optim.values import value_of
 
 pytestmark = pytest.mark.interop
 
@@ -27,6 +29,8 @@ WRAPS = some(
     [("fsdp1 orig", 2), ("fsdp2 hsdp", 2), ("fsdp2 tp", 4)],
     [("fsdp2", 2), ("fsdp2", 3), ("fsdp1 orig", 3), ("fsdp2 hsdp", 4), ("fsdp2 tp", 6), ("fsdp2 columns", 3)],
 )
+
+TARGETS: dict[str, dict[str, int]] = {"zckpt": {}, "dcp": {}, "deepspeed": {"world_size": 3, "stage": 2}}
 
 
 def save(rank, world_size, wrap: str, folder: Path) -> Any:
@@ -49,7 +53,8 @@ def save(rank, world_size, wrap: str, folder: Path) -> Any:
     for flat in (False, True):
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
         names, state = get_state_dict(model, optimizer, options=options)
-        real.save({"app": {"model": names, "optim": state}, "step": STEPS}, checkpoint_id=folder / f"flat{flat}")
+        content = {"app": {"model": names, "optim": state}, "step": STEPS, "ema": {"of": names, "decay": 0.5}}
+        real.save(content, checkpoint_id=folder / f"flat{flat}")
     names, _ = get_state_dict(model, optimizer)
     del names["head.weight"]  # which is tied, as safetensors has nothing
     if "fsdp1" not in wrap:  # its ShardedTensors are not what that writer takes
@@ -78,6 +83,12 @@ def test_what_ranks_save_is_read_as_they_have_it(wrap, world_size, tmp_path):
             assert mine.hyperparameters == {key: value for key, value in its.items() if key != "params"}
         ranks = {file.dp_rank for file in checkpoint.files if file.dp_rank is not None}
         assert checkpoint.world_size == len(ranks) > 1
+    for to, options in TARGETS.items():  # the pieces of an average are one tensor, wherever it goes
+        zckpt.convert(tmp_path / "flatFalse", tmp_path / to, to=to, **options)
+        average = value_of(zckpt.open(tmp_path / to).metadata["ema"])
+        assert (average["decay"], set(average["of"])) == (0.5, set(live["model"]))
+        for name, tensor in live["model"].items():
+            assert_same(average["of"][name], tensor, f"{to} {name}")
     if (tmp_path / "hf").is_dir():
         shards = opened(safetensors_shards.read(tmp_path / "hf"))
         assert {p.name for p in shards.tensors()} == set(live["model"]) - {"head.weight"}

@@ -8,7 +8,7 @@ from typing import Any
 from zckpt.errors import UnsupportedError
 from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span, number_of
 from zckpt.state.names import canonical_names
-from zckpt.torchfile import FromFile, Tensor, plain, walk_tensors
+from zckpt.torchfile import FromFile, InPieces, Tensor, plain, walk_tensors
 
 TOGETHER_NUMEL = 1 << 20
 """Elements of a tensor below a node that are in memory at once."""
@@ -67,11 +67,11 @@ def _digest(value: FromFile) -> str | None:
         for path, tensor in tensors:
             found.update(f"{path} {tensor.dtype} {tensor.shape};".encode())
             strides = None if tensor.is_contiguous else tensor.strides
-            whole = Extent.whole(tensor.shape)
-            span = Span(whole, value.path, tensor.offset, tensor.dtype, strides, tensor.byteorder)
-            slot = Slot("", tensor.dtype, tensor.shape, (span,) if whole.numel else ())
-            for start in range(0, whole.numel, TOGETHER_NUMEL):
-                extent = Extent.flat(tensor.shape, start, min(TOGETHER_NUMEL, whole.numel - start))
+            span = Span(Extent.whole(tensor.shape), value.path, tensor.offset, tensor.dtype, strides, tensor.byteorder)
+            slot = Slot("", tensor.dtype, tensor.shape, (span,) if tensor.numel else ())
+            slot = tensor.storage.slot if isinstance(tensor.storage, InPieces) else slot
+            for start in range(0, slot.numel, TOGETHER_NUMEL):
+                extent = Extent.flat(tensor.shape, start, min(TOGETHER_NUMEL, slot.numel - start))
                 found.update(read_extent(slot, extent, sources).tobytes())
     return found.hexdigest()
 

@@ -243,8 +243,9 @@ def _whole(metadata: Metadata, parts: list[Part], values: Values, source: str) -
     found.update({alias: found[owner] for alias, owner in tied.items() if owner in found})
     paths = {key: path for key, path in (metadata.planner_data or {}).items() if key in found}
     whole = contents(source, found, paths)
-    if whole.lost:
-        raise UnsupportedError(f"there is no information about {', '.join(whole.lost[:4])}", path=source)
+    held = (key for key, one in found.items() if isinstance(one, Held) and one.node is None)
+    if lost := [key for key in held if key not in whole.slots]:
+        raise UnsupportedError(f"there is no information about {', '.join(lost[:4])}", path=source)
     for alias, owner in tied.items():
         names = [whole.slots[key][1] for key in (owner, alias)]
         if set(names) <= whole.checkpoint.parameters.keys():
@@ -274,13 +275,10 @@ class Contents:
         Its slots have one span, which has the key for a path.
     slots : dict
         Slot and parameter of each key that is of the model or the optimizer.
-    lost : list of str
-        Keys of tensors that are of neither, and not in memory.
     """
 
     checkpoint: Checkpoint
     slots: dict[str, tuple[str, str]]
-    lost: list[str]
 
 
 def contents(source: str, found: Found, paths: Paths) -> Contents:
@@ -289,7 +287,7 @@ def contents(source: str, found: Found, paths: Paths) -> Contents:
     Raises UnsupportedError: it has neither; DamagedFileError: its parts contradict each other.
     """
     checkpoint = Checkpoint(source, "zckpt")
-    lost = fill(checkpoint, _tree(source, found, paths))
+    fill(checkpoint, _tree(source, found, paths))
     slots = {
         slot.spans[0].path: (name, parameter.name)
         for parameter in checkpoint.holders()
@@ -297,7 +295,7 @@ def contents(source: str, found: Found, paths: Paths) -> Contents:
     }
     if checkpoint.step is None:
         checkpoint.step = most_steps(one.state.get("step") for one in checkpoint.parameters.values())
-    return Contents(checkpoint, slots, lost)
+    return Contents(checkpoint, slots)
 
 
 def tie(checkpoint: Checkpoint, first: str, other: str) -> None:

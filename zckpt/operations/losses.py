@@ -13,7 +13,7 @@ from zckpt.formats.account import take_inventory
 from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS
 from zckpt.state import Checkpoint
 from zckpt.state.checkpoint import how_to_drop, keys_listed
-from zckpt.state.inventory import BESIDE_MODEL, FILE
+from zckpt.state.inventory import FILE, UNNAMED_STATE
 from zckpt.torchfile import node_of
 
 SHOWN = 3
@@ -61,7 +61,7 @@ def check_nothing_lost(
         others = [
             item
             for item in lost
-            if not (of_model and item.about in BESIDE_MODEL)
+            if not (of_model and item.about == UNNAMED_STATE)
             and (item.error is not None or (item.file not in copied and (item.kind != FILE or item.file not in kept)))
         ]
         if others:

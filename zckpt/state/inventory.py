@@ -30,8 +30,6 @@ IMPLIED = "implied"
 FOREIGN = "foreign"
 LEFT_OUT = "left out"
 UNNAMED_STATE = "of which parameter it is the optimizer's state is uncertain"
-AVERAGE = "an average of the model in several pieces, which no other format has a place for"
-BESIDE_MODEL = frozenset({UNNAMED_STATE, AVERAGE})
 """Why what is no part of the model is left out as a whole; the model is known without it."""
 
 FATES = (STATE, CARRIED, COPY, IMPLIED, FOREIGN, LEFT_OUT)

@@ -30,6 +30,7 @@ from zckpt.torchfile.nodes import (
     DeviceTensor,
     DType,
     Global,
+    InPieces,
     Layout,
     MemoryFormat,
     MetaTensor,

@@ -24,7 +24,7 @@ from zckpt.errors import PickleError
 from zckpt.immutable import immutable, mutable
 from zckpt.state.boxes import is_row_major
 from zckpt.state.dtypes import itemsize as itemsize_of
-from zckpt.state.spans import Shape, reach_of
+from zckpt.state.spans import Shape, Slot, reach_of
 
 Args = tuple[object, ...]
 """What a call passes."""
@@ -213,6 +213,16 @@ class Storage:
     nbytes: int
     location: str
     offset: int
+
+
+@immutable(eq=False)
+class InPieces(Storage):
+    """The storage of a tensor that lies in several places, as a slot says: the tensor is all of it, in its order.
+
+    Its offset is -1: what does not ask the slot reads nothing.
+    """
+
+    slot: Slot
 
 
 @mutable(eq=False)

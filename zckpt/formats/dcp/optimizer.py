@@ -72,7 +72,7 @@ def read_optimizer(part: OptimizerPart, names: Collection[str], source: str, war
     others: dict[str, Node] = {}
     with about(where):
         if part.is_flat:  # which does not say which group a parameter is in: those with the same values are one
-            leaves = {str(key): _leaf(str(key), node, key) for key, node in part.node.items()}
+            leaves = {str(key): _leaf(node, key) for key, node in part.node.items()}
             tree = unflattened(leaves, where, {*names, *part.names})
         else:
             groups: list[dict[str, object]] = [] if GROUPS in part.node else [{PARAMS: sorted(part.names)}]
@@ -85,7 +85,7 @@ def read_optimizer(part: OptimizerPart, names: Collection[str], source: str, war
                 slots = branch(node)
                 if slots is None:
                     raise DamagedFileError("unreadable state", expected="a dict by slot", found=str(label)[:80])
-                state[str(label)] = {str(key): _leaf(f"{key} of {label}", one, STATE) for key, one in slots.items()}
+                state[str(label)] = {str(key): _leaf(one, STATE) for key, one in slots.items()}
             tree = {STATE: state, GROUPS: groups}
             others = {str(key): node for key, node in part.node.items() if key not in (STATE, GROUPS)}
         # Pipeline stages each list their own parameters under the same key, of which torch saves one rank's list only:
@@ -103,30 +103,25 @@ def read_optimizer(part: OptimizerPart, names: Collection[str], source: str, war
 
 
 def hyperparameters(content: Mapping[str | int, Node]) -> dict[str, object]:
-    """Return a param group's values, with single numbers that are tensors read.
-
-    Raises UnsupportedError: a tensor that is no single number and is in several pieces.
-    """
-    return with_scalars({key: _leaf(f"{key} of a param group", node, GROUPS) for key, node in content.items()}, "")
+    """Return a param group's values, with single numbers that are tensors read."""
+    return with_scalars({key: _leaf(node, GROUPS) for key, node in content.items()}, "")
 
 
-def _leaf(what: str, node: Node, key: object) -> object:
+def _leaf(node: Node, key: object) -> object:
     """Return a slot or a single number as its item; an object with its file only where tensors are below it."""
     if isinstance(node, TensorItem) and (str(key).startswith(STATE) or (not node.shape and node.whole is not None)):
         return node
     if isinstance(node, ObjectItem):
         return FromFile.of(node.file, node.node) if has_tensors(node.node) else node.node
-    lost: list[str] = []
-    value = carry(node, lost)
-    if lost:
-        raise UnsupportedError(f"{what} holds tensors in several pieces", found=", ".join(lost[:4]))
-    return value
+    return carry(node)
 
 
 def attach(
     checkpoint: Checkpoint, optimizers: Sequence[Optimizer], names: GivenNames, models: Sequence[Collection[str]]
-) -> None:
+) -> list[Optimizer]:
     """Give a checkpoint's parameters the optimizers' slots, and the checkpoint their param groups.
+
+    Return those that it got: not one that has parameters of an earlier one.
 
     Parameters
     ----------
@@ -157,6 +152,7 @@ def attach(
     before: set[str] = set()  # which the numbers of those before are
     are_sorted = any(file.role == "model" and file.path.endswith(".safetensors") for file in checkpoint.files)
     orders = None if are_sorted else partial(orders_of_models, models)  # a dict has the model's
+    attached = []
     for one in optimizers:
         state = one.state
         if one.prefix or one.name is not None:
@@ -174,14 +170,16 @@ def attach(
             pairs = zip(state.every_number, one.state.every_number, strict=True)
             found = {number: own[old] for number, old in pairs if old in own}
         if taken & set(found.values()):
-            checkpoint.warnings.append(f"{one.where} has parameters of an earlier optimizer; its state is not read")
+            checkpoint.warnings.append(f"{one.where} has parameters of an earlier optimizer; it is carried as it is")
             continue
+        attached.append(one)
         taken |= set(found.values())
         for name in found.values():
             if name in checkpoint.buffers:  # an optimizer has it, so that it is none
                 checkpoint.parameters[name] = checkpoint.buffers.pop(name)
         found = {number: name for number, name in found.items() if name in checkpoint.parameters}
         attach_state(checkpoint, state, one.where, certain=found, known=(PARAMS,), front=one.prefix)
+    return attached
 
 
 def _alike(checkpoint: Checkpoint) -> list[str]:

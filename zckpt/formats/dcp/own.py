@@ -107,11 +107,10 @@ def without_carried(file: TorchFile, root: Branch) -> Branch:
     return {key: node for key, node in root.items() if key not in others or not isinstance(node, dict)}
 
 
-def restore_own(checkpoint: Checkpoint, file: TorchFile, root: Branch, lost: list[str]) -> None:
+def restore_own(checkpoint: Checkpoint, file: TorchFile, root: Branch) -> None:
     """Give a checkpoint, whose parameters and groups are there, what the file says of it, and items by themselves.
 
-    `lost`: gets the keys of tensors in several pieces. Raises DamagedFileError: the file is malformed, or speaks of
-    what is not there.
+    Raises DamagedFileError: the file is malformed, or speaks of what is not there.
     """
     with about(file.path):
         said = as_mapping(as_mapping(file.root).get(KEY))
@@ -127,4 +126,4 @@ def restore_own(checkpoint: Checkpoint, file: TorchFile, root: Branch, lost: lis
         strange = next((key for key in keys if key not in root or key in checkpoint.metadata), None)
         if strange is not None:
             raise DamagedFileError(f"{strange} is listed as a separate item", found="another state")
-    checkpoint.metadata |= {key: carry(root[key], lost) for key in keys}
+    checkpoint.metadata |= {key: carry(root[key]) for key in keys}

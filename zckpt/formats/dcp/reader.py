@@ -35,13 +35,12 @@ from zckpt.formats.remainder import names_of_models, of_modules
 from zckpt.formats.safetensors import file as safetensors
 from zckpt.formats.safetensors import shards
 from zckpt.formats.suffixes import OWN_NAME
-from zckpt.formats.torch_files.content import is_averages
 from zckpt.formats.torch_files.optimizer import looks_like_optimizer, optimizer_rules
 from zckpt.formats.torch_files.reader import COMPOSERS_STEP, STEP_KEYS
 from zckpt.formats.torch_files.tensors import TensorItem, carried, describe, holds_tensors, scalars_in
 from zckpt.immutable import immutable
 from zckpt.state import WEIGHT, Checkpoint, GivenNames, SourceFile, are_distinct, dict_of
-from zckpt.state.inventory import AVERAGE, CARRIED, COPY, IMPLIED, LEFT_OUT, REST, STATE, Claim, Rule
+from zckpt.state.inventory import CARRIED, COPY, IMPLIED, REST, STATE, Claim, Rule
 from zckpt.state.names import aligned
 from zckpt.torchfile import TorchFile, read_torchfile, value_at
 
@@ -76,7 +75,7 @@ def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
     checkpoint = Checkpoint(str(directory.path), FORMAT)
     root, folders = tree_of(directory, checkpoint)
     own = read_torchfile(directory.own) if directory.own is not None else None
-    lost = fill(checkpoint, root, names=names, own=own, pairs=directory.by_number())
+    fill(checkpoint, root, names=names, own=own, pairs=directory.by_number())
     for one in checkpoint.owners if any(map(shards.is_sharded, directory.folders.values())) else ():
         if whole := next((slot for slot in one.slots.values() if slot.numel > one.numel), None):
             raise ShardError(
@@ -104,14 +103,6 @@ def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
         checkpoint.warnings.append(
             f"train: some rank's file is missing before {directory.ranks[-1].name}: was it lost?"
         )
-    if lost:
-        checkpoint.warnings.append(
-            f"not carried, because they are split and belong to neither model nor optimizer: {listed(lost)}"
-        )
-        averages = [key for key in lost if is_averages(key.partition(".")[0])]
-        rules = [Rule((key, REST), LEFT_OUT, AVERAGE, tensors=True) for key in averages]
-        for filed in checkpoint.files:
-            filed.rules = (*rules, *filed.rules)
     if directory.unfinished:
         checkpoint.warnings.append(f"later steps are incomplete: {listed(directory.unfinished)}")
     return checkpoint
@@ -124,8 +115,8 @@ def fill(
     names: GivenNames = None,
     own: TorchFile | None = None,
     pairs: Sequence[Sequence[str]] = (),
-) -> list[str]:
-    """Give a checkpoint all that a saved dict has; return the keys of tensors that it has no place for.
+) -> None:
+    """Give a checkpoint all that a saved dict has.
 
     Parameters
     ----------
@@ -158,21 +149,17 @@ def fill(
             if (filed := model.prefix + model.filed.get(bare, bare)) != name:
                 checkpoint.wrapped[name] = filed
     parts = [{model.prefix + bare for bare in model.tensors} for model in models if not is_average(model)]
-    attach(checkpoint, optimizers, names if own is None else prepare(checkpoint, optimizers, own, names), parts)
+    names = names if own is None else prepare(checkpoint, optimizers, own, names)
+    optimizers = attach(checkpoint, optimizers, names, parts)
     model_paths, optimizer_paths = [part.path for part in models], [part.path for part in optimizers]
     checkpoint.step = _step(checkpoint, root, [*model_paths, *optimizer_paths])
-    lost: list[str] = []
     if own is not None:
-        restore_own(checkpoint, own, root, lost)
-        return lost
+        restore_own(checkpoint, own, root)
+        return
     for one in optimizers:
-        checkpoint.optimizer_metadata.update({key: carry(node, lost) for key, node in one.others.items()})
+        checkpoint.optimizer_metadata.update({key: carry(node) for key, node in one.others.items()})
     for at, node in _rest(root, (), {*model_paths}, {*optimizer_paths}):
-        before = len(lost)
-        value = carry(node, lost)
-        if not (isinstance(node, TensorItem) and len(lost) > before):
-            checkpoint.metadata[joined(at)] = value
-    return lost
+        checkpoint.metadata[joined(at)] = carry(node)
 
 
 def _find(
@@ -275,14 +262,15 @@ def say_what_values_are(checkpoint: Checkpoint, folders: Mapping[str, Folder], *
         if folder is None or not isinstance(file.tree, LazyTree):
             continue
         rules = [Rule((key, "*", "*", "qmap"), COPY, "the map of each chunk", tensors=True) for key in folder.quantised]
+        several = {*folder.several}
         rules += [rule for place in _pickled(file.tree.held) for rule in optimizer_rules(*place)]
-        for key in (*file.tree.held, *(folder.several if rewritten else ())):
+        for key in (*file.tree.held, *folder.several):
             steps = folder.paths.get(key, (key,))  # metadata have what lies there, or around it, under some of these
             ends = combinations(range(len(steps) + 1), 2)
             name = next((name for start, end in ends if (name := joined(steps[start:end])) in kept), None)
             if name is not None:
                 fate, about = (COPY, f"{name}, as in {OWN_NAME}") if rewritten else (CARRIED, name)
-                rules.append(Rule((key, REST), fate, about, tensors=rewritten))
+                rules.append(Rule((key, REST), fate, about, tensors=rewritten or key in several))
             elif key in STEP_KEYS and checkpoint.step is not None:
                 rules.append(Rule((key, REST), IMPLIED, "the step"))
             elif not holds_tensors(file.tree.held.get(key)) or single & {str(one).rpartition(".")[2] for one in steps}:

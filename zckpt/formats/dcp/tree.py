@@ -24,9 +24,10 @@ from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
 from zckpt.formats.torch_files.content import EXTRA_STATE
 from zckpt.formats.torch_files.tensors import TensorItem, carried, holds_tensors, slot_of
+from zckpt.formats.torch_files.writer import view
 from zckpt.immutable import immutable
 from zckpt.state import list_of, without
-from zckpt.torchfile import FromFile, Tensor, TorchFile, each, node_of
+from zckpt.torchfile import FromFile, InPieces, Tensor, TorchFile, each, node_of
 
 Leaf = TensorItem | ObjectItem
 Node = object
@@ -116,28 +117,29 @@ def leaves(node: Node) -> Iterator[Leaf]:
         yield node
 
 
-def carry(node: Node, lost: list[str]) -> object:
-    """Return a node as `Checkpoint.metadata` keeps it; keys of tensors in several pieces are added to `lost`.
+def carry(node: Node) -> object:
+    """Return a node as `Checkpoint.metadata` keeps it.
 
     Raises DamagedFileError: a list with an index far beyond its length.
     """
     if isinstance(node, ObjectItem):
         return carried(node.file, node.node)
     if isinstance(node, TensorItem):
-        if node.whole is not None:
-            return FromFile(node.whole, node.path, node.whole.byteorder)
-        lost.append(node.key)
-        return None
+        whole = node.whole or view(_in_pieces(node), node.shape)
+        return FromFile(whole, node.path, whole.byteorder)
     if not isinstance(node, dict):
         raise TypeError(f"{type(node).__name__} is no part of a tree")
     if not is_list(node):
-        found = {step: carry(child, lost) for step, child in node.items()}
-        gone = {step for step, one in node.items() if isinstance(one, TensorItem) and one.whole is None}
-        return _of_one_file({str(step): value for step, value in found.items() if step not in gone})
+        return _of_one_file({str(step): carry(child) for step, child in node.items()})
     length = max(int(step) for step in node) + 1
     if length > 2 * len(node) + SPARE:
         raise DamagedFileError("most elements of a list are missing", expected=f"{length} elements", found=len(node))
-    return _of_one_file([carry(node[i], lost) if i in node else None for i in range(length)])
+    return _of_one_file([carry(node[i]) if i in node else None for i in range(length)])
+
+
+def _in_pieces(item: TensorItem) -> InPieces:
+    slot = item.slot(item.key)
+    return InPieces(item.key, slot.dtype, slot.nbytes, "cpu", -1, slot)
 
 
 def _of_one_file(whole: dict[str, object] | list[object]) -> object:

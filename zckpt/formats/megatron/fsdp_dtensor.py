@@ -69,10 +69,8 @@ def read(place: Place) -> Checkpoint:
         if others:
             raise LayoutError("the optimizer has state for something that is not a model tensor", found=listed(others))
         tree[OPTIMIZER] = optimizer
-    lost = fill(checkpoint, tree)
+    fill(checkpoint, tree)
     say_what_values_are(checkpoint, folders, rewritten=False)
-    if lost:
-        checkpoint.warnings.append(f"not carried, because they are split: {listed(lost)}")
     settle(checkpoint)
     for group in checkpoint.param_groups:
         if STEP in group.hyperparameters and STEP not in group.state:

@@ -20,6 +20,7 @@ from zckpt.torchfile import (
     DType,
     FromFile,
     Global,
+    InPieces,
     MemoryFormat,
     Mentioned,
     Storage,
@@ -139,7 +140,7 @@ class NodeWriter:
 
     def _storage(self, storage: Storage, source: FromFile | None, tensor: object) -> int:
         """Return the number of a storage that a tensor, or the tree itself, mentions."""
-        if source is None or type(storage) is not Storage:
+        if source is None or type(storage) not in (Storage, InPieces):
             raise UnsupportedError(f"a tensor of an unnamed file cannot be written: storage {storage.key!r}")
         order = tensor.byteorder if isinstance(tensor, Tensor) else source.byteorder
         number = self._storage_numbers.setdefault((source.path, storage), len(self.storages))

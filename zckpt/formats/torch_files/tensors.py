@@ -17,9 +17,11 @@ from zckpt.state import Checkpoint, Extent, Scalar, Shape, Slot, SourceFile, Spa
 from zckpt.state.dtypes import is_floating, is_negatable, itemsize
 from zckpt.state.inventory import Rule
 from zckpt.state.ranges import merge, total
+from zckpt.state.views import reshape
 from zckpt.storage.files import opened
 from zckpt.torchfile import (
     FromFile,
+    InPieces,
     Mentioned,
     Namespace,
     Object,
@@ -53,6 +55,8 @@ def slot_of(name: str, tensor: Tensor, path: str) -> Slot:
 
     Raises UnsupportedError: its bytes alone do not give its values.
     """
+    if isinstance(tensor.storage, InPieces):
+        return replace(tensor.storage.slot, name=name)
     return Slot(name, tensor.dtype, tensor.shape, (span_of(tensor, path),) if tensor.numel else ())
 
 
@@ -83,6 +87,8 @@ def slot_of_storage(mentioned: Mentioned) -> Slot:
     Raises UnsupportedError: it is not known which file it is in, or which elements its bytes are.
     """
     storage, dtype = mentioned.storage, mentioned.dtype
+    if isinstance(storage, InPieces):
+        return reshape(storage.slot, (storage.slot.numel,))
     if mentioned.path is None:
         raise UnsupportedError(f"a tensor of an unnamed file cannot be written: storage {storage.key!r}")
     shape = (storage.nbytes // itemsize(dtype),)
