@@ -27,6 +27,7 @@ from tests.formats.some_tensors import Wrapped
 from tests.logical import assert_same_slots
 from tests.pairwise import some
 from tests.refusals import refusing
+from tests.truth import assert_same
 from zckpt.errors import (
     DamagedFileError,
     LayoutError,
@@ -39,6 +40,7 @@ from zckpt.errors import (
 from zckpt.formats.account import take_inventory
 from zckpt.formats.fsdp_rank_files.across import Across, RankFiles
 from zckpt.formats.fsdp_rank_files.held import SHARDED, Held, read_mesh
+from zckpt.optim.values import value_of
 from zckpt.torchfile import Global, Object, Storage, Tensor
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -525,15 +527,31 @@ def test_composers_files_of_ranks_are_the_last_step_and_one_leads_to_all(free, t
         zckpt.open(run / "ep0-ba10-rank1.pt")
 
 
-def test_copies_of_what_ranks_share_are_left_out_and_said_to_be(free, tmp_path):
+@pytest.mark.parametrize("to", ["zckpt", "dcp", "fsdp-rank-files"])
+def test_what_ranks_share_beside_the_model_is_carried_whole(to, free, tmp_path):
     expected = zckpt.open(copied(free, tmp_path / "without"))
     for path in free.iterdir():
         tree = torch.load(path, weights_only=False)
-        torch.save({**tree, "ema": dict(tree["model"]), "more": {"shadow": [dict(tree["model"])]}}, path)
-    found = zckpt.open(free)
-    for name in expected.parameters:
-        assert_same_slots(found, expected, name)
-    assert any("ema, more, are sharded, but belong to neither the model" in said for said in found.warnings)
+        more = {"shadow": [dict(tree["model"]), path.name], "decay": 0.5}
+        torch.save({**tree, "ema": dict(tree["model"]), "more": more}, path)
+    assert not zckpt.open(free).warnings
+    zckpt.convert(free, tmp_path / "to", to=to)
+    for found in (zckpt.open(free), zckpt.open(tmp_path / "to")):
+        values = {key: value_of(found.metadata[key]) for key in ("ema", "more")}
+        assert (values["more"]["decay"], values["more"]["shadow"][1]) == (0.5, min(free.iterdir()).name)
+        for name in expected.parameters:
+            assert_same_slots(found, expected, name)
+            for average in (values["ema"], values["more"]["shadow"][0]):
+                assert_same(average[name], expected.read(name, "weight"), name)
+    others = [key for key in zckpt.open(free).metadata if key.endswith("more")]
+    assert len(others) == len([*free.iterdir()])  # each rank has its own number there
+
+
+def test_what_ranks_share_otherwise_is_left_out_and_said_to_be(free, tmp_path):
+    for rank, path in enumerate(free.iterdir()):
+        tree = torch.load(path, weights_only=False)
+        torch.save({**tree, "ema": dict(list(tree["model"].items())[rank:])}, path)
+    assert any("ema is not read: " in said for said in zckpt.open(free).warnings), zckpt.open(free).warnings
     with refusing(LeftOutError, r"would be lost: .*ema"):
         zckpt.convert(free, tmp_path / "dcp", to="dcp")
     zckpt.convert(free, tmp_path / "dcp", to="dcp", drop=["*:ema/*", "*:ema/**"])

@@ -24,10 +24,10 @@ from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
 from zckpt.formats.torch_files.content import EXTRA_STATE
 from zckpt.formats.torch_files.tensors import TensorItem, carried, holds_tensors, slot_of
-from zckpt.formats.torch_files.writer import view
+from zckpt.formats.torch_files.writer import in_pieces
 from zckpt.immutable import immutable
 from zckpt.state import list_of, without
-from zckpt.torchfile import FromFile, InPieces, Tensor, TorchFile, each, node_of
+from zckpt.torchfile import FromFile, Tensor, TorchFile, each, node_of
 
 Leaf = TensorItem | ObjectItem
 Node = object
@@ -125,7 +125,7 @@ def carry(node: Node) -> object:
     if isinstance(node, ObjectItem):
         return carried(node.file, node.node)
     if isinstance(node, TensorItem):
-        whole = node.whole or view(_in_pieces(node), node.shape)
+        whole = node.whole or in_pieces(node.key, node.slot(node.key))
         return FromFile(whole, node.path, whole.byteorder)
     if not isinstance(node, dict):
         raise TypeError(f"{type(node).__name__} is no part of a tree")
@@ -135,11 +135,6 @@ def carry(node: Node) -> object:
     if length > 2 * len(node) + SPARE:
         raise DamagedFileError("most elements of a list are missing", expected=f"{length} elements", found=len(node))
     return _of_one_file([carry(node[i]) if i in node else None for i in range(length)])
-
-
-def _in_pieces(item: TensorItem) -> InPieces:
-    slot = item.slot(item.key)
-    return InPieces(item.key, slot.dtype, slot.nbytes, "cpu", -1, slot)
 
 
 def _of_one_file(whole: dict[str, object] | list[object]) -> object:

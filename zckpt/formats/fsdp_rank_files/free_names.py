@@ -15,7 +15,7 @@ from pathlib import Path
 from zckpt.errors import ShardError, SourceError, UnsupportedError, about, listed
 from zckpt.formats.format import Search
 from zckpt.formats.fsdp_rank_files.directory import MODEL, OPTIMIZER, Directory, complete
-from zckpt.formats.fsdp_rank_files.held import RankReader, is_share, shares
+from zckpt.formats.fsdp_rank_files.held import RankReader, is_share, shares, with_shares
 from zckpt.formats.lost import tensor_of
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.beside import OF_A_RANK
@@ -23,7 +23,7 @@ from zckpt.formats.torch_files.content import content_of
 from zckpt.state import dict_of
 from zckpt.storage.files import files_in, folders_in
 from zckpt.storage.nodes import on_each
-from zckpt.torchfile import MetaTensor, Place, TorchFile, read_torchfile, value_at
+from zckpt.torchfile import MetaTensor, Place, Tensor, TorchFile, read_torchfile, value_at
 
 
 def find(search: Search, first: str | None = None) -> Directory | None:
@@ -106,7 +106,7 @@ def places_of(root: object, path: str) -> tuple[Place | None, Place | None]:
 
     Raises UnsupportedError: it has several of one of both, that ranks share, or none.
     """
-    whole = _whole(root)
+    whole = with_shares(root, _whole)
     content = content_of(dict_of(whole), Path(path))
     models = [content.place if key is None else (*content.place, key) for key in content.keys]
     models = [place for place in models if any(True for _ in shares(value_at(root, place)))] or models
@@ -122,14 +122,9 @@ def places_of(root: object, path: str) -> tuple[Place | None, Place | None]:
     return next(iter(models), None), next(iter(optimizers), None)
 
 
-def _whole(node: object) -> object:
-    """Return dicts and lists with whole tensors in the place of what ranks share."""
-    if isinstance(node, MetaTensor):
-        one = tensor_of(node.dtype, node.shape)
-        return replace(one, storage=replace(one.storage, key=str(id(node))))
-    if isinstance(node, list):
-        return list(map(_whole, node))
-    return {key: _whole(value) for key, value in node.items()} if isinstance(node, dict) else node
+def _whole(node: MetaTensor) -> Tensor:
+    one = tensor_of(node.dtype, node.shape)
+    return replace(one, storage=replace(one.storage, key=str(id(node))))
 
 
 def _rank(root: object, places: tuple[Place | None, Place | None]) -> tuple[int, int]:

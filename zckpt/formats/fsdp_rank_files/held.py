@@ -12,7 +12,7 @@ placements   for each dimension of the mesh: Replicate, Shard(dim), _StridedShar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
@@ -331,6 +331,15 @@ def shares(root: object) -> Iterator[tuple[Place, MetaTensor]]:
             seen.add(id(node))
             below = [((*place, step), child) for step, child in children(node) if type(child) not in LEAVES]
             waiting.extend(reversed(below))
+
+
+def with_shares(node: object, of: Callable[[MetaTensor], object]) -> object:
+    """Return dicts and lists with something else in the place of each tensor that ranks share."""
+    if isinstance(node, MetaTensor):
+        return of(node)
+    if isinstance(node, list):
+        return [with_shares(one, of) for one in node]
+    return {key: with_shares(value, of) for key, value in node.items()} if isinstance(node, dict) else node
 
 
 def refuse_share(file: TorchFile) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from zckpt.errors import UnsupportedError, about, listed
+from zckpt.errors import LayoutError, SourceError, UnsupportedError, about
 from zckpt.evidence import note_not_used
 from zckpt.formats.companions import COPIED, carry, note_adapter, note_models
 from zckpt.formats.deepspeed.values import keep_others
+from zckpt.formats.fsdp_rank_files.across import Across, RankFiles
 from zckpt.formats.fsdp_rank_files.contents import (
     Model,
     add_part,
@@ -25,7 +26,7 @@ from zckpt.formats.fsdp_rank_files.directory import (
     Directory,
     rank_name,
 )
-from zckpt.formats.fsdp_rank_files.held import is_share, shares, versions_with
+from zckpt.formats.fsdp_rank_files.held import elements, is_share, shares, versions_with, with_shares
 from zckpt.formats.fsdp_rank_files.kept import KEY, KEYS, OF_ITS_RANK, RULE, of_rank, recorded_names
 from zckpt.formats.fsdp_rank_files.readings import attach
 from zckpt.formats.fsdp_rank_files.units import units_in
@@ -34,10 +35,14 @@ from zckpt.formats.remainder import as_masters, restore_from
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.reader import step_of
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried
+from zckpt.formats.torch_files.writer import in_pieces
 from zckpt.state import Checkpoint, GivenNames, Topology, without
-from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
+from zckpt.state.inventory import CARRIED, COPY, IMPLIED, REST, Claim, Rule
 from zckpt.storage.files import is_file
-from zckpt.torchfile import Place, TorchFile, read_torchfile, value_at
+from zckpt.torchfile import Place, Tensor, TorchFile, read_torchfile, value_at
+
+Content = tuple[int, TorchFile, dict[str, object]]
+"""A rank, its file, and what that has by key."""
 
 ADAPTER = "lora_adapter/adapter_model.safetensors"
 """LoRA's parameters, under PEFT's names."""
@@ -155,19 +160,28 @@ def _read_rest(checkpoint: Checkpoint, directory: Directory) -> None:
     if directory.own is not None:
         about += (Rule(("**",), COPY, f"as in {OWN_NAME}", tensors=True),)
     for (key, where, paths), gone in parts.items():
-        found: list[tuple[int, TorchFile, dict[str, object]]] = []
+        found: list[Content] = []
         for rank, path in enumerate(paths):
             if is_lost(path):
                 continue
             file = read_torchfile(path)
             file = replace(file, root={key: file.root}) if key else file
             root = as_mapping(value_at(file.root, where), file.path)
-            content = by_name(without(root, *gone), file.path)
-            shared = [one for one, value in content.items() if is_share(file) and any(True for _ in shares(value))]
-            if shared and not found:
-                said = "are sharded, but belong to neither the model nor the optimizer: they are not read"
-                checkpoint.warnings.append(f"{listed(shared)}, {said}")
-            found.append((rank, file, without(content, *shared)))
+            found.append((rank, file, by_name(without(root, *gone), file.path)))
+        shared = dict.fromkeys(
+            key for _, file, content in found if is_share(file) for key, one in content.items() if any(shares(one))
+        )
+        whole: dict[str, object] = {}
+        for one in shared:
+            try:
+                whole[one] = _together(one, paths, found)
+            except SourceError as error:
+                checkpoint.warnings.append(f"{one} is not read: {error.message}")
+        shown = [{one: with_shares(content[one], elements) for one in whole if one in content} for *_, content in found]
+        found = [
+            (rank, file, {**without(content, *shared), **{one: with_shares(content[one], _nothing) for one in its}})
+            for (rank, file, content), its in zip(found, shown, strict=True)
+        ]
         first = found[0][1:]
         keys = list(dict.fromkeys(one for *_, content in found for one in content))
         twice = [one for one in keys if one in every or one in checkpoint.metadata]
@@ -176,15 +190,39 @@ def _read_rest(checkpoint: Checkpoint, directory: Directory) -> None:
                                    path=first[0].path)  # fmt: skip
         every += keys
         keys = [one for one in keys if one not in OF_ITS_RANK]
-        checkpoint.metadata |= {one: carried(first[0], first[1][one]) for one in keys if one in first[1]}
-        for rank, file, content in found:
+        checkpoint.metadata |= {one: carried(first[0], {**first[1], **whole}[one]) for one in keys if one in first[1]}
+        for (rank, file, content), its in zip(found, shown, strict=True):
             others, rules = keep_others([first, (file, content)] if rank != found[0][0] else [], keys)
             stem = Path(rank_name(EXTRA, directory.world_size, rank)).stem  # names may be the same on two nodes
             for name, value in others.items():
                 checkpoint.metadata[f"{stem}.{name.removeprefix(f'{Path(file.path).stem}.')}"] = value
-            own = (*about, *rules.get(file.path, ()))
-            add_part(checkpoint, file, "metadata", rank, own, where, content)
+            own = (*about, *(Rule((one, REST), CARRIED, one, tensors=True) for one in its), *rules.get(file.path, ()))
+            add_part(checkpoint, file, "metadata", rank, own, where, {**content, **its})
+        every = [one for one in every if one not in whole]
     checkpoint.details[KEYS] = every
+
+
+def _together(key: str, paths: Sequence[Path], found: Sequence[Content]) -> object:
+    """Return the first rank's value of a key, each tensor that ranks share whole. Raises SourceError: they are not."""
+    files, across = RankFiles([str(path) for path in paths]), dict[Place, Across]()
+    for rank, file, content in found:
+        reader = files.begin(rank, file)[1]
+        for place, node in shares(content.get(key)):
+            if (held := reader.held(node)) is not None:
+                across.setdefault(place, Across(files)).by_tree[rank] = held
+    first, tensors = found[0][2].get(key), dict[int, Tensor]()
+    for place, node in shares(first):
+        label = ".".join(map(str, (key, *place)))
+        [(_, slot), *_] = files.joined(label, label, across.pop(place))
+        tensors[id(node)] = in_pieces(label, slot)
+    whole = with_shares(first, lambda node: tensors[id(node)])
+    if across or any(shares(whole)):
+        raise LayoutError(f"ranks do not have the same tensors in {key}", path=paths[0])
+    return whole
+
+
+def _nothing(_share: object) -> None:
+    return None
 
 
 def _claim(checkpoint: Checkpoint, directory: Directory) -> None:

@@ -35,6 +35,7 @@ from zckpt.torchfile import (
     CENTRAL,
     LOCAL,
     FromFile,
+    InPieces,
     Mentioned,
     NewRecord,
     Pickled,
@@ -192,6 +193,11 @@ def view(
         return tensor
     own = {name: getattr(tensor, name) for name in ("storage", "dtype", "shape", "strides", "storage_offset")}
     return replace(like, byteorder="little", rebuild=function, metadata=None, **own)
+
+
+def in_pieces(key: str, slot: Slot) -> Tensor:
+    """Return a tensor that lies in several places, as a slot says."""
+    return view(InPieces(key, slot.dtype, slot.nbytes, "cpu", -1, slot), slot.shape)
 
 
 def lay_out(name: str, root: object) -> TargetFile:
