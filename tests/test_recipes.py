@@ -277,6 +277,13 @@ def _several(at: Path) -> None:
     torch.save({**models, "optimizer_g": of_one.state_dict(), "optimizer_d": of_two.state_dict()}, at)
 
 
+def _average(at: Path) -> None:
+    """A model with its average, an optimizer and a step."""
+    model, optimizer = _trained(3, 5, 2)
+    state = model.state_dict()
+    torch.save({"model": state, "ema": state, "optimizer": optimizer.state_dict(), "step": 1}, at)
+
+
 def _accelerate(at: Path) -> None:
     at.mkdir()
     model, optimizer = _trained(3, 5, 2)
@@ -334,6 +341,7 @@ MADE: dict[str, Callable[[Path], None]] = {
     "epoch=1.ckpt": _lightning,
     "state-plain": _accelerate,
     "gan.pt": _several,
+    "ema.pt": _average,
     "llama": _hugging_face,
     "adapter": _adapter,
     "deepseek-fp8": _few_bits,

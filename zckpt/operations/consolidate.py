@@ -32,6 +32,7 @@ from zckpt.formats.suffixes import DIRECTORY, IN_DIRECTORY, OWN_MODEL, SAFETENSO
 from zckpt.immutable import immutable
 from zckpt.naming import TRANSFORMERS
 from zckpt.operations.losses import check_nothing_lost, refuse_beside, refuse_rank_values, without_rank_values
+from zckpt.operations.one_model import one_model
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import (
     Consolidating,
@@ -154,6 +155,10 @@ def consolidate(
     whole = opened(source, **shared)
     found, values, drop = without_rank_values(whole, shared["drop"])
     dropped = (*values, *check_nothing_lost([whole], drop, salvages=True, of_model=not slots))
+    if shared["model"] is not None:
+        if slots:
+            raise UsageError("--model writes no optimizer", expected="no --slots")
+        found = one_model(found, shared["model"])
     left = salvage(found, shared, of_optimizer=bool(slots))
     found = left.checkpoint
     left_out: tuple[str, ...] = ()

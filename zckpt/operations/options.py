@@ -253,6 +253,13 @@ class Filled(Salvaged, Renamed, total=False):
 class Consolidating(OfWholeModel, Filled, total=False):
     """Options of `consolidate`."""
 
+    model: Annotated[str | None, Shared(
+        None,
+        "Write one of several models, or what lies beside the model under KEY with the model's names and shapes: its "
+        "average (ema), a reference model, KEY.KEY further in.",
+        decides=True, metavar="KEY",
+    )]  # fmt: skip
+
 
 class Averaging(OfWholeModel, Renamed, total=False):
     """Options of `average`."""

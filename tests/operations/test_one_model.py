@@ -1,0 +1,90 @@
+"""`consolidate --model` writes an average, or one of several models, as its program would have saved it by itself."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zckpt
+from tests.live import trained
+from tests.refusals import refusing
+from tests.truth import assert_same
+from zckpt.errors import UsageError
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def states() -> tuple[Tensors, Tensors, list[torch.Tensor], dict[str, Any]]:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4, bias=False)]
+    model, optimizer = trained(torch.nn.Sequential(*layers))
+    average = copy.deepcopy(model)
+    for tensor in (*average.parameters(), average[1].running_mean):
+        tensor.data = torch.randn_like(tensor)
+    return model.state_dict(), average.state_dict(), [*average.parameters()], optimizer.state_dict()
+
+
+def named(front: str, tensors: Tensors) -> Tensors:
+    return {f"{front}{name}": one for name, one in tensors.items()}
+
+
+FORMS = {
+    "ema": lambda m, a, _: {"model": m, "ema": a},
+    "swa": lambda m, a, _: {"model": m, "swa": {**named("module.", a), "n_averaged": torch.tensor(2)}},
+    "ema.ema_model": lambda m, a, _: {"model": m, "ema": {**named("ema_model.", a), **named("online_model.", m)}},
+    "ema.shadow": lambda m, a, _: {"model": named("_orig_mod.", m), "ema": {"shadow": a, "decay": 0.5}},
+    "callbacks.EMA": lambda m, a, _: {"state_dict": named("net.", m), "callbacks": {"EMA": {"step": 2, "weights": a}}},
+    "G_ema": lambda m, a, _: {"G": m, "D": {"weight": torch.ones(2, 3)}, "G_ema": a},
+    "shadows": lambda m, _, every: {"model": m, "shadows": {"decay": 0.5, "shadow_params": every}},
+}
+
+
+@pytest.mark.parametrize("key", FORMS)
+def test_an_average_is_written_under_the_models_names(key, states, tmp_path):
+    model, average, every, optimizer = states
+    content = FORMS[key](model, average, every)
+    torch.save({**content, "optimizer": optimizer} if "G" not in content else content, tmp_path / "ckpt.pt")
+    zckpt.consolidate(tmp_path / "ckpt.pt", tmp_path / "m.safetensors", model=key)
+    found, front = load_file(tmp_path / "m.safetensors"), "net." if "state_dict" in content else ""
+    assert found.keys() == named(front, average).keys()
+    for name, one in average.items():
+        of_model = key == "shadows" and name.startswith(("1.running", "1.num"))  # a list has parameters only
+        assert_same(found[front + name], model[name] if of_model else one, name)
+
+
+def test_it_goes_through_every_format_and_into_other_names_and_types(states, tmp_path):
+    model, average, _, optimizer = states
+    torch.save({"model": model, "ema": average, "optimizer": optimizer}, tmp_path / "ckpt.pt")
+    for to, options in {"dcp": {"world_size": 2}, "deepspeed": {"world_size": 3, "stage": 3}, "zckpt": {}}.items():
+        zckpt.convert(tmp_path / "ckpt.pt", tmp_path / to, to=to, **options)
+        target = tmp_path / f"{to}.safetensors"
+        zckpt.consolidate(tmp_path / to, target, model="ema", dtype="bfloat16", add_prefix="x.")
+        for name, one in load_file(target).items():
+            expected = average[name.removeprefix("x.")]
+            is_buffer = name.startswith(("x.1.running", "x.1.num"))
+            assert_same(one, expected if is_buffer else expected.bfloat16(), name)
+
+
+def test_what_is_no_model_is_refused(states, tmp_path):
+    model, average, every, optimizer = states
+    two = {**named("ema_model.", average), **named("online_model.", model)}
+    torch.save({"model": model, "ema": two, "more": {"0.weight": every[0]}, "optimizer": optimizer}, tmp_path / "m.pt")
+    save_file(model, tmp_path / "model.safetensors")
+    torch.save(optimizer, tmp_path / "optimizer.pt")
+    torch.save({"ema": every}, tmp_path / "ema.pt")
+    for key, words in {
+        "ema": "no model under the key ema: .*found ema.ema_model, ema.online_model",
+        "more": "no model under the key more: expected all of the model's parameters",
+        "average": "no model under the key average: expected ema, more, found nothing there",
+    }.items():
+        with refusing(UsageError, words):
+            zckpt.consolidate(tmp_path / "m.pt", tmp_path / "t.safetensors", model=key)
+    with refusing(UsageError, "--model writes no optimizer"):
+        zckpt.consolidate(tmp_path / "m.pt", tmp_path / "t.safetensors", model="ema.ema_model", slots="all")
+    with refusing(UsageError, "no model under the key"):  # safetensors do not have the model's order
+        zckpt.consolidate(tmp_path, tmp_path / "t.safetensors", model="ema", drop=["*"])

@@ -1,0 +1,96 @@
+"""One model of a checkpoint in the place of its own: one of several, or what is carried beside it, an average say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from zckpt.errors import UsageError, listed
+from zckpt.formats.torch_files.tensors import slot_of
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Slot, by_key, without
+from zckpt.state.names import bare_names, renamed
+from zckpt.torchfile import FromFile, Tensor, has_tensors, node_of
+
+DEEPEST = 8
+"""Dicts and lists in each other in which tensors are looked for."""
+
+
+def one_model(checkpoint: Checkpoint, key: str) -> Checkpoint:
+    """Return a checkpoint of one model, without an optimizer.
+
+    `key`: what the names of one of several models begin with, or where another set of the model's parameters lies
+    beside it (`ema`, `callbacks.EMA.weights`): under their names, with anything before all of them, or as a list in the
+    model's order. Buffers and frozen parameters that it lacks are the model's. Raises UsageError: there is none.
+    """
+    bare = replace(checkpoint, unnamed={}, param_groups=[], details=without(checkpoint.details, "models"))
+    if key in checkpoint.models():
+        front = f"{key}."
+        for section in ("parameters", "buffers"):
+            own = {name: checkpoint.owner(name) for name in getattr(checkpoint, section) if name.startswith(front)}
+            setattr(bare, section, {name: replace(one, name=name, group=None) for name, one in own.items()})
+        return renamed(bare, {name: name.removeprefix(front) for name in bare.names})
+    beside = {place: value for place, value in checkpoint.metadata.items() if has_tensors(node_of(value))}
+    near = {
+        place: value
+        for place, value in beside.items()
+        if f"{place}.".startswith(f"{key}.") or f"{key}.".startswith(f"{place}.")
+    }
+    every = {name: slot for place, value in near.items() for name, slot in _slots(value, place)}
+    held = {name.removeprefix(f"{key}."): slot for name, slot in every.items() if name.startswith(f"{key}.")}
+    are_sorted = any(one.role == "model" and one.path.endswith(".safetensors") for one in checkpoint.files)
+    found = _sets(checkpoint.owners, held, lists=not are_sorted)
+    if len(found) != 1:
+        others = listed([*checkpoint.models(), *beside]) or "a checkpoint with several models"
+        wanted = "all of the model's parameters, once, by name or in its order" if held else others
+        raise UsageError(
+            f"no model under the key {key}",
+            path=checkpoint.source,
+            expected=wanted,
+            found=listed([f"{key}.{front}".rstrip(".") for front in found] or list(held)) if held else "nothing there",
+            advice="`zckpt inspect --files` shows what lies beside the model",
+        )
+    [slots] = found.values()
+    for section in ("parameters", "buffers"):
+        tensors = {name: replace(one, group=None) for name, one in getattr(checkpoint, section).items()}
+        for name, one in tensors.items():
+            if name in slots and one.tied_to is None:
+                tensors[name] = replace(one, slots={WEIGHT: slots[name]}, dtype=slots[name].dtype, state={})
+        setattr(bare, section, tensors)
+    return bare
+
+
+def _slots(value: object, place: str, file: str = "", deep: int = DEEPEST) -> Iterator[tuple[str, Slot]]:
+    """Yield the tensors below a value, by the keys that lead to them."""
+    if isinstance(value, FromFile):
+        yield from _slots(value.node, place, value.path, deep)
+    elif isinstance(value, Tensor):
+        yield place, slot_of(WEIGHT, value, file)
+    elif deep:
+        several = value if isinstance(value, Mapping) else dict(enumerate(value)) if isinstance(value, list) else {}
+        for step, one in several.items():
+            yield from _slots(one, f"{place}.{step}", file, deep - 1)
+
+
+def _sets(owners: Sequence[Parameter], held: Mapping[str, Slot], *, lists: bool) -> dict[str, dict[str, Slot]]:
+    """Return each set of slots that has all trained parameters, by their names, and what is before names in it."""
+    whole = {one.name: one.shape for one in owners}
+    trained = {one.name: one.shape for one in owners if not one.frozen} or whole
+    first, found = next(iter(trained), ""), dict[str, dict[str, Slot]]()
+    names = {new: old for old, new in bare_names(held).items()}
+    child = first[: first.find(".") + 1]
+    for own in ("", child if all(name.startswith(child) for name in trained) else ""):  # which a set may lack
+        rest = first.removeprefix(own)
+        if found:
+            break
+        for front in (name.removesuffix(rest) for name in names if f".{name}".endswith(f".{rest}")):
+            its = {own + name.removeprefix(front): held[old] for name, old in names.items() if name.startswith(front)}
+            if all(name in its and its[name].shape == shape for name, shape in trained.items()):
+                found[front] = its
+    ordered = by_key(
+        (place, slot) for name, slot in held.items() for place, _, at in [name.rpartition(".")] if at.isdecimal()
+    )
+    for place, several in ordered.items() if lists and not found else ():
+        shapes = [slot.shape for slot in several]
+        order = next((one for one in (whole, trained) if [*one.values()] == shapes), None)
+        found |= {} if order is None else {place: dict(zip(order, several, strict=True))}
+    return found
