@@ -331,3 +331,13 @@ def test_optimizers_of_accelerates_models_are_theirs_that_can_be(tmp_path):
             assert_state(path, model, {name: optimizer}, f"pytorch_model{f'_{at}' * (at > 0)}.")
     twins = [body(*ALIKE), body(*ALIKE)]
     assert named(accelerates(tmp_path / "twins", twins, [one_of_all(*twins[::-1])])) == set()
+
+
+@pytest.mark.parametrize("more", [("ema", "reference"), ("reference",), ("frozen",)])
+def test_a_model_with_its_optimizer_further_in_comes_before_tensors_without_one(more, tmp_path):
+    model, optimizer = trained(5, 4, 1)
+    one = {name: torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
+    others = {key: {"net": one, "at": torch.ones(4)} if key == "reference" and len(more) > 1 else one for key in more}
+    app = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    checkpoint = assert_state(saved(tmp_path, {**others, "app": app}), model, {None: optimizer})
+    assert checkpoint.metadata.keys() >= {*more}

@@ -9,7 +9,7 @@ from zckpt.errors import UsageError, listed
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Slot, by_key, without
 from zckpt.state.names import bare_names, renamed
-from zckpt.torchfile import FromFile, Tensor, has_tensors, node_of
+from zckpt.torchfile import FromFile, Tensor, is_leaf, node_of
 
 DEEPEST = 8
 """Dicts and lists in each other in which tensors are looked for."""
@@ -29,7 +29,7 @@ def one_model(checkpoint: Checkpoint, key: str) -> Checkpoint:
             own = {name: checkpoint.owner(name) for name in getattr(checkpoint, section) if name.startswith(front)}
             setattr(bare, section, {name: replace(one, name=name, group=None) for name, one in own.items()})
         return renamed(bare, {name: name.removeprefix(front) for name in bare.names})
-    beside = {place: value for place, value in checkpoint.metadata.items() if has_tensors(node_of(value))}
+    beside = {place: value for place, value in checkpoint.metadata.items() if not is_leaf(node_of(value))}
     near = {
         place: value
         for place, value in beside.items()

@@ -195,7 +195,8 @@ def content_of(root: Node, path: Path, *, spreads: bool = False, seen: set[int] 
     optimizers: dict[object, list[Held]] = {}
     while id(node) not in seen:
         models, optimizers = _models(found.base), _optimizers(found.base, found.place, path)
-        if _trained(models) or optimizers:
+        is_usual = not models.keys().isdisjoint(STATE_DICT_KEYS)
+        if optimizers or (_trained(models) and (is_usual or not _holds(found.base, _is_pair))):
             break
         seen.add(id(node))
         below = _below(found.base, models, seen)
@@ -203,8 +204,10 @@ def content_of(root: Node, path: Path, *, spreads: bool = False, seen: set[int] 
             parts = {key: content_of(dict_of(found.base[key]), path, seen=seen) for key in below}
             keys = [part.keys for part in parts.values() if part.models and part.optimizers]
             if keys:  # beside which models of the same keys have none
-                parts = {key: part for key, part in parts.items() if part.optimizers or part.keys in keys}
-                return _together(found, {key: part for key, part in parts.items() if part.models})
+                parts = {k: part for k, part in parts.items() if part.models and (part.optimizers or part.keys in keys)}
+                below = list(parts)
+                if len(below) > 1:
+                    return _together(found, parts)
         if len(below) != 1:
             break
         node = dict_of(found.base[below[0]])
