@@ -567,6 +567,11 @@ def test_a_tensor_in_several_pieces_that_is_no_part_of_the_model_is_carried(smal
         zckpt.convert(checkpoint, small.parent / to, to=to)
         assert torch.equal(value_of(zckpt.open(small.parent / to).metadata["ema"])["b"], average)
     zckpt.consolidate(checkpoint, small.parent / "model.safetensors")  # of which it is no part
+    model = torch.nn.ParameterDict({"a": torch.zeros(2, 3)})
+    restored = zckpt.load(small, model=model)  # on each rank it would be as large as the model
+    assert torch.equal(model["a"], checkpoint.read("a", "weight"))
+    assert restored.extra.keys() == {"note"}
+    assert [note for note in restored.notes if "ema is not restored: ranks share its tensors" in note]
 
 
 def test_names_are_given_for_numbers(tmp_path):

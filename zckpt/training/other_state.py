@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from zckpt.engine.tensors import TensorRead, read_tensors
-from zckpt.errors import DamagedFileError
+from zckpt.errors import DamagedFileError, listed
 from zckpt.formats.registry import find_format
 from zckpt.formats.remainder import RANDOM, are_of_save, of_modules
 from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS
@@ -24,7 +24,7 @@ from zckpt.immutable import mutable
 from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, set_extra
 from zckpt.optim.values import Values, value_of
 from zckpt.state import WEIGHT, Checkpoint, Extent, without
-from zckpt.torchfile import FromFile
+from zckpt.torchfile import FromFile, InPieces, Tensor, children, each, node_of
 
 SCHEDULER, GRAD_SCALER, EXTRA = "lr_scheduler", "grad_scaler", "extra"
 EXTRA_STATE = "extra_state"
@@ -136,7 +136,10 @@ def read_other_state(
     """
     found = OtherState()
     ours = saved_by_us(checkpoint)
-    values = {key: value_of(node) for key, node in checkpoint.metadata.items()}
+    values = {key: value_of(node) for key, node in checkpoint.metadata.items() if not _is_in_pieces(node)}
+    if away := checkpoint.metadata.keys() - values.keys():
+        said = f"{listed(sorted(away))} is not restored: ranks share its tensors, and here each would have all of them"
+        found.notes.append(said)
     taken = {EXTRA, EXTRA_STATE, RANDOM, SCHEDULER, GRAD_SCALER} if ours else set[str]()
     for keys, target, name in (
         ((SCHEDULER, "scheduler"), scheduler, "scheduler"),
@@ -177,6 +180,12 @@ def read_other_state(
         ) from error
     found.random = states[rank]
     return found
+
+
+def _is_in_pieces(value: object) -> bool:
+    """Tell whether some tensor below a value was cut for ranks: an average, say, as large as the model."""
+    every = each(node_of(value), lambda node: (node_of(child) for _, child in children(node)))
+    return any(isinstance(one, Tensor) and isinstance(one.storage, InPieces) for one in every)
 
 
 def saved_by_us(checkpoint: Checkpoint) -> bool:
