@@ -566,6 +566,9 @@ def test_a_tensor_in_several_pieces_that_is_no_part_of_the_model_is_carried(smal
     for to in ("zckpt", "dcp"):
         zckpt.convert(checkpoint, small.parent / to, to=to)
         assert torch.equal(value_of(zckpt.open(small.parent / to).metadata["ema"])["b"], average)
+    written = zckpt.convert(checkpoint, small.parent / "without", to="zckpt", drop=["e*"])
+    assert written.dropped == ("ema (beside the model)",)
+    assert zckpt.open(small.parent / "without").metadata.keys() == {"note"}
     zckpt.consolidate(checkpoint, small.parent / "model.safetensors")  # of which it is no part
     model = torch.nn.ParameterDict({"a": torch.zeros(2, 3)})
     restored = zckpt.load(small, model=model)  # on each rank it would be as large as the model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from glob import escape
@@ -11,7 +11,8 @@ from os.path import commonprefix
 from zckpt.errors import LeftOutError, UnsupportedError, UsageError, listed
 from zckpt.formats.account import take_inventory
 from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS
-from zckpt.state import Checkpoint
+from zckpt.formats.torch_files.tensors import is_in_pieces
+from zckpt.state import Checkpoint, without
 from zckpt.state.checkpoint import how_to_drop, keys_listed
 from zckpt.state.inventory import FILE, UNNAMED_STATE
 from zckpt.torchfile import node_of
@@ -93,10 +94,13 @@ def without_rank_values(
 ) -> tuple[Checkpoint, tuple[str, ...], tuple[str, ...]]:
     """Return a checkpoint without the state that patterns name by its keys, what that is, and other patterns.
 
+    That is what each rank has of its own, and what lies in pieces beside the model, an average say.
+
     Raises UnsupportedError: it is more than single values; without its moments, an optimizer that has a step stops.
     """
-    gone = [value for value in checkpoint.per_rank if any(fnmatchcase(value.key, pattern) for pattern in drop)]
-    if not gone:
+    beside = [key for key in _named(checkpoint.metadata, drop) if is_in_pieces(checkpoint.metadata[key])]
+    gone = [value for value in checkpoint.per_rank if _named([value.key], drop)]
+    if not gone and not beside:
         return checkpoint, (), tuple(drop)
     moments = [value for value in gone if not value.is_single or value.in_group]
     if moments:
@@ -106,12 +110,17 @@ def without_rank_values(
             advice="`zckpt consolidate` writes the model without the optimizer",
         )
     kept = [value for value in checkpoint.per_rank if value not in gone]
-    others = tuple(p for p in drop if not any(fnmatchcase(value.key, p) for value in gone))
+    others = tuple(pattern for pattern in drop if not _named([*beside, *(value.key for value in gone)], [pattern]))
     ranks: dict[str, set[tuple[int, int]]] = {}
     for value in gone:
         ranks.setdefault(value.key, set()).add((value.mp_rank, value.rank))
     named = tuple(f"{key} (a different value on each of {len(found)} ranks)" for key, found in ranks.items())
-    return replace(checkpoint, per_rank=kept), named, others
+    named += tuple(f"{key} (beside the model)" for key in beside)
+    return replace(checkpoint, per_rank=kept, metadata=without(checkpoint.metadata, *beside)), named, others
+
+
+def _named(keys: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    return [key for key in keys if any(fnmatchcase(key, pattern) for pattern in patterns)]
 
 
 def refuse_rank_values(checkpoint: Checkpoint, *, expected: str | None = None, advice: str | None = None) -> None:

@@ -20,11 +20,12 @@ from zckpt.errors import DamagedFileError, listed
 from zckpt.formats.registry import find_format
 from zckpt.formats.remainder import RANDOM, are_of_save, of_modules
 from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS
+from zckpt.formats.torch_files.tensors import is_in_pieces
 from zckpt.immutable import mutable
 from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, set_extra
 from zckpt.optim.values import Values, value_of
 from zckpt.state import WEIGHT, Checkpoint, Extent, without
-from zckpt.torchfile import FromFile, InPieces, Tensor, children, each, node_of
+from zckpt.torchfile import FromFile
 
 SCHEDULER, GRAD_SCALER, EXTRA = "lr_scheduler", "grad_scaler", "extra"
 EXTRA_STATE = "extra_state"
@@ -136,7 +137,7 @@ def read_other_state(
     """
     found = OtherState()
     ours = saved_by_us(checkpoint)
-    values = {key: value_of(node) for key, node in checkpoint.metadata.items() if not _is_in_pieces(node)}
+    values = {key: value_of(node) for key, node in checkpoint.metadata.items() if not is_in_pieces(node)}
     if away := checkpoint.metadata.keys() - values.keys():
         said = f"{listed(sorted(away))} is not restored: ranks share its tensors, and here each would have all of them"
         found.notes.append(said)
@@ -180,12 +181,6 @@ def read_other_state(
         ) from error
     found.random = states[rank]
     return found
-
-
-def _is_in_pieces(value: object) -> bool:
-    """Tell whether some tensor below a value was cut for ranks: an average, say, as large as the model."""
-    every = each(node_of(value), lambda node: (node_of(child) for _, child in children(node)))
-    return any(isinstance(one, Tensor) and isinstance(one.storage, InPieces) for one in every)
 
 
 def saved_by_us(checkpoint: Checkpoint) -> bool:
