@@ -11,11 +11,10 @@ from os.path import commonprefix
 from zckpt.errors import LeftOutError, UnsupportedError, UsageError, listed
 from zckpt.formats.account import take_inventory
 from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS
-from zckpt.formats.torch_files.tensors import is_in_pieces
 from zckpt.state import Checkpoint, without
 from zckpt.state.checkpoint import how_to_drop, keys_listed
 from zckpt.state.inventory import FILE, UNNAMED_STATE
-from zckpt.torchfile import node_of
+from zckpt.torchfile import node_of, pieces
 
 SHOWN = 3
 """More things than this are counted in a message."""
@@ -98,7 +97,7 @@ def without_rank_values(
 
     Raises UnsupportedError: it is more than single values; without its moments, an optimizer that has a step stops.
     """
-    beside = [key for key in _named(checkpoint.metadata, drop) if is_in_pieces(checkpoint.metadata[key])]
+    beside = [key for key in _named(checkpoint.metadata, drop) if any(pieces(checkpoint.metadata[key]))]
     gone = [value for value in checkpoint.per_rank if _named([value.key], drop)]
     if not gone and not beside:
         return checkpoint, (), tuple(drop)

@@ -69,6 +69,7 @@ from zckpt.torchfile.trees import (
     is_leaf,
     is_tensor,
     oddity,
+    pieces,
     unwrapped,
     value_at,
     walk_tensors,

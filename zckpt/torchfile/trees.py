@@ -14,7 +14,7 @@ from operator import attrgetter
 from zckpt.errors import PickleError
 from zckpt.torchfile import nodes
 from zckpt.torchfile.nodes import NumpyArray, NumpyDType, NumpyScalar
-from zckpt.torchfile.torch_file import FromFile
+from zckpt.torchfile.torch_file import FromFile, node_of
 
 MAX_DEPTH = 200
 """Levels of containers: a whole pickled model has some 60, and every reader of the tree may recurse."""
@@ -305,6 +305,13 @@ class Digests:
 
 def _hash(text: str) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def pieces(value: object) -> Iterator[nodes.InPieces]:
+    """Yield the storages of tensors below a value, whatever files it is of, that lie in several places."""
+    for node in each(node_of(value), lambda node: (node_of(child) for _, child in children(node))):
+        if isinstance(node, nodes.Tensor) and isinstance(node.storage, nodes.InPieces):
+            yield node.storage
 
 
 def alike(one: object, other: object) -> bool:

@@ -20,12 +20,11 @@ from zckpt.errors import DamagedFileError, listed
 from zckpt.formats.registry import find_format
 from zckpt.formats.remainder import RANDOM, are_of_save, of_modules
 from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS
-from zckpt.formats.torch_files.tensors import is_in_pieces
 from zckpt.immutable import mutable
 from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, set_extra
 from zckpt.optim.values import Values, value_of
 from zckpt.state import WEIGHT, Checkpoint, Extent, without
-from zckpt.torchfile import FromFile
+from zckpt.torchfile import FromFile, pieces
 
 SCHEDULER, GRAD_SCALER, EXTRA = "lr_scheduler", "grad_scaler", "extra"
 EXTRA_STATE = "extra_state"
@@ -137,10 +136,10 @@ def read_other_state(
     """
     found = OtherState()
     ours = saved_by_us(checkpoint)
-    values = {key: value_of(node) for key, node in checkpoint.metadata.items() if not is_in_pieces(node)}
+    values = {key: value_of(node) for key, node in checkpoint.metadata.items() if not any(pieces(node))}
     if away := checkpoint.metadata.keys() - values.keys():
-        said = f"{listed(sorted(away))} is not restored: ranks share its tensors, and here each would have all of them"
-        found.notes.append(said)
+        said = f"{listed(sorted(away))} is not restored: ranks share its tensors"
+        found.notes.append(f"{said}; `zckpt consolidate --model` writes them, and zckpt.load loads what it wrote")
     taken = {EXTRA, EXTRA_STATE, RANDOM, SCHEDULER, GRAD_SCALER} if ours else set[str]()
     for keys, target, name in (
         ((SCHEDULER, "scheduler"), scheduler, "scheduler"),

@@ -14,6 +14,7 @@ from zckpt.state import ZEROS, Checkpoint, CutFiles, CutSpans, PaddingRule, Slot
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, LEFT_OUT, STATE
 from zckpt.state.ranges import Range, merge, total, without
+from zckpt.torchfile import pieces
 
 if TYPE_CHECKING:
     from zckpt.state import cuts
@@ -100,7 +101,7 @@ class _Covered:
 
 
 class Coverage:
-    """The bytes of each file that slots, their copies and padding lie in, by fate: state, copy, implied.
+    """The bytes of each file that slots, their copies, what is carried and padding lie in, by fate.
 
     What rules say is worked out file by file, when it is asked for: thousands of files of thousands of ranges are not
     kept.
@@ -119,6 +120,9 @@ class Coverage:
                         continue
                     for span in (one for one in spans if one.path != ZEROS):
                         self._add(span.path, STATE, *span.reach, slot.name)
+        for key, value in (*checkpoint.metadata.items(), *checkpoint.optimizer_metadata.items()):
+            for span in (span for one in pieces(value) for span in one.slot.spans if span.path != ZEROS):
+                self._add(span.path, CARRIED, *span.reach, key)
         for duplicate in checkpoint.duplicates:
             for span in spans_of(duplicate.slot):
                 self._add(span.path, COPY, *span.reach, duplicate.slot.name)

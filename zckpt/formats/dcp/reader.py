@@ -262,15 +262,14 @@ def say_what_values_are(checkpoint: Checkpoint, folders: Mapping[str, Folder], *
         if folder is None or not isinstance(file.tree, LazyTree):
             continue
         rules = [Rule((key, "*", "*", "qmap"), COPY, "the map of each chunk", tensors=True) for key in folder.quantised]
-        several = {*folder.several}
         rules += [rule for place in _pickled(file.tree.held) for rule in optimizer_rules(*place)]
-        for key in (*file.tree.held, *folder.several):
+        for key in (*file.tree.held, *(folder.several if rewritten else ())):
             steps = folder.paths.get(key, (key,))  # metadata have what lies there, or around it, under some of these
             ends = combinations(range(len(steps) + 1), 2)
             name = next((name for start, end in ends if (name := joined(steps[start:end])) in kept), None)
             if name is not None:
                 fate, about = (COPY, f"{name}, as in {OWN_NAME}") if rewritten else (CARRIED, name)
-                rules.append(Rule((key, REST), fate, about, tensors=rewritten or key in several))
+                rules.append(Rule((key, REST), fate, about, tensors=rewritten))
             elif key in STEP_KEYS and checkpoint.step is not None:
                 rules.append(Rule((key, REST), IMPLIED, "the step"))
             elif not holds_tensors(file.tree.held.get(key)) or single & {str(one).rpartition(".")[2] for one in steps}:

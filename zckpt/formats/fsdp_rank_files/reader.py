@@ -36,7 +36,7 @@ from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.reader import step_of
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried
 from zckpt.formats.torch_files.writer import in_pieces
-from zckpt.state import Checkpoint, GivenNames, Topology, without
+from zckpt.state import Checkpoint, Duplicate, GivenNames, Topology, without
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, REST, Claim, Rule
 from zckpt.storage.files import is_file
 from zckpt.torchfile import Place, Tensor, TorchFile, read_torchfile, value_at
@@ -174,7 +174,7 @@ def _read_rest(checkpoint: Checkpoint, directory: Directory) -> None:
         whole: dict[str, object] = {}
         for one in shared:
             try:
-                whole[one] = _together(one, paths, found)
+                whole[one] = _together(checkpoint, one, paths, found)
             except SourceError as error:
                 checkpoint.warnings.append(f"{one} is not read: {error.message}")
         shown = [{one: with_shares(content[one], elements) for one in whole if one in content} for *_, content in found]
@@ -196,14 +196,17 @@ def _read_rest(checkpoint: Checkpoint, directory: Directory) -> None:
             stem = Path(rank_name(EXTRA, directory.world_size, rank)).stem  # names may be the same on two nodes
             for name, value in others.items():
                 checkpoint.metadata[f"{stem}.{name.removeprefix(f'{Path(file.path).stem}.')}"] = value
-            own = (*about, *(Rule((one, REST), CARRIED, one, tensors=True) for one in its), *rules.get(file.path, ()))
+            own = (*about, *rules.get(file.path, ()), *(Rule((one, REST), CARRIED, one) for one in its))
             add_part(checkpoint, file, "metadata", rank, own, where, {**content, **its})
         every = [one for one in every if one not in whole]
     checkpoint.details[KEYS] = every
 
 
-def _together(key: str, paths: Sequence[Path], found: Sequence[Content]) -> object:
-    """Return the first rank's value of a key, each tensor that ranks share whole. Raises SourceError: they are not."""
+def _together(checkpoint: Checkpoint, key: str, paths: Sequence[Path], found: Sequence[Content]) -> object:
+    """Return the first rank's value of a key, each tensor that ranks share whole, of which others may have copies.
+
+    Raises SourceError: they have not every element, each as often.
+    """
     files, across = RankFiles([str(path) for path in paths]), dict[Place, Across]()
     for rank, file, content in found:
         reader = files.begin(rank, file)[1]
@@ -213,8 +216,9 @@ def _together(key: str, paths: Sequence[Path], found: Sequence[Content]) -> obje
     first, tensors = found[0][2].get(key), dict[int, Tensor]()
     for place, node in shares(first):
         label = ".".join(map(str, (key, *place)))
-        [(_, slot), *_] = files.joined(label, label, across.pop(place))
+        [(_, slot), *copies] = files.joined(label, label, across.pop(place))
         tensors[id(node)] = in_pieces(label, slot)
+        checkpoint.duplicates += [Duplicate("buffer", label, label, copy, slot, rank) for rank, copy in copies]
     whole = with_shares(first, lambda node: tensors[id(node)])
     if across or any(shares(whole)):
         raise LayoutError(f"ranks do not have the same tensors in {key}", path=paths[0])

@@ -28,8 +28,6 @@ from zckpt.torchfile import (
     PlainParts,
     Tensor,
     TorchFile,
-    children,
-    each,
     has_tensors,
     node_of,
     put_back,
@@ -163,12 +161,6 @@ def holds_tensors(value: object) -> bool:
     they are such.
     """
     return isinstance(value, FromFile) or description(value) is not None or has_tensors(value)
-
-
-def is_in_pieces(value: object) -> bool:
-    """Tell whether some tensor below a value was cut for ranks: an average, say, as large as the model."""
-    every = each(node_of(value), lambda node: (node_of(child) for _, child in children(node)))
-    return any(isinstance(one, Tensor) and isinstance(one.storage, InPieces) for one in every)
 
 
 def description(value: object) -> Mapping[str, Any] | None:
