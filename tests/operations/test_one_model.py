@@ -70,6 +70,23 @@ def test_it_goes_through_every_format_and_into_other_names_and_types(states, tmp
             assert_same(one, expected if is_buffer else expected.bfloat16(), name)
 
 
+def test_a_part_of_a_model_has_its_own_names_and_not_the_models_configuration(states, tmp_path):
+    model, average, _, _ = states
+    torch.save({"model": {**named("a.net.", model), **named("b.", average)}}, tmp_path / "model.pt")
+    (tmp_path / "config.json").write_text("{}")
+    norm = {name.removeprefix("1."): one for name, one in average.items() if name.startswith("1.")}
+    for key, expected in {"a": named("net.", model), "a.net": model, "b": average, "b.1": norm}.items():
+        written = zckpt.consolidate(tmp_path / "model.pt", tmp_path / key, model=key)
+        assert [path.name for path in (tmp_path / key).iterdir()] == ["model.safetensors"]
+        assert any("no config.json was found" in note for note in written.notes)
+        found = load_file(tmp_path / key / "model.safetensors")
+        assert found.keys() == expected.keys()
+        for name, one in expected.items():
+            assert_same(found[name], one, name)
+    zckpt.consolidate(tmp_path / "model.pt", tmp_path / "whole")
+    assert (tmp_path / "whole" / "config.json").exists()
+
+
 def test_what_is_no_model_is_refused(states, tmp_path):
     model, average, every, optimizer = states
     two = {**named("ema_model.", average), **named("online_model.", model)}

@@ -32,7 +32,7 @@ from zckpt.formats.suffixes import DIRECTORY, IN_DIRECTORY, OWN_MODEL, SAFETENSO
 from zckpt.immutable import immutable
 from zckpt.naming import TRANSFORMERS
 from zckpt.operations.losses import check_nothing_lost, refuse_beside, refuse_rank_values, without_rank_values
-from zckpt.operations.one_model import one_model
+from zckpt.operations.one_model import PART, one_model
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import (
     Consolidating,
@@ -228,7 +228,7 @@ def assets_of(checkpoint: Checkpoint, chosen: Chosen) -> dict[str, Path]:
                 "--config needs a directory as the target", path=chosen.path, expected="the name of a directory"
             )
         return {}
-    found = find_assets(checkpoint, given)
+    found = find_assets(checkpoint, given) if given is not None or PART not in checkpoint.details else {}
     if given is not None or chosen.how.options["map"] in (None, TRANSFORMERS):
         return found
     is_own = is_adapter(checkpoint.names, found)  # a map's model has another configuration, and an adapter's says it

@@ -1,4 +1,4 @@
-"""One model of a checkpoint in the place of its own: one of several, or what is carried beside it, an average say."""
+"""One model of a checkpoint in the place of its own: one of several, a part, or what lies beside it, an average say."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from zckpt.state import WEIGHT, Checkpoint, Parameter, Slot, by_key, without
 from zckpt.state.names import bare_names, renamed
 from zckpt.torchfile import FromFile, Tensor, is_leaf, node_of
 
+PART = "part"
+"""Under which the details say that the source's configuration is of another model."""
+
 DEEPEST = 8
 """Dicts and lists in each other in which tensors are looked for."""
 
@@ -18,25 +21,27 @@ DEEPEST = 8
 def one_model(checkpoint: Checkpoint, key: str) -> Checkpoint:
     """Return a checkpoint of one model, without an optimizer.
 
-    `key`: what the names of one of several models begin with, or where another set of the model's parameters lies
-    beside it (`ema`, `callbacks.EMA.weights`): under their names, with anything before all of them, or as a list in the
-    model's order. Buffers and frozen parameters that it lacks are the model's. Raises UsageError: there is none.
+    `key`: what the names of one of several models, or of a part of one, begin with; or where another set of the model's
+    parameters lies beside it (`ema`, `callbacks.EMA.weights`): under their names, with anything before all of them, or
+    as a list in the model's order. Buffers and frozen parameters that it lacks are the model's. Raises UsageError:
+    there is none.
     """
     bare = replace(checkpoint, unnamed={}, param_groups=[], details=without(checkpoint.details, "models"))
-    if key in checkpoint.models():
-        front = f"{key}."
+    front = f"{key}."
+    if any(name.startswith(front) for name in checkpoint.names):
         for section in ("parameters", "buffers"):
             own = {name: checkpoint.owner(name) for name in getattr(checkpoint, section) if name.startswith(front)}
             setattr(bare, section, {name: replace(one, name=name, group=None) for name, one in own.items()})
+        bare.details[PART] = key
         return renamed(bare, {name: name.removeprefix(front) for name in bare.names})
     beside = {place: value for place, value in checkpoint.metadata.items() if not is_leaf(node_of(value))}
     near = {
         place: value
         for place, value in beside.items()
-        if f"{place}.".startswith(f"{key}.") or f"{key}.".startswith(f"{place}.")
+        if f"{place}.".startswith(front) or front.startswith(f"{place}.")
     }
     every = {name: slot for place, value in near.items() for name, slot in _slots(value, place)}
-    held = {name.removeprefix(f"{key}."): slot for name, slot in every.items() if name.startswith(f"{key}.")}
+    held = {name.removeprefix(front): slot for name, slot in every.items() if name.startswith(front)}
     are_sorted = any(one.role == "model" and one.path.endswith(".safetensors") for one in checkpoint.files)
     found = _sets(checkpoint.owners, held, lists=not are_sorted)
     if len(found) != 1:
@@ -46,7 +51,7 @@ def one_model(checkpoint: Checkpoint, key: str) -> Checkpoint:
             f"no model under the key {key}",
             path=checkpoint.source,
             expected=wanted,
-            found=listed([f"{key}.{front}".rstrip(".") for front in found] or list(held)) if held else "nothing there",
+            found=listed([f"{front}{more}".rstrip(".") for more in found] or list(held)) if held else "nothing there",
             advice="`zckpt inspect --files` shows what lies beside the model",
         )
     [slots] = found.values()

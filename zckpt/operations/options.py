@@ -255,8 +255,8 @@ class Consolidating(OfWholeModel, Filled, total=False):
 
     model: Annotated[str | None, Shared(
         None,
-        "Write one of several models, or what lies beside the model under KEY with the model's names and shapes: its "
-        "average (ema), a reference model, KEY.KEY further in.",
+        "Write only what names begin with, one of several models or a part of one; or what lies beside the model under "
+        "KEY with its names and shapes: an average (ema), a reference model, KEY.KEY further in.",
         decides=True, metavar="KEY",
     )]  # fmt: skip
 
