@@ -532,16 +532,19 @@ def test_what_ranks_share_beside_the_model_is_carried_whole(to, free, tmp_path):
     expected = zckpt.open(copied(free, tmp_path / "without"))
     for path in free.iterdir():
         tree = torch.load(path, weights_only=False)
-        more = {"shadow": [dict(tree["model"]), path.name], "decay": 0.5}
-        torch.save({**tree, "ema": dict(tree["model"]), "more": more}, path)
+        more: dict[str, Any] = {"shadow": [dict(tree["model"]), path.name], "decay": 0.5}
+        loop: list[Any] = [dict(tree["model"])]
+        loop.append(loop)
+        torch.save({**tree, "ema": dict(tree["model"]), "more": more, "loop": loop}, path)
     assert not zckpt.open(free).warnings
     zckpt.convert(free, tmp_path / "to", to=to)
     for found in (zckpt.open(free), zckpt.open(tmp_path / "to")):
-        values = {key: value_of(found.metadata[key]) for key in ("ema", "more")}
+        values = {key: value_of(found.metadata[key]) for key in ("ema", "more", "loop")}
+        assert values["loop"][1] is values["loop"]
         assert (values["more"]["decay"], values["more"]["shadow"][1]) == (0.5, min(free.iterdir()).name)
         for name in expected.parameters:
             assert_same_slots(found, expected, name)
-            for average in (values["ema"], values["more"]["shadow"][0]):
+            for average in (values["ema"], values["more"]["shadow"][0], values["loop"][0]):
                 assert_same(average[name], expected.read(name, "weight"), name)
     others = [key for key in zckpt.open(free).metadata if key.endswith("more")]
     assert len(others) == len([*free.iterdir()])  # each rank has its own number there

@@ -15,6 +15,7 @@ import zckpt
 from tests.formats.test_state_dict_forms import assert_state, body, stepped
 from tests.refusals import refusing
 from zckpt.errors import UnsupportedError
+from zckpt.optim.values import value_of
 
 
 def trained(*sizes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -333,11 +334,15 @@ def test_optimizers_of_accelerates_models_are_theirs_that_can_be(tmp_path):
     assert named(accelerates(tmp_path / "twins", twins, [one_of_all(*twins[::-1])])) == set()
 
 
+@pytest.mark.parametrize("deep", [(), ("state",)])
 @pytest.mark.parametrize("more", [("ema", "reference"), ("reference",), ("frozen",)])
-def test_a_model_with_its_optimizer_further_in_comes_before_tensors_without_one(more, tmp_path):
+def test_a_model_with_its_optimizer_further_in_comes_before_tensors_without_one(more, deep, tmp_path):
     model, optimizer = trained(5, 4, 1)
     one = {name: torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
     others = {key: {"net": one, "at": torch.ones(4)} if key == "reference" and len(more) > 1 else one for key in more}
-    app = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    app = {"model": model.state_dict(), "optim": optimizer.state_dict(), "note": 7}
+    for key in deep:
+        app = {key: app, "note": 8}
     checkpoint = assert_state(saved(tmp_path, {**others, "app": app}), model, {None: optimizer})
-    assert checkpoint.metadata.keys() >= {*more}
+    assert checkpoint.metadata.keys() == {*more, "app"}
+    assert value_of(checkpoint.metadata["app"]) == ({"state": {"note": 7}, "note": 8} if deep else {"note": 7})

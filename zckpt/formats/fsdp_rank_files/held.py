@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 from zckpt.immutable import immutable
@@ -333,13 +334,22 @@ def shares(root: object) -> Iterator[tuple[Place, MetaTensor]]:
             waiting.extend(reversed(below))
 
 
-def with_shares(node: object, of: Callable[[MetaTensor], object]) -> object:
-    """Return dicts and lists with something else in the place of each tensor that ranks share."""
-    if isinstance(node, MetaTensor):
-        return of(node)
-    if isinstance(node, list):
-        return [with_shares(one, of) for one in node]
-    return {key: with_shares(value, of) for key, value in node.items()} if isinstance(node, dict) else node
+def with_shares(root: object, of: Callable[[MetaTensor], object]) -> object:
+    """Return dicts and lists, which may be within themselves, with something else in the place of what ranks share."""
+    made: dict[int, Any] = {}
+
+    def other(node: object) -> object:
+        if isinstance(node, MetaTensor):
+            return of(node)
+        if id(node) not in made and isinstance(node, list):
+            found = made[id(node)] = []
+            found.extend(map(other, node))
+        elif id(node) not in made and isinstance(node, dict):
+            several = made[id(node)] = {}
+            several.update((key, other(value)) for key, value in node.items())
+        return made.get(id(node), node)
+
+    return other(root)
 
 
 def refuse_share(file: TorchFile) -> None:

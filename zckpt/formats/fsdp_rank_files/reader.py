@@ -213,15 +213,16 @@ def _together(checkpoint: Checkpoint, key: str, paths: Sequence[Path], found: Se
         for place, node in shares(content.get(key)):
             if (held := reader.held(node)) is not None:
                 across.setdefault(place, Across(files)).by_tree[rank] = held
-    first, tensors = found[0][2].get(key), dict[int, Tensor]()
+    first, tensors, others = found[0][2].get(key), dict[int, Tensor](), list[Duplicate]()
     for place, node in shares(first):
         label = ".".join(map(str, (key, *place)))
         [(_, slot), *copies] = files.joined(label, label, across.pop(place))
         tensors[id(node)] = in_pieces(label, slot)
-        checkpoint.duplicates += [Duplicate("buffer", label, label, copy, slot, rank) for rank, copy in copies]
+        others += [Duplicate("buffer", label, label, copy, slot, rank) for rank, copy in copies]
     whole = with_shares(first, lambda node: tensors[id(node)])
     if across or any(shares(whole)):
         raise LayoutError(f"ranks do not have the same tensors in {key}", path=paths[0])
+    checkpoint.duplicates += others
     return whole
 
 

@@ -205,9 +205,7 @@ def content_of(root: Node, path: Path, *, spreads: bool = False, seen: set[int] 
             keys = [part.keys for part in parts.values() if part.models and part.optimizers]
             if keys:  # beside which models of the same keys have none
                 parts = {k: part for k, part in parts.items() if part.models and (part.optimizers or part.keys in keys)}
-                below = list(parts)
-                if len(below) > 1:
-                    return _together(found, parts)
+                return _together(found, parts) if len(parts) > 1 else _within(found, *parts.items())
         if len(below) != 1:
             break
         node = dict_of(found.base[below[0]])
@@ -305,6 +303,14 @@ def _one_by_one(root: Node) -> dict[object, object]:
         else:
             found[key] = value
     return found
+
+
+def _within(found: Content, inside: tuple[object, Content]) -> Content:
+    key, part = inside
+    for held in part.optimizers:
+        held.path = (*found.place, key, *held.path)
+    part.root, part.place = found.root, (*found.place, key, *part.place)
+    return _warned_of_rest(part)
 
 
 def _together(found: Content, parts: dict[object, Content]) -> Content:
