@@ -39,6 +39,7 @@ FORMS = {
     "ema.ema_model": lambda m, a, _: {"model": m, "ema": {**named("ema_model.", a), **named("online_model.", m)}},
     "ema.shadow": lambda m, a, _: {"model": named("_orig_mod.", m), "ema": {"shadow": a, "decay": 0.5}},
     "callbacks.EMA": lambda m, a, _: {"state_dict": named("net.", m), "callbacks": {"EMA": {"step": 2, "weights": a}}},
+    "ema.params": lambda m, a, _: {"model": named("net.", m), "ema": {"params": named("module.", a), "n": 2}},
     "G_ema": lambda m, a, _: {"G": m, "D": {"weight": torch.ones(2, 3)}, "G_ema": a},
     "shadows": lambda m, _, every: {"model": m, "shadows": {"decay": 0.5, "shadow_params": every}},
 }
@@ -48,13 +49,32 @@ FORMS = {
 def test_an_average_is_written_under_the_models_names(key, states, tmp_path):
     model, average, every, optimizer = states
     content = FORMS[key](model, average, every)
+    if key == "ema.params":  # of a part, which alone is trained
+        content["model"] = {**named("unet.", content["model"]), "vae.weight": torch.ones(2)}
     torch.save({**content, "optimizer": optimizer} if "G" not in content else content, tmp_path / "ckpt.pt")
     zckpt.consolidate(tmp_path / "ckpt.pt", tmp_path / "m.safetensors", model=key)
     found, front = load_file(tmp_path / "m.safetensors"), "net." if "state_dict" in content else ""
+    if key == "ema.params":
+        assert_same(found.pop("vae.weight"), torch.ones(2), "vae.weight")
+        front = "unet.net."
     assert found.keys() == named(front, average).keys()
     for name, one in average.items():
         of_model = key == "shadows" and name.startswith(("1.running", "1.num"))  # a list has parameters only
         assert_same(found[front + name], model[name] if of_model else one, name)
+
+
+def test_an_average_whose_names_have_no_dots_is_the_models(states, tmp_path):
+    """LitEma's, of Stable Diffusion, has parameters only, and a step beside them."""
+    model, average, _, _ = states
+    own = [name for name in model if not name.startswith(("1.running", "1.num"))]
+    flat = {f"model_ema.{name.replace('.', '')}": average[name] for name in own}
+    beside = {"model_ema.decay": torch.tensor(0.5), "model_ema.num_updates": torch.tensor(2), "vae.w": torch.ones(2)}
+    torch.save({"state_dict": {**named("model.", model), **flat, **beside}}, tmp_path / "sd.ckpt")
+    zckpt.consolidate(tmp_path / "sd.ckpt", tmp_path / "m.safetensors", model="model_ema")
+    found = load_file(tmp_path / "m.safetensors")
+    assert found.keys() == {*named("model.", model), "vae.w"}
+    for name, one in model.items():
+        assert_same(found[f"model.{name}"], average[name] if name in own else one, name)
 
 
 def test_it_goes_through_every_format_and_into_other_names_and_types(states, tmp_path):

@@ -8,11 +8,14 @@ from dataclasses import replace
 from zckpt.errors import UsageError, listed
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Slot, by_key, without
-from zckpt.state.names import bare_names, renamed
+from zckpt.state.names import bare_names
 from zckpt.torchfile import FromFile, Tensor, is_leaf, node_of
 
 PART = "part"
 """Under which the details say that the source's configuration is of another model."""
+
+OF_AVERAGE = frozenset({"decay", "num_updates"})
+"""What latent-diffusion's LitEma has beside the model's parameters, whose names are without dots in it."""
 
 DEEPEST = 8
 """Dicts and lists in each other in which tensors are looked for."""
@@ -26,14 +29,20 @@ def one_model(checkpoint: Checkpoint, key: str) -> Checkpoint:
     as a list in the model's order. Buffers and frozen parameters that it lacks are the model's. Raises UsageError:
     there is none.
     """
-    bare = replace(checkpoint, unnamed={}, param_groups=[], details=without(checkpoint.details, "models"))
+    details = without(checkpoint.details, "models")
+    bare = replace(checkpoint, unnamed={}, param_groups=[], wrapped={}, details=details)
     front = f"{key}."
-    if any(name.startswith(front) for name in checkpoint.names):
+    inside = {name.removeprefix(front): checkpoint.owner(name) for name in checkpoint.names if name.startswith(front)}
+    if inside:
+        gone = [f"{front}{name}" for name in inside]
+        whole = replace(bare, parameters=without(bare.parameters, *gone), buffers=without(bare.buffers, *gone))
+        if inside.keys() >= OF_AVERAGE and (slots := _without_dots(whole, without(inside, *OF_AVERAGE))):
+            return _with(whole, slots)
         for section in ("parameters", "buffers"):
-            own = {name: checkpoint.owner(name) for name in getattr(checkpoint, section) if name.startswith(front)}
-            setattr(bare, section, {name: replace(one, name=name, group=None) for name, one in own.items()})
+            own = {name: replace(one, name=name, group=None) for name, one in inside.items()}
+            setattr(bare, section, {name: one for name, one in own.items() if front + name in getattr(bare, section)})
         bare.details[PART] = key
-        return renamed(bare, {name: name.removeprefix(front) for name in bare.names})
+        return bare
     beside = {place: value for place, value in checkpoint.metadata.items() if not is_leaf(node_of(value))}
     near = {
         place: value
@@ -54,14 +63,27 @@ def one_model(checkpoint: Checkpoint, key: str) -> Checkpoint:
             found=listed([f"{front}{more}".rstrip(".") for more in found] or list(held)) if held else "nothing there",
             advice="`zckpt inspect --files` shows what lies beside the model",
         )
-    [slots] = found.values()
+    return _with(bare, *found.values())
+
+
+def _without_dots(checkpoint: Checkpoint, held: Mapping[str, Parameter]) -> dict[str, Slot]:
+    """Return the slots of tensors whose names are the model's, or those of its child, without dots; none of others."""
+    every = {name: checkpoint.owner(name) for name in checkpoint.names}
+    names = {part.replace(".", ""): name for name in every for part in (name, name.partition(".")[2])}
+    slots = ((names.get(short), one.weight or one.master) for short, one in held.items())
+    found = {name: slot for name, slot in slots if name and slot and slot.shape == every[name].shape}
+    return found if len(found) == len(held) else {}
+
+
+def _with(checkpoint: Checkpoint, slots: Mapping[str, Slot]) -> Checkpoint:
+    """Return a checkpoint with other weights."""
     for section in ("parameters", "buffers"):
         tensors = {name: replace(one, group=None) for name, one in getattr(checkpoint, section).items()}
         for name, one in tensors.items():
             if name in slots and one.tied_to is None:
                 tensors[name] = replace(one, slots={WEIGHT: slots[name]}, dtype=slots[name].dtype, state={})
-        setattr(bare, section, tensors)
-    return bare
+        setattr(checkpoint, section, tensors)
+    return checkpoint
 
 
 def _slots(value: object, place: str, file: str = "", deep: int = DEEPEST) -> Iterator[tuple[str, Slot]]:
@@ -79,11 +101,12 @@ def _slots(value: object, place: str, file: str = "", deep: int = DEEPEST) -> It
 def _sets(owners: Sequence[Parameter], held: Mapping[str, Slot], *, lists: bool) -> dict[str, dict[str, Slot]]:
     """Return each set of slots that has all trained parameters, by their names, and what is before names in it."""
     whole = {one.name: one.shape for one in owners}
-    trained = {one.name: one.shape for one in owners if not one.frozen} or whole
+    trained = {one.name: one.shape for one in owners if one.group is not None}
+    trained = trained or {one.name: one.shape for one in owners if not one.frozen} or whole
     first, found = next(iter(trained), ""), dict[str, dict[str, Slot]]()
     names = {new: old for old, new in bare_names(held).items()}
-    child = first[: first.find(".") + 1]
-    for own in ("", child if all(name.startswith(child) for name in trained) else ""):  # which a set may lack
+    fronts = (first[:at] for at in range(len(first)) if first[:at].endswith(".") or not at)  # which a set may lack
+    for own in (front for front in fronts if all(name.startswith(front) for name in trained)):
         rest = first.removeprefix(own)
         if found:
             break
