@@ -344,5 +344,7 @@ def test_a_model_with_its_optimizer_further_in_comes_before_tensors_without_one(
     for key in deep:
         app = {key: app, "note": 8}
     checkpoint = assert_state(saved(tmp_path, {**others, "app": app}), model, {None: optimizer})
+    path = saved(tmp_path, {"mine": one, "best": {"model": model.state_dict(), "optim": optimizer.state_dict()}})
+    assert torch.equal(zckpt.open(path).read("0.weight"), one["0.weight"])  # and not the best so far
     assert checkpoint.metadata.keys() == {*more, "app"}
     assert value_of(checkpoint.metadata["app"]) == ({"state": {"note": 7}, "note": 8} if deep else {"note": 7})

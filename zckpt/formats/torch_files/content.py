@@ -196,7 +196,8 @@ def content_of(root: Node, path: Path, *, spreads: bool = False, seen: set[int] 
     while id(node) not in seen:
         models, optimizers = _models(found.base), _optimizers(found.base, found.place, path)
         is_usual = not models.keys().isdisjoint(STATE_DICT_KEYS)
-        if optimizers or (_trained(models) and (is_usual or not _holds(found.base, _is_pair))):
+        inside = [found.base[key] for key in _no_averages(found.base)]
+        if optimizers or (_trained(models) and (is_usual or not _holds(inside, _is_pair))):
             break
         seen.add(id(node))
         below = _below(found.base, models, seen)
