@@ -75,6 +75,10 @@ def test_an_average_whose_names_have_no_dots_is_the_models(states, tmp_path):
     assert found.keys() == {*named("model.", model), "vae.w"}
     for name, one in model.items():
         assert_same(found[f"model.{name}"], average[name] if name in own else one, name)
+    other = {**named("model.", model), **beside, "model_ema.0weight": torch.ones(3)}  # of another model
+    torch.save({"state_dict": other}, tmp_path / "other.ckpt")
+    zckpt.consolidate(tmp_path / "other.ckpt", tmp_path / "other.safetensors", model="model_ema")
+    assert load_file(tmp_path / "other.safetensors").keys() == {"0weight", "decay", "num_updates"}
 
 
 def test_it_goes_through_every_format_and_into_other_names_and_types(states, tmp_path):
@@ -96,13 +100,14 @@ def test_a_part_of_a_model_has_its_own_names_and_not_the_models_configuration(st
     (tmp_path / "config.json").write_text("{}")
     norm = {name.removeprefix("1."): one for name, one in average.items() if name.startswith("1.")}
     for key, expected in {"a": named("net.", model), "a.net": model, "b": average, "b.1": norm}.items():
-        written = zckpt.consolidate(tmp_path / "model.pt", tmp_path / key, model=key)
+        written = zckpt.consolidate(tmp_path / "model.pt", tmp_path / key, model=key, dtype="float16")
         assert [path.name for path in (tmp_path / key).iterdir()] == ["model.safetensors"]
         assert any("no config.json was found" in note for note in written.notes)
         found = load_file(tmp_path / key / "model.safetensors")
         assert found.keys() == expected.keys()
         for name, one in expected.items():
-            assert_same(found[name], one, name)
+            is_buffer = "running" in name or "num_batches" in name
+            assert_same(found[name], one if is_buffer else one.half(), name)
     zckpt.consolidate(tmp_path / "model.pt", tmp_path / "whole")
     assert (tmp_path / "whole" / "config.json").exists()
 
@@ -111,9 +116,6 @@ def test_what_is_no_model_is_refused(states, tmp_path):
     model, average, every, optimizer = states
     two = {**named("ema_model.", average), **named("online_model.", model)}
     torch.save({"model": model, "ema": two, "more": {"0.weight": every[0]}, "optimizer": optimizer}, tmp_path / "m.pt")
-    save_file(model, tmp_path / "model.safetensors")
-    torch.save(optimizer, tmp_path / "optimizer.pt")
-    torch.save({"ema": every}, tmp_path / "ema.pt")
     for key, words in {
         "ema": "no model under the key ema: .*found ema.ema_model, ema.online_model",
         "more": "no model under the key more: expected all of the model's parameters",
@@ -123,5 +125,24 @@ def test_what_is_no_model_is_refused(states, tmp_path):
             zckpt.consolidate(tmp_path / "m.pt", tmp_path / "t.safetensors", model=key)
     with refusing(UsageError, "--model writes no optimizer"):
         zckpt.consolidate(tmp_path / "m.pt", tmp_path / "t.safetensors", model="ema.ema_model", slots="all")
-    with refusing(UsageError, "no model under the key"):  # safetensors do not have the model's order
-        zckpt.consolidate(tmp_path, tmp_path / "t.safetensors", model="ema", drop=["*"])
+
+
+@pytest.mark.parametrize("model_file", ["pytorch_model.bin", "model.safetensors"])
+def test_a_list_of_weights_beside_safetensors_which_have_no_order_is_refused(model_file, states, tmp_path):
+    """As Accelerate saves an average that is registered for checkpointing."""
+    model, average, every, optimizer = states
+    folder = tmp_path / "state"
+    folder.mkdir()
+    (save_file if model_file.endswith(".safetensors") else torch.save)(model, folder / model_file)
+    torch.save(optimizer, folder / "optimizer.bin")
+    torch.save({"shadow_params": every, "decay": 0.5}, folder / "custom_checkpoint_0.pkl")
+    torch.save({"step": 1}, folder / "random_states_0.pkl")
+    options: dict[str, Any] = {"model": "custom_checkpoint_0", "dtype": "keep"}
+    if model_file.endswith(".safetensors"):
+        with refusing(
+            UsageError, "no model under the key custom_checkpoint_0: .*found shadow_params.0, shadow_params.1"
+        ):
+            zckpt.consolidate(folder, tmp_path / "t.safetensors", **options)
+        return
+    zckpt.consolidate(folder, tmp_path / "t.safetensors", **options)
+    assert_same(load_file(tmp_path / "t.safetensors")["0.weight"], average["0.weight"], "0.weight")
