@@ -40,6 +40,7 @@ FORMS = {
     "ema.shadow": lambda m, a, _: {"model": named("_orig_mod.", m), "ema": {"shadow": a, "decay": 0.5}},
     "callbacks.EMA": lambda m, a, _: {"state_dict": named("net.", m), "callbacks": {"EMA": {"step": 2, "weights": a}}},
     "ema.params": lambda m, a, _: {"model": named("net.", m), "ema": {"params": named("module.", a), "n": 2}},
+    "ema.same": lambda m, a, _: {"state_dict": named("net.", m), "ema": {"same": named("net.", a)}},
     "G_ema": lambda m, a, _: {"G": m, "D": {"weight": torch.ones(2, 3)}, "G_ema": a},
     "shadows": lambda m, _, every: {"model": m, "shadows": {"decay": 0.5, "shadow_params": every}},
 }
