@@ -550,6 +550,21 @@ def test_what_ranks_share_beside_the_model_is_carried_whole(to, free, tmp_path):
     assert len(others) == len([*free.iterdir()])  # each rank has its own number there
 
 
+def test_what_a_lost_rank_shared_beside_the_model_is_left_out(free, tmp_path):
+    for path in free.iterdir():
+        tree = torch.load(path, weights_only=False)
+        torch.save({**tree, "ema": dict(tree["model"])}, path)
+    whole = copied(free, tmp_path / "whole")
+    next(path for path in free.iterdir() if "rank1" in path.name).unlink()
+    options: dict[str, Any] = {"salvage": True, "fill_from": whole, "fill_masters": True}
+    done = zckpt.convert(free, tmp_path / "to", to="zckpt", **options)
+    assert "ema is incomplete, and left out" in done.warnings
+    found, expected = zckpt.open(tmp_path / "to"), zckpt.open(whole)
+    assert "ema" in expected.metadata.keys() - found.metadata.keys()
+    for name in expected.parameters:
+        assert_same_slots(found, expected, name)
+
+
 def test_what_ranks_share_otherwise_is_left_out_and_said_to_be(free, tmp_path):
     for rank, path in enumerate(free.iterdir()):
         tree = torch.load(path, weights_only=False)
