@@ -301,7 +301,7 @@ def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[
         metadata = read_metadata(folder)
         items = read_items(metadata)
         for item in items.objects.values():
-            if isinstance(item.node, dict) and is_share(item.file) and any(True for _ in shares(item.node)):
+            if isinstance(item.node, dict) and is_share(item.file) and any(shares(item.node)):
                 raise UnsupportedError(
                     f"{item.key} is one value, pickled by a rank with its share of each tensor; the others are lost",
                     path=item.file.path,

@@ -35,7 +35,7 @@ from zckpt.formats.torch_files.tensors import carried, slot_of, span_of, unresol
 from zckpt.state import WEIGHT, CutFiles, CutSpans, Duplicate, Extent, Parameter, Shape, Slot, Span, dict_of, number_of
 from zckpt.state.inventory import COPY, IMPLIED, STATE, Rule
 from zckpt.storage.files import opened
-from zckpt.torchfile import FromFile, Mentioned, Tensor, TorchFile, dump, plain, walk_tensors
+from zckpt.torchfile import FromFile, Mentioned, Tensor, TorchFile, dump, has_tensors, plain
 
 
 def implied(about: str, *keys: str, where: Sequence[str] = ()) -> tuple[Rule, ...]:
@@ -142,7 +142,7 @@ def own_keys(members: Sequence[OptimizerShard], firsts: Sequence[OptimizerShard]
                 told = values[0][0] if isinstance(values[0], (list, tuple)) and len(values[0]) == 1 else values[0]
                 if len({repr(value) for value in values}) > 1 or (files is members and (
                     key in OF_ONE_RANK
-                    or any(map(_has_tensors, held))
+                    or any(map(has_tensors, held))
                     or (len(values) == 1 and _has_float(values[0]))  # which one rank alone does not show
                     or (type(told) is int and told in sizes)
                 )):  # fmt: skip
@@ -156,7 +156,7 @@ def own_hyperparameters(files: Sequence[OptimizerShard], index: int) -> frozense
     others = [(one, one.group(index)) for one in files[1:]]
 
     def differs(key: str, value: object) -> bool:
-        if _has_tensors(value):
+        if has_tensors(value):
             mine = FromFile.of(first.file, value)
             return not all(key in its and is_same(mine, FromFile.of(one.file, its[key])) for one, its in others)
         kept = type(value), repr(plain(number_of(value)))
@@ -171,11 +171,7 @@ def own_hyperparameters(files: Sequence[OptimizerShard], index: int) -> frozense
 
 def hyperparameter(member: OptimizerShard, value: object) -> object:
     """Return a value of a param group as it is kept: with its file, if it has tensors."""
-    return FromFile.of(member.file, value) if _has_tensors(value) else value
-
-
-def _has_tensors(value: object) -> bool:
-    return any(True for _ in walk_tensors(value))
+    return FromFile.of(member.file, value) if has_tensors(value) else value
 
 
 def _has_float(value: object) -> bool:
@@ -272,7 +268,7 @@ def keep_others(held: Iterable[Content], keys: Iterable[str], *where: str) -> tu
             found = same.get((key, id(node)))
             if found is None:
                 found = known.get(key) is not None and is_same(FromFile.of(first, known[key]), FromFile.of(file, node))
-                if not _has_tensors(node):
+                if not has_tensors(node):
                     same[key, id(node)] = found
             if found:
                 copies.append(key)
@@ -304,7 +300,7 @@ def copies_of_optimizers(models: Sequence[ModelShard], optimizers: Sequence[Opti
 
 def is_same(one: FromFile, other: FromFile) -> bool:
     """Tell whether what two files hold would be written alike, as far as `COMPARED_NBYTES`."""
-    if one.node is other.node and not _has_tensors(one.node):
+    if one.node is other.node and not has_tensors(one.node):
         return True  # files that are alike share a tree
     if type(one.node) in PLAIN and type(other.node) in PLAIN and one.node == one.node:  # no NaN
         return type(one.node) is type(other.node) and repr(one.node) == repr(other.node)

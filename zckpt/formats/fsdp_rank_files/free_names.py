@@ -109,7 +109,7 @@ def places_of(root: object, path: str) -> tuple[Place | None, Place | None]:
     whole = with_shares(root, _whole)
     content = content_of(dict_of(whole), Path(path))
     models = [content.place if key is None else (*content.place, key) for key in content.keys]
-    models = [place for place in models if any(True for _ in shares(value_at(root, place)))] or models
+    models = [place for place in models if any(shares(value_at(root, place)))] or models
     optimizers = [one.path for one in content.optimizers]
     if max(len(models), len(optimizers)) > 1 or not models + optimizers:
         raise UnsupportedError(
