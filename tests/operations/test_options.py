@@ -11,6 +11,7 @@ from tests.cli.console import FIXTURES
 from zckpt.cli import cli
 from zckpt.formats import registry
 from zckpt.formats.options import options_of as format_options
+from zckpt.operations.how import How
 from zckpt.operations.options import (
     Compared,
     ComparedTwo,
@@ -24,7 +25,6 @@ from zckpt.operations.options import (
     Salvaged,
     options_of,
 )
-from zckpt.operations.target import How
 
 GROUPS = {
     "open": Reading, "inspect": Salvaged, "map": Reading, "consolidate": Filled, "convert": Converted,

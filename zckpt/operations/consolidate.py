@@ -31,6 +31,7 @@ from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.suffixes import DIRECTORY, IN_DIRECTORY, OWN_MODEL, SAFETENSORS, TORCH, kind_of_model, optimizer_path
 from zckpt.immutable import immutable
 from zckpt.naming import TRANSFORMERS
+from zckpt.operations.how import How, Proof, check_choice
 from zckpt.operations.losses import check_nothing_lost, refuse_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.one_model import PART, one_model
 from zckpt.operations.open import Source, opened
@@ -47,7 +48,7 @@ from zckpt.operations.options import (
 )
 from zckpt.operations.proof import check_arrived, check_same
 from zckpt.operations.salvage import salvage
-from zckpt.operations.target import How, Made, Proof, Written, check_choice, write_from
+from zckpt.operations.target import Made, Written, write_from
 from zckpt.state import WEIGHT, Checkpoint, Slot, Span
 from zckpt.state.names import like_model, renamed
 from zckpt.storage.files import read_json

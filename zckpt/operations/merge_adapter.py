@@ -21,10 +21,11 @@ from zckpt.formats.low_bit import codes_in, settings_of
 from zckpt.formats.low_bit_floats import weights_as_floats
 from zckpt.immutable import immutable
 from zckpt.operations.consolidate import NUMBERS, Chosen, Consolidated, as_beside, write_computed
+from zckpt.operations.how import How
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Merging, Place, Unpack, naming_of, shares
-from zckpt.operations.target import How, summary
+from zckpt.operations.target import summary
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Parameter, Shape, Slot
 from zckpt.state.views import concat, narrow, reshape, transpose
 from zckpt.storage.files import read_json

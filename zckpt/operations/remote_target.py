@@ -29,7 +29,7 @@ from zckpt.storage.remote.uploads import Sent
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from zckpt.operations.target import Copied, Proof
+    from zckpt.operations.how import Copied, Proof
     from zckpt.storage.remote.schemes import Uploads
 
 SMALL_NBYTES = 1 << 28
@@ -53,7 +53,7 @@ def write_remote(
         The target's, below the tree of `mount`.
     """
     from zckpt.engine.upload import upload, whole
-    from zckpt.operations.target import record_of
+    from zckpt.operations.how import record_of
 
     shared = next((SHARED[one] for one in (path, *path.parents) if one in SHARED), None)
     if isinstance(shared, StoredTarget):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from zckpt.engine.checking import Checked
     from zckpt.engine.plan import Plan
-    from zckpt.operations.target import Copied
+    from zckpt.operations.how import Copied
     from zckpt.storage.remote.mount import Mount
     from zckpt.storage.remote.schemes import Uploads
     from zckpt.storage.remote.uploads import Sent
