@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -255,8 +257,11 @@ def test_the_command_prints_lines_and_ends_at_a_finding_or_runs_a_command(traini
 
 
 def test_a_process_that_watches_sees_what_another_saves(training):
+    for path in training.run.rglob("*"):  # both are finished, however soon somebody looks
+        os.utime(path, (1, 1))
     words = command("verify", training.run, "--watch", "--settle", 0.2)
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment()) as watching:
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment()) as watching, ExitStack() as ends:
+        ends.callback(watching.kill)  # it would watch for ever
         assert watching.stdout is not None
         assert json.loads(watching.stdout.readline())["name"] == "step-6"
         training.step().save()
