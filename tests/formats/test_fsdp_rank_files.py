@@ -550,6 +550,23 @@ def test_what_ranks_share_beside_the_model_is_carried_whole(to, free, tmp_path):
     assert len(others) == len([*free.iterdir()])  # each rank has its own number there
 
 
+def test_copies_of_what_ranks_share_beside_the_model_are_held_against_the_first(written, tmp_path):
+    source, folder = written(LLAMA, world_size=4, fsdp_size=2), tmp_path / "ranks"
+    folder.mkdir()
+    for rank in range(4):
+        model = torch.load(source / f"model_world_size_4_rank_{rank}.pt", weights_only=False)
+        average = torch.load(source / f"model_world_size_4_rank_{rank}.pt", weights_only=False)
+        if rank == 2:
+            average["model.norm.weight"]._local_tensor.data += 1
+        torch.save({"model": model, "ema": average}, folder / f"rank{rank}.pt")
+    done = zckpt.convert(folder, tmp_path / "to", to="zckpt")
+    assert [note for note in done.notes if "ranks' copies of ema.model.norm.weight differ" in note]
+    found = zckpt.verify(folder, deep=True)
+    assert [one.code for one in found.findings if one.severity == "error"] == ["ZC-206"]
+    first = zckpt.open(source).read("model.norm.weight", "weight")
+    assert_same(value_of(zckpt.open(tmp_path / "to").metadata["ema"])["model.norm.weight"], first, "ema")
+
+
 def test_what_a_lost_rank_shared_beside_the_model_is_left_out(free, tmp_path):
     for path in free.iterdir():
         tree = torch.load(path, weights_only=False)

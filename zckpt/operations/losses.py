@@ -43,7 +43,7 @@ def check_nothing_lost(
     salvages : bool
         What nobody can read any more, for other files are lost, goes, too.
     of_model : bool
-        Only the model is wanted: an optimizer that no one could read as a whole, or an average, is none that is lost.
+        Only the model is wanted: an optimizer that no one could read as a whole is none that is lost.
 
     Raises
     ------

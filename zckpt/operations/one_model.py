@@ -44,15 +44,10 @@ def one_model(checkpoint: Checkpoint, key: str) -> Checkpoint:
         bare.details[PART] = key
         return bare
     beside = {place: value for place, value in checkpoint.metadata.items() if not is_leaf(node_of(value))}
-    near = {
-        place: value
-        for place, value in beside.items()
-        if f"{place}.".startswith(front) or front.startswith(f"{place}.")
-    }
-    every = {name: slot for place, value in near.items() for name, slot in _slots(value, place)}
-    held = {name.removeprefix(front): slot for name, slot in every.items() if name.startswith(front)}
-    are_sorted = any(one.role == "model" and one.path.endswith(".safetensors") for one in checkpoint.files)
-    found = _sets(checkpoint.owners, held, lists=not are_sorted)
+    near = [place for place in beside if f"{place}.".startswith(front) or front.startswith(f"{place}.")]
+    every = [pair for place in near for pair in _slots(beside[place], place)]
+    held = {name.removeprefix(front): slot for name, slot in every if name.startswith(front)}
+    found = _sets(checkpoint.owners, held, lists=not checkpoint.is_sorted)
     if len(found) != 1:
         others = listed([*checkpoint.models(), *beside]) or "a checkpoint with several models"
         wanted = "all of the model's parameters, once, by name or in its order" if held else others

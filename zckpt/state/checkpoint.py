@@ -440,6 +440,11 @@ class Checkpoint:
         return list(map(str, names)) if all(name.startswith(fronts) for name in self.names) else []
 
     @property
+    def is_sorted(self) -> bool:
+        """Whether the model's tensors are in the order of safetensors, which is not the model's."""
+        return any(file.role == "model" and file.path.endswith(".safetensors") for file in self.files)
+
+    @property
     def named(self) -> str:
         """What the user named when it was opened: itself, or a directory that contains it."""
         return self.opened or self.source

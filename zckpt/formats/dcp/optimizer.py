@@ -150,8 +150,7 @@ def attach(
         given = Evidence.of(checkpoint, groups, shapes, factored=True).given(names)
     taken: set[str] = set()
     before: set[str] = set()  # which the numbers of those before are
-    are_sorted = any(file.role == "model" and file.path.endswith(".safetensors") for file in checkpoint.files)
-    orders = None if are_sorted else partial(orders_of_models, models)  # a dict has the model's
+    orders = None if checkpoint.is_sorted else partial(orders_of_models, models)  # a dict has the model's
     attached = []
     for one in optimizers:
         state = one.state

@@ -36,7 +36,7 @@ from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.reader import step_of
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried
 from zckpt.formats.torch_files.writer import in_pieces
-from zckpt.state import Checkpoint, Duplicate, GivenNames, Topology, without
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, GivenNames, Topology, without
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, REST, Claim, Rule
 from zckpt.storage.files import is_file
 from zckpt.torchfile import Place, Tensor, TorchFile, read_torchfile, value_at
@@ -168,20 +168,7 @@ def _read_rest(checkpoint: Checkpoint, directory: Directory) -> None:
             file = replace(file, root={key: file.root}) if key else file
             root = as_mapping(value_at(file.root, where), file.path)
             found.append((rank, file, by_name(without(root, *gone), file.path)))
-        shared = dict.fromkeys(
-            key for _, file, content in found if is_share(file) for key, one in content.items() if any(shares(one))
-        )
-        whole: dict[str, object] = {}
-        for one in shared:
-            try:
-                whole[one] = _together(checkpoint, one, paths, found)
-            except SourceError as error:
-                checkpoint.warnings.append(f"{one} is not read: {error.message}")
-        shown = [{one: with_shares(content[one], elements) for one in whole if one in content} for *_, content in found]
-        found = [
-            (rank, file, {**without(content, *shared), **{one: with_shares(content[one], _nothing) for one in its}})
-            for (rank, file, content), its in zip(found, shown, strict=True)
-        ]
+        whole, shown = _take_shares(checkpoint, paths, found)
         first = found[0][1:]
         keys = list(dict.fromkeys(one for *_, content in found for one in content))
         twice = [one for one in keys if one in every or one in checkpoint.metadata]
@@ -202,6 +189,27 @@ def _read_rest(checkpoint: Checkpoint, directory: Directory) -> None:
     checkpoint.details[KEYS] = every
 
 
+def _take_shares(
+    checkpoint: Checkpoint, paths: Sequence[Path], found: Sequence[Content]
+) -> tuple[dict[str, object], list[dict[str, object]]]:
+    """Take the tensors that ranks share out of what their files have; return whole ones, and each rank's, by key."""
+    shared = dict.fromkeys(
+        key for _, file, content in found if is_share(file) for key, one in content.items() if any(shares(one))
+    )
+    whole: dict[str, object] = {}
+    for key in shared:
+        try:
+            whole[key] = _together(checkpoint, key, paths, found)
+        except SourceError as error:
+            checkpoint.warnings.append(f"{key} is not read: {error.message}")
+    shown = []
+    for *_, content in found:
+        own = {key: one for key in shared if (one := content.pop(key, None)) is not None and key in whole}
+        shown.append({key: with_shares(one, elements) for key, one in own.items()})
+        content |= {key: with_shares(one, lambda _: None) for key, one in own.items()}
+    return whole, shown
+
+
 def _together(checkpoint: Checkpoint, key: str, paths: Sequence[Path], found: Sequence[Content]) -> object:
     """Return the first rank's value of a key, each tensor that ranks share whole, of which others may have copies.
 
@@ -216,18 +224,14 @@ def _together(checkpoint: Checkpoint, key: str, paths: Sequence[Path], found: Se
     first, tensors, others = found[0][2].get(key), dict[int, Tensor](), list[Duplicate]()
     for place, node in shares(first):
         label = ".".join(map(str, (key, *place)))
-        [(_, slot), *copies] = files.joined(label, label, across.pop(place))
+        [(_, slot), *copies] = files.joined(WEIGHT, label, across.pop(place))
         tensors[id(node)] = in_pieces(label, slot)
-        others += [Duplicate("buffer", label, label, copy, slot, rank) for rank, copy in copies]
+        others += [Duplicate("parameter", label, label, copy, slot, rank) for rank, copy in copies]
     whole = with_shares(first, lambda node: tensors[id(node)])
     if across or any(shares(whole)):
         raise LayoutError(f"ranks do not have the same tensors in {key}", path=paths[0])
     checkpoint.duplicates += others
     return whole
-
-
-def _nothing(_share: object) -> None:
-    return None
 
 
 def _claim(checkpoint: Checkpoint, directory: Directory) -> None:
