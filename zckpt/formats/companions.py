@@ -70,7 +70,7 @@ MAXIMUM_JSON_NBYTES = 1 << 28
 """Of the Trainer's account: it grows with every step that is logged."""
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-SHARDED = "sharded"
+SHARDED, LEROBOTS = "sharded", "training_state"
 ROUNDED = frozenset({"float64", "float32", "bfloat16", "float16"})
 INTEGERS = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64"})
 
@@ -117,6 +117,10 @@ def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Pat
     note_models(checkpoint, models, directory)
     if (directory / SHARDED).is_dir():
         _shards(checkpoint, directory / SHARDED)
+    if (directory / LEROBOTS).is_dir():
+        from zckpt.formats.lerobot import carry_beside
+
+        carry_beside(checkpoint, directory)
     _note_gaps(checkpoint, sorted(entries))
 
 

@@ -35,6 +35,9 @@ OWN_MODEL = (
 IN_DIRECTORY = "optimizer.safetensors"
 """The name of the optimizer's file in a model's directory."""
 
+LEROBOTS_OPTIMIZER = "training_state/optimizer_state.safetensors"
+"""LeRobot's, in a checkpoint whose model is in `pretrained_model`."""
+
 A_MODEL = "a model of another program"
 
 OTHERS = {
@@ -102,5 +105,5 @@ def optimizer_path(model: Path) -> Path:
 
 
 def is_optimizers(name: str) -> bool:
-    """Tell the name of a file of `<slot>/<parameter>` tensors in a directory that holds a model."""
-    return name == IN_DIRECTORY or name.endswith(f".{IN_DIRECTORY}")
+    """Tell the name of a file of an optimizer's tensors in a directory that holds a model, zckpt's own or LeRobot's."""
+    return name in (IN_DIRECTORY, LEROBOTS_OPTIMIZER) or name.endswith(f".{IN_DIRECTORY}")

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, SourceError, UsageError, about
@@ -28,6 +28,8 @@ from zckpt.storage.stand_ins import FLAGS as STAND_IN_FLAGS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+Json = TypeVar("Json")
 
 OPEN_SOURCES = 32
 """Source files kept open at once by each worker; a checkpoint may have more files than a process may open."""
@@ -108,12 +110,20 @@ def read_json(path: str | os.PathLike[str], *, most: int = 1 << 24) -> dict[str,
 
 def json_object(path: str | os.PathLike[str], what: str, *, most: int) -> dict[str, Any]:
     """Return an object in a file of JSON of at most so many bytes. Raises SourceError: it has none; `what` it is."""
+    return json_of(path, what, dict, most=most)
+
+
+def json_of(path: str | os.PathLike[str], what: str, kind: type[Json], *, most: int) -> Json:
+    """Return a list or an object in a file of JSON; errors are those of `json_object`."""
+    text = read_whole(os.fspath(path), most=most)
     try:
-        found = json.loads(read_whole(os.fspath(path), most=most))
+        found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DamagedFileError(f"unreadable {what}", path=path, expected="JSON", found=str(error)[:80]) from error
-    if not isinstance(found, dict):
-        raise DamagedFileError(f"unreadable {what}", path=path, expected="a JSON object")
+    if not isinstance(found, kind):
+        raise DamagedFileError(
+            f"unreadable {what}", path=path, expected=f"a JSON {'list' if kind is list else 'object'}"
+        )
     return found
 
 

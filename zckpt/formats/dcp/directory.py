@@ -10,6 +10,7 @@ DIR/model_and_optim/.metadata ..., train/rankR.pt         OLMo-core: one folder 
 DIR/{model,weights,...}/, {optim,optimizer}/.metadata     NeMo Automodel, NeMo RL and loops of one's own: a folder for
                                                           each, or below it, the model's of DCP or safetensors,
                                                           or an adapter's
+DIR/pretrained_model/..., training_state/optimizer_0/     LeRobot: the same two
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ OLMO_NAME = "model_and_optim"
 _OWN = re.compile(r"\.metadata|zckpt\.pt|__(0|[1-9][0-9]*)_(0|[1-9][0-9]*)\.distcp")
 _FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_([0-9]{1,4})")
 _RANK = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp")
-_OPTIMIZER = re.compile(".*optim.*")
+_OPTIMIZER = re.compile(".*optim.*|training_state")
 _OLMO_RANK = re.compile(r"rank([0-9]{1,9})\.pt")
 
 

@@ -9,6 +9,7 @@ a training.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
@@ -18,10 +19,12 @@ from zckpt.formats.companions import files_below
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, completed, gone, replaced, rewrite
-from zckpt.formats.suffixes import READ_SUFFIXES, is_optimizers
+from zckpt.formats.suffixes import LEROBOTS_OPTIMIZER, READ_SUFFIXES, is_optimizers
 from zckpt.formats.torch_files.optimizer import GROUPS_KEY, STATE_KEY, apart, looks_flattened, looks_like_optimizer
 from zckpt.state import Checkpoint, without
 from zckpt.torchfile import Tensor, TorchFile, children, each, is_leaf, read_torchfile, walk_tensors
+
+_LEROBOTS = re.compile(r"state/[0-9]+/(.+)", re.DOTALL)
 
 
 def strip_file(path: Path, name: str, request: Request, slots: Collection[str]) -> Rewritten:
@@ -40,16 +43,21 @@ def strip_directory(checkpoint: Checkpoint, source: Path, request: Request) -> S
     files = []
     for name, path in files_below(source):
         if is_optimizers(name) and request.slots:
-            entries, metadata, nbytes = safetensors_file.read_header(path)  # `<slot>/<parameter>`
+            entries, metadata, nbytes = safetensors_file.read_header(path)
             kept: list[safetensors_layout.Entry] = []
             kinds: Counter[str] = Counter()
+            dropped, whole = request.of({_kind(key) for key, slot in entries.items() if slot.shape})
             for key, slot in entries.items():
                 kind = _kind(key)
-                if request.drops(kind):
+                if whole or kind in dropped:
                     kinds[kind] += slot.nbytes
                 else:
                     kept.append(safetensors_layout.Entry(key, slot, slot.dtype))
-            laid = safetensors_layout.lay_out(name, kept, without(metadata, "format")) if kept else None
+            laid = (
+                safetensors_layout.lay_out(name, kept, without(metadata, "format"))
+                if kept or name == LEROBOTS_OPTIMIZER
+                else None
+            )
             files.append(gone(path, name, kinds) if laid is None else replaced(name, nbytes, laid, kinds))
         elif path.suffix in READ_SUFFIXES and (str(path) in known or _is_torch(path)):
             files.append(strip_file(path, name, request, slots))
@@ -70,7 +78,9 @@ def optimizer_slots(source: Path) -> list[str]:
 
 
 def _kind(key: str) -> str:
-    return key.split("/", 1)[0]
+    """Return the slot of `<slot>/<parameter>`, or as LeRobot has it `state/<number>/<slot>`."""
+    numbered = _LEROBOTS.fullmatch(key)
+    return numbered[1] if numbered else key.split("/", 1)[0]
 
 
 def _is_torch(path: Path) -> bool:

@@ -12,6 +12,7 @@ DIR/model_1.safetensors, optimizer_1.bin ...                       Accelerate: f
 DIR/optimizer.pt, optimizer.bin                                    {state, param_groups} of torch.optim
 DIR/{model,weights}.{pt,pth,bin}, {optimizer,optim}.{pt,pth,bin}   the same two of a loop of one's own; or under any
                                                                    names, if they are the only ones
+DIR/pretrained_model/, training_state/*.safetensors                LeRobot: see `formats.lerobot`
 DIR/scheduler.*, rng_state*, random_states*, scaler.pt, trainer_state.json, training_args.bin     see `companions`
 DIR/zckpt.pt                                                       written by zckpt: what none of these has room for
 
@@ -59,6 +60,7 @@ class TransformersTrainer(TorchDirectory):
             "PEFT, diffusers",
             "adapters, alone or in a Trainer's directory; pipelines, whole or one model of them; training states",
         ),
+        ("LeRobot", "its steps, whose optimizer is in safetensors; of sharded runs in DCP"),
     )
     writes = "for Hugging Face's Trainer without DeepSpeed"
     options = Options

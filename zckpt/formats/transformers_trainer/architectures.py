@@ -6,8 +6,8 @@
 ! NAME ...            modules that are a `torch.nn.LayerNorm`, which the Trainer knows by its class, not by a name
 PATH: NAME ...        siblings in their order; `*` stands for numbers, `.` for the root and for the base model
 
-It holds what versions 4.46, 4.57, 5.23 and 5.24 have in common: where they differ in the order of some siblings, none is
-given. `tests/interop/test_architectures.py` compares it with the models of the version at hand.
+It holds what versions 4.46, 4.57, 5.23 and 5.24 have in common: where they differ in the order of some siblings, none
+is given. `tests/interop/test_architectures.py` compares it with the models of the version at hand.
 
 `conversions.json`, made by `bench/transformers_tables.py`, has the types that transformers 5 trains under other names,
 or in other tensors, than its files have: their order tells nothing of the optimizer's.

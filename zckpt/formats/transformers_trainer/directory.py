@@ -9,15 +9,15 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import SourceError, listed
 from zckpt.formats.assets import ADAPTER_CONFIG
 from zckpt.formats.format import NearMiss, Search
 from zckpt.formats.safetensors.file import SHARD, read_header
-from zckpt.formats.suffixes import OWN_NAME, READ_SUFFIXES
+from zckpt.formats.suffixes import LEROBOTS_OPTIMIZER, OWN_NAME, READ_SUFFIXES
 from zckpt.immutable import immutable
-from zckpt.storage.files import entries_of, files_in, is_file
+from zckpt.storage.files import entries_of, files_in, is_file, read_json
 
 if TYPE_CHECKING:
     from zckpt.formats.torch_files.optimizer import OptimizerState
@@ -45,6 +45,8 @@ _BESIDE_OPTIMIZER = tuple(
     (stem, end) for stem in ("model", "weights") for end in (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 )
 """What loops of their own call it, where the optimizer's file is beside it."""
+
+_ADD_MODEL = "add the model that was saved with the optimizer: its files have the parameter names"
 
 MOST_FILES = 8
 """Of a folder, those that are looked into where names say nothing."""
@@ -125,6 +127,11 @@ class Directory:
         """Whether it is what PEFT adds to a model."""
         return self.models[0].stem == ADAPTER_STEM
 
+    @property
+    def adapter_config(self) -> dict[str, Any]:
+        """What an adapter says of itself; nothing where it does not."""
+        return read_json(self.models[0].path.with_name(ADAPTER_CONFIG)) or {}
+
 
 def find(search: Search) -> Directory | NearMiss | None:
     """Find the models and optimizers of a directory; None where they are another format's, or a model by itself."""
@@ -141,6 +148,11 @@ def find(search: Search) -> Directory | NearMiss | None:
         or any(is_file(path / name / ".metadata") for name in of_dcp)
     ):
         return None
+    if is_file(path / LEROBOTS_OPTIMIZER):
+        folder = path / "pretrained_model"
+        model = _first(folder, files_in(folder, lenient=True))
+        lost = NearMiss("is LeRobot's, without the model's files", _ADD_MODEL, expected=f"{folder}/model.safetensors")
+        return Directory(path, (model,), (path / LEROBOTS_OPTIMIZER,)) if model else lost
     first = _first(path, names)
     numbered = {int(match[1] or 0): path / name for name in sorted(names) if (match := _OPTIMIZER.fullmatch(name))}
     optimizers = tuple(numbered[number] for number in sorted(numbered))  # `.bin` before `.pt`, which is the Trainer's
@@ -233,7 +245,7 @@ def _near(path: Path, names: set[str], entries: Iterable[os.DirEntry[str]], *, h
     if has_optimizer and STATE_NAME in names:
         return NearMiss(
             "is a Trainer directory without the model's files",
-            "add the model that was saved with the optimizer: its files have the parameter names",
+            _ADD_MODEL,
             expected="model.safetensors",
         )
     return None

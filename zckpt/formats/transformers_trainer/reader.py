@@ -17,7 +17,8 @@ from pathlib import Path
 from zckpt.errors import UnsupportedError, about
 from zckpt.evidence import MOST_PERMUTED, may_be_trained
 from zckpt.evidence.order import put_in_order, tells_order
-from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME
+from zckpt.formats import lerobot
+from zckpt.formats.assets import CONFIG_NAME
 from zckpt.formats.remainder import names_of_models, restore_from
 from zckpt.formats.safetensors.file import SHARD, add_file, aliases_in, indexed_files, shards_in, take_index
 from zckpt.formats.torch_files.attach import attach
@@ -54,7 +55,7 @@ def read_model(checkpoint: Checkpoint, files: ModelFiles, prefix: str, directory
     weights = _weights(one, {f"{prefix}{name}": place for name, place in place_of.items()}, paths)
     config = read_json(directory.path / CONFIG_NAME)
     if config is None and directory.is_adapter:  # that of the model it is added to
-        base = (read_json(directory.path / ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
+        base = directory.adapter_config.get("base_model_name_or_path")
         if isinstance(base, str) and "\0" not in base:
             config = read_json(directory.path / base / CONFIG_NAME)
     weights.known = architecture((config or {}).get("model_type"))
@@ -147,8 +148,7 @@ def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
     for part in directory.parts:
         weights = [_with_part(checkpoint, weights[0], part, directory)]
     if directory.is_adapter:  # what says how it is added to its model, as far as it is not the default of nothing
-        config = read_json(directory.path / ADAPTER_CONFIG) or {}
-        told = {key: value for key, value in config.items() if value not in (None, {}, [], False, "")}
+        told = {key: value for key, value in directory.adapter_config.items() if value not in (None, {}, [], False, "")}
         checkpoint.details["adapter"] = told
     if directory.optimizers:
         _read_optimizers(checkpoint, directory, weights, names, prefixes)
@@ -183,7 +183,10 @@ def _read_optimizers(
         weights, prefixes = [one for one, _ in kept], [prefix for _, prefix in kept]
     if names is not None and len(prefixes) == 1:  # the model's own, as its program prints them
         names = [own if (own := f"{prefixes[0]}{name}") in weights[0].shapes else name for name in names]
-    states = [read_optimizer(checkpoint, path) for path in paths]
+    states = [
+        (lerobot.read_optimizer if path.suffix == ".safetensors" else read_optimizer)(checkpoint, path)
+        for path in paths
+    ]
     counts = [len(state.every_number) for state in states]
     is_cut = len(states) > 1 and names is not None and len(names) == sum(counts)
     placed = directory.models[0].path.parent == directory.path  # folders have no order
