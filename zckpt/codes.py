@@ -62,21 +62,11 @@ LOST = "ZC-405"
 
 @immutable
 class Code:
-    """What a code means.
+    """What a code means."""
 
-    Parameters
-    ----------
-    severity : {"error", "warning", "note"}
-        An error makes a checkpoint unsound.
-    title : str
-        A few words.
-    advice : str
-        What to do, where the finding itself does not say.
-    """
-
-    severity: str
-    title: str
-    advice: str
+    severity: str  # {"error", "warning", "note"}; an error makes a checkpoint unsound
+    title: str  # a few words
+    advice: str  # what to do, where the finding itself does not say
 
 
 _COPY = "copy it again from its origin"

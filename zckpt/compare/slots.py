@@ -54,39 +54,24 @@ EXACT = Tolerance()
 
 @mutable
 class Figures:
-    """Numbers of what was seen so far; see the module.
-
-    Parameters
-    ----------
-    numel, num_different : int, elements
-    first : int or None
-        Flat index of the first element that differs.
-    nan_a, nan_b, inf_a, inf_b : int, elements
-    max_abs, max_rel : float or None
-        None where no pair of finite numbers differs.
-    max_ulp : int or None
-        None also where it has no meaning.
-    squares_a, squares_b, squares, products : float
-        Sums of a*a, b*b, (a-b)*(a-b), a*b.
-    decades : list of int
-        Elements by decade of relative difference, of those that differ.
-    """
+    """Numbers of what was seen so far; see the module."""
 
     numel: int = 0
-    num_different: int = 0
-    first: int | None = None
-    nan_a: int = 0
-    nan_b: int = 0
-    inf_a: int = 0
-    inf_b: int = 0
-    max_abs: float | None = None
+    num_different: int = 0  # elements
+    first: int | None = None  # flat index of the first element that differs
+    nan_a: int = 0  # elements
+    nan_b: int = 0  # elements
+    inf_a: int = 0  # elements
+    inf_b: int = 0  # elements
+    max_abs: float | None = None  # None where no pair of finite numbers differs
     max_rel: float | None = None
-    max_ulp: int | None = None
-    squares_a: float = 0.0
+    max_ulp: int | None = None  # None also where it has no meaning
+    squares_a: float = 0.0  # sums of a*a, b*b, (a-b)*(a-b), a*b
     squares_b: float = 0.0
     squares: float = 0.0
     products: float = 0.0
     decades: list[int] = field(default_factory=lambda: [0] * len(DECADES))
+    """Elements by decade of relative difference, of those that differ."""
 
     @property
     def norm_a(self) -> float:

@@ -144,28 +144,15 @@ def check_weights(checkpoint: Checkpoint) -> int:
 
 @immutable
 class Comparison:
-    """Elements of a master that were held against its weight.
-
-    Parameters
-    ----------
-    parameter : str
-    path, weight_path : str
-        Files of the master and of the weight.
-    numel : int, elements
-    num_different : int, elements
-    detail : str
-        Of the first difference: where, what is stored and what should be.
-    error : WeightMismatchError or None
-        The same.
-    """
+    """Elements of a master that were held against its weight."""
 
     parameter: str
-    path: str
+    path: str  # files of the master and of the weight
     weight_path: str
     numel: int
-    num_different: int = 0
-    detail: str = ""
-    error: WeightMismatchError | None = None
+    num_different: int = 0  # elements
+    detail: str = ""  # of the first difference: where, what is stored and what should be
+    error: WeightMismatchError | None = None  # the same
 
 
 def samples(checkpoint: Checkpoint) -> Iterator[Comparison]:

@@ -55,39 +55,22 @@ class Kept:
 
 @immutable(eq=False)
 class LowRank:
-    """What a slot is after a product of two matrices has been added to it.
+    """What a slot is after a product of two matrices has been added to it."""
 
-    Parameters
-    ----------
-    base : Slot
-        At least 1-d.
-    left, right : Slot
-        Of shapes (rows, rank, ...) and (rank, columns, ...), the former with a last dimension of 1 or none; where
-        `transposed`, of shapes (rank, rows) and (columns, rank).
-    scale : float
-    dtype : {"float32", "float64"}
-        In which it is computed.
-    transposed : bool
-    kept : Kept
-        Shared by all tensors of an operation.
-    experts : int
-        Matrices of as many rows one below the other, in each factor too; if more than 1, it is not `transposed`.
-    magnitude : Slot or None
-        The norm of each row, or column where `transposed`.
-    norms : Slot or None
-        What `Norms` computes of the same without a `magnitude`, where `transposed`.
-    """
-
-    base: Slot
+    base: Slot  # at least 1-d
     left: Slot
     right: Slot
+    """Of shapes (rows, rank, ...) and (rank, columns, ...), the former with a last dimension of 1 or none; where
+    `transposed`, of shapes (rank, rows) and (columns, rank).
+    """
     scale: float
-    dtype: str
+    dtype: str  # {"float32", "float64"}; in which it is computed
     transposed: bool
-    kept: Kept = field(repr=False)
+    kept: Kept = field(repr=False)  # shared by all tensors of an operation
     experts: int = 1
-    magnitude: Slot | None = None
-    norms: Slot | None = None
+    """Matrices of as many rows one below the other, in each factor too; if more than 1, it is not `transposed`."""
+    magnitude: Slot | None = None  # the norm of each row, or column where `transposed`
+    norms: Slot | None = None  # what `Norms` computes of the same without a `magnitude`, where `transposed`
 
     @property
     def columns(self) -> int:

@@ -49,28 +49,14 @@ class BufferedTarget:
 
 @immutable
 class Mover:
-    """Writes pieces of one file.
+    """Writes pieces of one file."""
 
-    Parameters
-    ----------
-    path : str
-        The target's.
-    target : BufferedTarget or DirectTarget
-    sources : WatchedSources
-        Note what was read of the files that they watch.
-    buffer : memoryview of bytes
-    checksummed : bool
-        Sum what is written.
-    sums_clones : bool
-        Also what is cloned, which is read for that.
-    """
-
-    path: str
+    path: str  # the target's
     target: BufferedTarget | DirectTarget
-    sources: WatchedSources
+    sources: WatchedSources  # note what was read of the files that they watch
     buffer: memoryview
-    checksummed: bool
-    sums_clones: bool
+    checksummed: bool  # sum what is written
+    sums_clones: bool  # also what is cloned, which is read for that
 
     def write(self, pieces: Iterable[Piece | Literal]) -> list[Seen]:
         """Write pieces; return what was written, with its CRC-32 where that is asked for."""

@@ -57,31 +57,17 @@ class Strided:
 
 @immutable
 class Copy:
-    """Move a box of `shape` elements from `sources` to byte `offset` of a target file.
+    """Move a box of `shape` elements from `sources` to byte `offset` of a target file."""
 
-    Parameters
-    ----------
-    shape : tuple of int, elements
-    sources : tuple of Strided
-        One; or several whose values are averaged.
-    source_dtype, target_dtype : str
-    byteorder : {"little", "big"}
-        Of the source. Targets are little-endian.
-    offset : int, bytes
-    strides : tuple of int, bytes
-        In the target.
-    unresolved : tuple of {"conj", "neg"}
-        What is to be done to the elements on the way.
-    """
-
-    shape: Shape
-    sources: tuple[Strided, ...]
+    shape: Shape  # elements
+    sources: tuple[Strided, ...]  # one; or several whose values are averaged
     source_dtype: str
     target_dtype: str
     byteorder: str
-    offset: int
-    strides: Shape
-    unresolved: tuple[str, ...] = ()
+    """{"little", "big"}; of the source. Targets are little-endian."""
+    offset: int  # bytes
+    strides: Shape  # bytes; in the target
+    unresolved: tuple[str, ...] = ()  # {"conj", "neg"}; what is to be done to the elements on the way
 
     @property
     def numel(self) -> int:
@@ -189,29 +175,17 @@ class FilePlan:
 
 @immutable
 class Plan:
-    """All copies of an operation, complete and without overlap.
-
-    Parameters
-    ----------
-    files : collection of FilePlan
-        Those of thousands of ranks are not kept: each is planned in every iteration. Those of a few are, until they
-        are written and there is a proof to come, which gets their memory.
-    names : tuple of str
-        Of the files.
-    sources : frozenset of str
-        Files that are read.
-    read_nbytes, copy_nbytes : int
-        Bytes of tensors that will be read, and written.
-    write_nbytes : int
-        Bytes of all target files.
-    """
+    """All copies of an operation, complete and without overlap."""
 
     files: Collection[FilePlan]
-    names: tuple[str, ...]
-    sources: frozenset[str]
-    read_nbytes: int
+    """Those of thousands of ranks are not kept: each is planned in every iteration. Those of a few are, until they are
+    written and there is a proof to come, which gets their memory.
+    """
+    names: tuple[str, ...]  # of the files
+    sources: frozenset[str]  # files that are read
+    read_nbytes: int  # bytes of tensors that will be read, and written
     copy_nbytes: int
-    write_nbytes: int
+    write_nbytes: int  # bytes of all target files
 
 
 def plan(files: Iterable[TargetFile], note: Callable[[FilePlan], object] | None = None) -> Plan:

@@ -65,23 +65,15 @@ class Portion:
 
 @immutable
 class Scaled:
-    """The elements of a slot.
+    """The elements of a slot."""
 
-    Parameters
-    ----------
-    portions : tuple of Portion
-        In their order; elements of none are zero.
-    unit : int, elements
-    together : int or None
-        A block has a multiple of so many units, and begins at one; None: any number of them.
-    width : int, bytes
-        An element takes so much in a buffer: by default a float32; `BLOCK_NBYTES`, if no more units may be together.
-    """
-
-    portions: tuple[Portion, ...]
-    unit: int = 1
-    together: int | None = None
+    portions: tuple[Portion, ...]  # in their order; elements of none are zero
+    unit: int = 1  # elements
+    together: int | None = None  # a block has a multiple of so many units, and begins at one; None: any number of them
     width: int = 4
+    """Bytes; an element takes so much in a buffer: by default a float32; `BLOCK_NBYTES`, if no more units may be
+    together.
+    """
 
     @property
     def step(self) -> int | None:

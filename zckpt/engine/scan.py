@@ -68,21 +68,11 @@ What it returns, if anything, is yielded with the index. The arrays are used aga
 
 @immutable
 class SlotSet:
-    """Slots that are looked at together.
+    """Slots that are looked at together."""
 
-    Parameters
-    ----------
-    label : str
-        `exp_avg/wte.weight`, for messages.
-    slots : tuple of Slot
-        Of one shape.
-    dtypes : tuple of str
-        Element type that each is read as.
-    """
-
-    label: str
-    slots: tuple[Slot, ...]
-    dtypes: tuple[str, ...]
+    label: str  # `exp_avg/wte.weight`, for messages
+    slots: tuple[Slot, ...]  # of one shape
+    dtypes: tuple[str, ...]  # element type that each is read as
 
     @property
     def shape(self) -> Shape:
@@ -102,25 +92,15 @@ class SlotSet:
 
 @immutable
 class Block:
-    """As many elements of each slot of a set.
+    """As many elements of each slot of a set."""
 
-    Parameters
-    ----------
-    index : int
-        Of the set.
-    start : int
-        Of the first element.
-    parts : tuple of Hole or CutPiece
-        One for each slot: slots have only the spans that reach into the block; what a rule cuts finely is read together
-        with other blocks.
-    nbytes : int, bytes
-        Of the widest type in it.
-    """
-
-    index: int
-    start: int
+    index: int  # of the set
+    start: int  # of the first element
     parts: tuple[Hole | CutPiece, ...]
-    nbytes: int
+    """One for each slot: slots have only the spans that reach into the block; what a rule cuts finely is read together
+    with other blocks.
+    """
+    nbytes: int  # of the widest type in it
 
 
 def scan(

@@ -51,21 +51,11 @@ def while_wanted(wanted: Callable[[], bool]) -> AbstractContextManager[None]:
 
 @immutable
 class Portions(Generic[Item]):
-    """What batches mean to the task that they are in.
+    """What batches mean to the task that they are in."""
 
-    Parameters
-    ----------
-    total : int, bytes
-        Of all batches, about.
-    nbytes : callable
-        Returns those of a batch.
-    reads, writes : callable
-        Return the paths of files that a batch reads, and writes.
-    """
-
-    total: int = 0
-    nbytes: Callable[[Item], int] = lambda _: LEAST_TASK_NBYTES
-    reads: Callable[[Item], Iterable[str]] = lambda _: ()
+    total: int = 0  # bytes; of all batches, about
+    nbytes: Callable[[Item], int] = lambda _: LEAST_TASK_NBYTES  # returns those of a batch
+    reads: Callable[[Item], Iterable[str]] = lambda _: ()  # return the paths of files that a batch reads, and writes
     writes: Callable[[Item], Iterable[str]] = lambda _: ()
 
 
@@ -121,23 +111,12 @@ def _looked_at(path: str, *, is_written: bool) -> os.stat_result | None:
 
 @immutable
 class Task(Generic[Item, Result]):
-    """Batches that one worker runs in order.
+    """Batches that one worker runs in order."""
 
-    Parameters
-    ----------
-    work : callable
-        Of a batch.
-    batches : tuple
-    files : tuple of Known
-        What they read and write.
-    version : str
-        Of zckpt.
-    """
-
-    work: Callable[[Item], Result]
+    work: Callable[[Item], Result]  # of a batch
     batches: tuple[Item, ...]
-    files: tuple[Known, ...]
-    version: str = __version__
+    files: tuple[Known, ...]  # what they read and write
+    version: str = __version__  # of zckpt
 
 
 def results_of(task: Task[Item, Result]) -> list[Result]:

@@ -39,26 +39,14 @@ class TooManyOrdersError(Exception):
 
 @mutable(eq=False)
 class Module:
-    """A module: its parameters and modules by name, as yet in no order.
+    """A module: its parameters and modules by name, as yet in no order."""
 
-    Parameters
-    ----------
-    path : str
-        From the root, with `*` for numbers.
-    own : dict of str to str
-        The whole names of its parameters.
-    children : dict of str to Module
-    widths : list of int
-        Parameters in it, by param group.
-    reach : (int, int)
-        The first and the last place that a file has for one of them; the first is larger where none is known.
-    """
-
-    path: str
-    own: dict[str, str] = field(default_factory=dict)
+    path: str  # from the root, with `*` for numbers
+    own: dict[str, str] = field(default_factory=dict)  # the whole names of its parameters
     children: dict[str, Module] = field(default_factory=dict)
-    widths: list[int] = field(default_factory=list)
+    widths: list[int] = field(default_factory=list)  # parameters in it, by param group
     reach: tuple[int, int] = NOWHERE
+    """The first and the last place that a file has for one of them; the first is larger where none is known."""
 
 
 Siblings = Callable[[str, Sequence[str]], Sequence[str]]

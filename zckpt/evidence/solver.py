@@ -58,30 +58,16 @@ def orders_of_models(models: Sequence[Collection[str]], group: int, names: Seque
 
 @immutable
 class Evidence(Generic[Number]):
-    """What speaks for a number being a parameter.
+    """What speaks for a number being a parameter."""
 
-    Parameters
-    ----------
-    groups : sequence of sequence
-        The numbers in each param group, in order.
-    candidates : mapping of str to tuple of int
-        Shapes of what an optimizer could own, in the model's order.
-    shapes : mapping of number to tuple of int or None
-        As an optimizer's state shows them; it fits any candidate where it shows none.
-    rules : sequence of callable
-        What else tells whether a number can be a candidate; asked in turn, of those of one shape.
-    tied : mapping of str to str
-        Candidates by further names.
-    factored : bool
-        Whether state may have fewer elements than its parameter.
-    """
-
-    groups: Sequence[Sequence[Number]]
-    candidates: Mapping[str, Shape]
+    groups: Sequence[Sequence[Number]]  # the numbers in each param group, in order
+    candidates: Mapping[str, Shape]  # shapes of what an optimizer could own, in the model's order
     shapes: Mapping[Number, Shape | None] = field(default_factory=dict)
+    """As an optimizer's state shows them; it fits any candidate where it shows none."""
     rules: Sequence[Callable[[Number, str], bool]] = ()
-    tied: Mapping[str, str] = field(default_factory=dict)
-    factored: bool = False
+    """What else tells whether a number can be a candidate; asked in turn, of those of one shape."""
+    tied: Mapping[str, str] = field(default_factory=dict)  # candidates by further names
+    factored: bool = False  # whether state may have fewer elements than its parameter
 
     @classmethod
     def of(

@@ -118,35 +118,20 @@ class Product:
 
 @mutable
 class Adapter:
-    """An adapter that was read.
+    """An adapter that was read."""
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        Its tensors.
-    reading : _Reading
-        Knows its configuration.
-    products : list of Product
-    replaced : dict of str to Parameter
-        What takes the place of tensors of the model, by their names there.
-    experts : dict of str to list of (Slot, Slot)
-        By module, A and B of its parameters, the innermost first.
-    tokens : dict of str to (Parameter, list of int)
-        Rows that take the place of those of a weight, by its name.
-    saved : frozenset of str
-        Those of `replaced` that belong to modules of their own, which the model may not have.
-    fan_in_fan_out : bool
-        Whether the configuration says that weights lie as (in, out).
-    """
-
-    checkpoint: Checkpoint
-    reading: _Reading
+    checkpoint: Checkpoint  # its tensors
+    reading: _Reading  # knows its configuration
     products: list[Product] = field(default_factory=list)
     replaced: dict[str, Parameter] = field(default_factory=dict)
+    """What takes the place of tensors of the model, by their names there."""
     experts: dict[str, list[tuple[Slot, Slot]]] = field(default_factory=dict)
+    """By module, A and B of its parameters, the innermost first."""
     tokens: dict[str, tuple[Parameter, list[int]]] = field(default_factory=dict)
+    """Rows that take the place of those of a weight, by its name."""
     saved: frozenset[str] = frozenset()
-    fan_in_fan_out: bool = False
+    """Those of `replaced` that belong to modules of their own, which the model may not have."""
+    fan_in_fan_out: bool = False  # whether the configuration says that weights lie as (in, out)
 
     def of_parameters(self, shapes: Mapping[str, Shape]) -> list[Product]:
         """Return what is added to `target_parameters` of a model, whose parameters have these shapes.

@@ -36,17 +36,10 @@ SHOWN = 4
 
 @immutable
 class LastStep:
-    """The checkpoint that was saved last.
-
-    Parameters
-    ----------
-    path : Path
-    unfinished : tuple of str
-        Names of later ones that are not whole.
-    """
+    """The checkpoint that was saved last."""
 
     path: Path
-    unfinished: tuple[str, ...] = ()
+    unfinished: tuple[str, ...] = ()  # names of later ones that are not whole
 
     @property
     def others(self) -> list[Path]:

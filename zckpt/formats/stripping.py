@@ -107,18 +107,10 @@ def _swap_below(node: object, swapped: dict[int, object]) -> None:
 
 @immutable
 class Kept:
-    """The bytes of a storage that are kept.
+    """The bytes of a storage that are kept."""
 
-    Parameters
-    ----------
-    ranges : tuple of (int, int), bytes
-        Apart from each other, in order.
-    starts : tuple of int, bytes
-        Where each goes.
-    """
-
-    ranges: tuple[Range, ...]
-    starts: tuple[int, ...]
+    ranges: tuple[Range, ...]  # bytes; apart from each other, in order
+    starts: tuple[int, ...]  # bytes; where each goes
 
     @property
     def nbytes(self) -> int:
@@ -187,23 +179,13 @@ PACKED = ("quint4x2", "quint2x4")
 
 @immutable
 class Request:
-    """What is to go.
-
-    Parameters
-    ----------
-    padding : bool
-    optimizer : bool
-        The whole state of the optimizer.
-    unreferenced : bool
-        Bytes of storages that no tensor uses.
-    keep_slots : frozenset of str, or None
-        The optimizer's slots that stay, besides masters; None: all, unless `optimizer` is set.
-    """
+    """What is to go."""
 
     padding: bool = False
-    optimizer: bool = False
-    unreferenced: bool = False
+    optimizer: bool = False  # the whole state of the optimizer
+    unreferenced: bool = False  # bytes of storages that no tensor uses
     keep_slots: frozenset[str] | None = None
+    """The optimizer's slots that stay, besides masters; None: all, unless `optimizer` is set."""
 
     @property
     def slots(self) -> bool:
@@ -236,24 +218,13 @@ class Request:
 
 @mutable
 class Edited:
-    """What is left of a file after an edit.
+    """What is left of a file after an edit."""
 
-    Parameters
-    ----------
-    root : object
-        Its tree; None where the whole file goes.
-    dropped : list of (str, Tensor)
-        Tensors that are no longer in the tree, and of which kind they are.
-    trimmed : set of str
-        Keys of storages of which padding is to go.
-    changed : bool
-        Whether the tree differs from the file's even where no tensor was dropped.
-    """
-
-    root: object
+    root: object  # its tree; None where the whole file goes
     dropped: list[tuple[str, Tensor]] = field(default_factory=list)
-    trimmed: set[str] = field(default_factory=set)
-    changed: bool = False
+    """Tensors that are no longer in the tree, and of which kind they are."""
+    trimmed: set[str] = field(default_factory=set)  # keys of storages of which padding is to go
+    changed: bool = False  # whether the tree differs from the file's even where no tensor was dropped
 
 
 Edit = Callable[[TorchFile], Edited]
@@ -261,39 +232,20 @@ Edit = Callable[[TorchFile], Edited]
 
 @immutable
 class Rewritten:
-    """A file of the source and what becomes of it.
+    """A file of the source and what becomes of it."""
 
-    Parameters
-    ----------
-    name : str
-        Within the target.
-    nbytes : int, bytes
-        Of the source's file.
-    file : TargetFile or None
-        None where it goes.
-    saved : dict of str to int, bytes
-        By kind; they add up to the difference of the two files.
-    """
-
-    name: str
-    nbytes: int
-    file: TargetFile | None
-    saved: dict[str, int]
+    name: str  # within the target
+    nbytes: int  # of the source's file
+    file: TargetFile | None  # None where it goes
+    saved: dict[str, int]  # bytes; by kind; they add up to the difference of the two files
 
 
 @immutable
 class Stripping:
-    """What becomes of a checkpoint.
-
-    Parameters
-    ----------
-    files : list of Rewritten
-    notes : tuple of str
-        What to know of the target.
-    """
+    """What becomes of a checkpoint."""
 
     files: list[Rewritten]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what to know of the target
 
 
 def as_it_is(path: Path, name: str) -> Rewritten:

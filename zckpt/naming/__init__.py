@@ -44,25 +44,18 @@ class Naming:
     """What the user wants a checkpoint's tensors to be called, and how they are to be arranged.
 
     It is applied in this order: `strip_prefix`, `rename`, `map`, `add_prefix`.
-
-    Parameters
-    ----------
-    rename : sequence of (str, str)
-        Regular expressions and what each becomes wherever it is found in a name, with groups; or, with `*` in both,
-        globs of whole names.
-    strip_prefix, add_prefix : str or None
-        Taken off the names that have it; put before all.
-    map : str, path-like, mapping or None
-        A shipped map by its name, `transformers`, or a file. It goes in the direction that fits the names.
-    map_config : path-like, mapping or None
-        Numbers that shapes do not tell (heads, groups of them); by default the source's own configuration.
     """
 
     rename: Sequence[tuple[str, str]] = ()
-    strip_prefix: str | None = None
+    """Regular expressions and what each becomes wherever it is found in a name, with groups; or, with `*` in both,
+    globs of whole names.
+    """
+    strip_prefix: str | None = None  # taken off the names that have it; put before all
     add_prefix: str | None = None
     map: MapSource | None = None
+    """A shipped map by its name, `transformers`, or a file. It goes in the direction that fits the names."""
     map_config: Config | None = None
+    """Numbers that shapes do not tell (heads, groups of them); by default the source's own configuration."""
 
     @property
     def changes(self) -> bool:

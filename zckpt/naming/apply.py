@@ -35,38 +35,21 @@ from zckpt.state.views import narrow, pad, placed, reshape, transpose, zeros
 
 @immutable
 class Instance:
-    """A rule for one set of tensors.
-
-    Parameters
-    ----------
-    rule : Rule
-    sources : tuple of Tensor
-    shared : dict of str to int
-        The numbers that all their names have.
-    """
+    """A rule for one set of tensors."""
 
     rule: Rule
     sources: tuple[Tensor, ...]
-    shared: dict[str, int]
+    shared: dict[str, int]  # the numbers that all their names have
 
 
 @immutable
 class Fit:
-    """How the names of a checkpoint follow a map_.
+    """How the names of a checkpoint follow a map_."""
 
-    Parameters
-    ----------
-    source, target : int
-        Sides of the map_.
-    instances : list of Instance
-    ignored : list of str
-        Names that the other side needs not.
-    """
-
-    source: int
+    source: int  # sides of the map_
     target: int
     instances: list[Instance]
-    ignored: list[str]
+    ignored: list[str]  # names that the other side needs not
 
 
 Miss = tuple[int, int, list[str]]
@@ -155,22 +138,12 @@ def _is_complete(templates: Sequence[Template], shared: Sequence[str], tensors: 
 
 @immutable
 class Arrangement:
-    """A tensor as a box of all letters of a rule.
+    """A tensor as a box of all letters of a rule."""
 
-    Parameters
-    ----------
-    letters : tuple of str
-        In one order for all tensors of the rule.
-    low, sizes : tuple of int
-        The box, by letter.
-    axes : tuple of tuple of int
-        The letters of each dimension, by number.
-    """
-
-    letters: tuple[str, ...]
-    low: Shape
+    letters: tuple[str, ...]  # in one order for all tensors of the rule
+    low: Shape  # the box, by letter
     sizes: Shape
-    axes: tuple[Shape, ...]
+    axes: tuple[Shape, ...]  # the letters of each dimension, by number
 
     @classmethod
     def of(cls, letters: tuple[str, ...], template: Template, indices: Mapping[str, int], sizes: Sizes) -> Arrangement:
@@ -328,23 +301,12 @@ MAXIMUM_TENSORS = 1 << 17
 
 @immutable
 class Mapped:
-    """What a map makes of a checkpoint.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    notes : list of str
-        What to know of it.
-    side : int
-        Whose names it has.
-    names : dict of str to str
-        The new names of tensors that have nothing but another name, by their old ones.
-    """
+    """What a map makes of a checkpoint."""
 
     checkpoint: Checkpoint
-    notes: list[str]
-    side: int
-    names: dict[str, str]
+    notes: list[str]  # what to know of it
+    side: int  # whose names it has
+    names: dict[str, str]  # the new names of tensors that have nothing but another name, by their old ones
 
 
 def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int | None = None) -> Mapped:

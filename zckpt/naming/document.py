@@ -55,17 +55,10 @@ LIKE, MORE, AGAIN = "like", "more", "again"
 
 @immutable
 class Template:
-    """The names of like tensors, `model.layers.{l}.mlp.up_proj.weight`, and how their elements are arranged.
-
-    Parameters
-    ----------
-    text : str
-    axes : Axes or None
-        None: as they are on the other side.
-    """
+    """The names of like tensors, `model.layers.{l}.mlp.up_proj.weight`, and how their elements are arranged."""
 
     text: str
-    axes: Axes | None
+    axes: Axes | None  # None: as they are on the other side
     pattern: re.Pattern[str] = field(compare=False, repr=False)
     first: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Where the number in the name is not 0 for a letter's first value."""
@@ -107,23 +100,15 @@ Templates = tuple[Template, ...]
 
 @immutable
 class Rule:
-    """Tensors of one side that are the same elements as those of the other.
-
-    Parameters
-    ----------
-    sides : pair of tuple of Template
-    padded : tuple of str
-        Letters of which one side may have more values: these are padding, zero where they are added.
-    beside : pair of tuple of Template
-        For each side, names that must be there, too, for it to hold from there to the other; they follow other rules.
-    copied : tuple of str
-        Letters that one side alone has: what it has of each of their values is a copy of what the other has.
-    """
+    """Tensors of one side that are the same elements as those of the other."""
 
     sides: tuple[Templates, Templates]
     padded: tuple[str, ...]
+    """Letters of which one side may have more values: these are padding, zero where they are added."""
     beside: tuple[Templates, Templates] = ((), ())
+    """For each side, names that must be there, too, for it to hold from there to the other; they follow other rules."""
     copied: tuple[str, ...] = ()
+    """Letters that one side alone has: what it has of each of their values is a copy of what the other has."""
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -139,36 +124,19 @@ class Rule:
 
 @immutable
 class Side:
-    """One of the two ways.
-
-    Parameters
-    ----------
-    name : str
-    tied : dict of Template to Template
-        Names that are, where no rule gives them, other names of others.
-    order : tuple of Template
-        The tensors in the order of its program; may be empty.
-    ignored : tuple of Template
-        Tensors that the other side needs not, for they follow from its configuration.
-    refused : dict of Template to str
-        Tensors for which the other side has no place, and what they are.
-    optimizer : tuple of Rule
-        Where its program has parameters that it takes apart when it saves the model, and not when it saves the
-        optimizer: rules of the optimizer's own tensors.
-    implied : set of str
-        Names that the other side has not where they are other names of a tensor.
-    copies : dict of Template to Template
-        Tensors that the other side has not, for they are equal to another.
-    """
+    """One of the two ways."""
 
     name: str
-    tied: dict[Template, Template]
-    order: Templates
-    ignored: Templates
-    refused: dict[Template, str]
+    tied: dict[Template, Template]  # names that are, where no rule gives them, other names of others
+    order: Templates  # the tensors in the order of its program; may be empty
+    ignored: Templates  # tensors that the other side needs not, for they follow from its configuration
+    refused: dict[Template, str]  # tensors for which the other side has no place, and what they are
     optimizer: tuple[Rule, ...]
-    implied: frozenset[str]
-    copies: dict[Template, Template]
+    """Where its program has parameters that it takes apart when it saves the model, and not when it saves the
+    optimizer: rules of the optimizer's own tensors.
+    """
+    implied: frozenset[str]  # names that the other side has not where they are other names of a tensor
+    copies: dict[Template, Template]  # tensors that the other side has not, for they are equal to another
 
 
 @immutable

@@ -228,28 +228,15 @@ Rule = Callable[[tuple[Slot, ...], str], Function]
 
 @mutable
 class Combined:
-    """What several checkpoints are together.
+    """What several checkpoints are together."""
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        Without files of its own.
-    sources : sequence of Checkpoint
-    rule : Rule
-    last : set of str
-        Names of the model's tensors that are the last source's.
-    computed : set of str
-        Names of those that are computed.
-    equal : list of (SlotSet, int)
-        What must be the same in the first source and another, and in which.
-    """
-
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint  # without files of its own
     sources: Sequence[Checkpoint]
     rule: Rule
-    last: set[str]
-    computed: set[str] = field(default_factory=set)
+    last: set[str]  # names of the model's tensors that are the last source's
+    computed: set[str] = field(default_factory=set)  # names of those that are computed
     equal: list[tuple[SlotSet, int]] = field(default_factory=list)
+    """What must be the same in the first source and another, and in which."""
 
     def parameter(self, name: str, ones: Sequence[Parameter]) -> Parameter:
         """Return a tensor of the model, `ones` in the sources, with its weight, and a master where one has that."""

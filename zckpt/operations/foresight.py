@@ -36,21 +36,11 @@ READ_AT_ONCE = 2
 
 @mutable
 class Reads:
-    """What is read of a source file.
+    """What is read of a source file."""
 
-    Parameters
-    ----------
-    requests : int
-        Byte ranges; those that lie end to end, or almost, and are needed one after the other are one.
-    nbytes : int, bytes
-        Of these ranges.
-    low, high : int, bytes
-        Where the first begins and the last ends.
-    """
-
-    requests: int = 0
-    nbytes: int = 0
-    low: int = 0
+    requests: int = 0  # byte ranges; those that lie end to end, or almost, and are needed one after the other are one
+    nbytes: int = 0  # of these ranges
+    low: int = 0  # bytes; where the first begins and the last ends
     high: int = 0
     _last: tuple[int, int] | None = None
 
@@ -71,42 +61,21 @@ class Reads:
 
 @immutable(kw_only=True)
 class Foresight(Result):
-    """What a run will take, and what there is of it; None: unknown.
+    """What a run will take, and what there is of it; None: unknown."""
 
-    Parameters
-    ----------
-    num_files, num_directories : int
-        That are made; the record of a fingerprint is not among them.
-    free_nbytes, free_inodes : int or None
-        Of the target's file system.
-    read_requests : int
-    requested_nbytes : int, bytes
-    reads : dict
-        By source file: `requests` and `nbytes`.
-    buffers_nbytes : int, bytes
-        What copy buffers take together: the budget, or what a limit of memory leaves of it.
-    free_memory_nbytes : int or None
-    memory_limit : str or None
-        The limit that leaves least.
-    read_nbytes_per_second, write_nbytes_per_second : float or None
-        Of a sample; what was written of it was synced, and is gone.
-    seconds : float or None
-        About so long takes what is written, proofs aside.
-    """
-
-    num_files: int
+    num_files: int  # that are made; the record of a fingerprint is not among them
     num_directories: int
-    free_nbytes: int | None
+    free_nbytes: int | None  # of the target's file system
     free_inodes: int | None
     read_requests: int
     requested_nbytes: int
-    reads: Document
-    buffers_nbytes: int
+    reads: Document  # by source file: `requests` and `nbytes`
+    buffers_nbytes: int  # what copy buffers take together: the budget, or what a limit of memory leaves of it
     free_memory_nbytes: int | None
-    memory_limit: str | None
-    read_nbytes_per_second: float | None
+    memory_limit: str | None  # the limit that leaves least
+    read_nbytes_per_second: float | None  # of a sample; what was written of it was synced, and is gone
     write_nbytes_per_second: float | None
-    seconds: float | None
+    seconds: float | None  # about so long takes what is written, proofs aside
 
 
 def directories(names: Iterable[Path], target: Path) -> int:

@@ -31,22 +31,14 @@ class Copied(TypedDict, total=False):
 
 @mutable
 class Proof:
-    """What is done with a target before it gets its name.
-
-    Parameters
-    ----------
-    look : callable
-        Looks at a target, and the files of its plan in their order, by their temporary names; returns how many bytes it
-        has compared. What it raises leaves no target. It also gets where to write the target's fingerprint, or None.
-    records : bool
-        Whether it writes that.
-    verified : int, bytes
-        Compared so far.
-    """
+    """What is done with a target before it gets its name."""
 
     look: Callable[[Path, Sequence[Path], Path | None], int]
-    records: bool = False
-    verified: int = 0
+    """Looks at a target, and the files of its plan in their order, by their temporary names; returns how many bytes it
+    has compared. What it raises leaves no target. It also gets where to write the target's fingerprint, or None.
+    """
+    records: bool = False  # whether it writes that
+    verified: int = 0  # bytes; compared so far
 
 
 def record_of(target: Path, owned: Owned | None, proof: Proof | None) -> Path | None:

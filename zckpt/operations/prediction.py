@@ -34,19 +34,11 @@ Key = tuple[str, str, str]
 
 @mutable
 class Known:
-    """The slots of a checkpoint that lies in a store, or is going to.
-
-    Parameters
-    ----------
-    number : int
-    slots : dict of Key to Slot
-    numbers : mapping of str to int
-        The files' numbers, by the paths that spans have.
-    """
+    """The slots of a checkpoint that lies in a store, or is going to."""
 
     number: int
     slots: dict[Key, Slot]
-    numbers: Mapping[str, int]
+    numbers: Mapping[str, int]  # the files' numbers, by the paths that spans have
     path: Path = Path()
     _indexes: SpanIndexes = field(default_factory=SpanIndexes)
 

@@ -21,20 +21,13 @@ from zckpt.state import Checkpoint, Document, Result, Slot, document, nbytes_of
 
 @immutable
 class Moved:
-    """One slot over the checkpoints; None where a checkpoint does not have it, or has it in another shape.
-
-    Parameters
-    ----------
-    norm : list of float or None
-        L2 norm of the finite elements in each checkpoint.
-    change : list of float or None
-        L2 norm of the change since the checkpoint before, relative to the norm there; the first is None.
-    """
+    """One slot over the checkpoints; None where a checkpoint does not have it, or has it in another shape."""
 
     name: str
     slot: str
-    norm: list[float | None] = field(default_factory=list)
+    norm: list[float | None] = field(default_factory=list)  # L2 norm of the finite elements in each checkpoint
     change: list[float | None] = field(default_factory=list)
+    """L2 norm of the change since the checkpoint before, relative to the norm there; the first is None."""
 
 
 @immutable

@@ -30,28 +30,14 @@ EXTRA_STATE = "_extra_state"
 
 @immutable(eq=False)
 class Member:
-    """A parameter of a unit, as this rank has it.
+    """A parameter of a unit, as this rank has it."""
 
-    Parameters
-    ----------
-    shape : torch.Size
-        Of the whole parameter.
-    extent : Extent or None
-        What this rank has of it; None: nothing.
-    tensor : Tensor
-        Those elements, flat, in the memory of the rank's share.
-    offset : int, elements
-        Where they begin in what the optimizer steps: the rank's share of the unit, or of the parameter.
-    ranks : tuple of int or None
-        The ranks, in the world, that have the same; None: all.
-    requires_grad : bool
-    """
-
-    shape: torch.Size
-    extent: Extent | None
-    tensor: torch.Tensor
+    shape: torch.Size  # of the whole parameter
+    extent: Extent | None  # what this rank has of it; None: nothing
+    tensor: torch.Tensor  # those elements, flat, in the memory of the rank's share
     offset: int
-    ranks: tuple[int, ...] | None
+    """Elements; where they begin in what the optimizer steps: the rank's share of the unit, or of the parameter."""
+    ranks: tuple[int, ...] | None  # the ranks, in the world, that have the same; None: all
     requires_grad: bool
 
     @property

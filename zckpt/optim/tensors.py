@@ -184,24 +184,12 @@ def set_extra(model: torch.nn.Module, key: str, value: object) -> None:
 
 @immutable
 class Share:
-    """What this rank has of a tensor.
+    """What this rank has of a tensor."""
 
-    Parameters
-    ----------
-    shape : tuple of int
-        Of the whole tensor.
-    extent : Extent
-        A whole box, or a range of the flattened tensor.
-    tensor : Tensor
-        Those elements, in the extent's order; not a copy.
-    ranks : tuple of int or None
-        The ranks, in the world, that have the same; None: all that save together.
-    """
-
-    shape: Shape
-    extent: Extent
-    tensor: torch.Tensor
-    ranks: tuple[int, ...] | None = None
+    shape: Shape  # of the whole tensor
+    extent: Extent  # a whole box, or a range of the flattened tensor
+    tensor: torch.Tensor  # those elements, in the extent's order; not a copy
+    ranks: tuple[int, ...] | None = None  # the ranks, in the world, that have the same; None: all that save together
 
 
 def share_of(tensor: torch.Tensor | Member, name: str) -> Share | None:

@@ -147,31 +147,15 @@ class ParamGroup:
 
 @immutable
 class RankValue:
-    """One such value.
+    """One such value."""
 
-    Parameters
-    ----------
-    key : str
-        The optimizer's own.
-    group : int
-        The param group.
-    part : int
-        Which tensor of the group it is of, where a rank's share of the group is in several.
-    rank, mp_rank : int
-        The data- and the model-parallel rank.
-    value : object
-        A number, a Scalar, or a `torchfile.FromFile`: a tree and the file in which its tensors lie.
-    in_group : bool
-        Whether the rank's file has it in the param group itself, among the hyperparameters.
-    """
-
-    key: str
-    group: int
-    part: int
-    rank: int
+    key: str  # the optimizer's own
+    group: int  # the param group
+    part: int  # which tensor of the group it is of, where a rank's share of the group is in several
+    rank: int  # the data- and the model-parallel rank
     mp_rank: int
-    value: object
-    in_group: bool = False
+    value: object  # a number, a Scalar, or a `torchfile.FromFile`: a tree and the file in which its tensors lie
+    in_group: bool = False  # whether the rank's file has it in the param group itself, among the hyperparameters
 
     @property
     def is_single(self) -> bool:
@@ -204,78 +188,47 @@ class Topology:
 
 @immutable
 class Duplicate:
-    """A further copy of a slot, which nothing is read from: it should be equal, or its rounding.
-
-    Parameters
-    ----------
-    kind : {"tied", "parameter", "layer", "buffer"}
-        Another name of a tied parameter; a parameter that several ranks have whole; one of a tied layer, which each
-        stage of a pipeline steps by itself; a buffer that every rank keeps.
-    name : str
-        Of the parameter or buffer; of a tied one, the name whose copy it is.
-    of : str
-        Of the parameter that `slot` is held against.
-    slot : Slot
-        The copy.
-    original : Slot
-        What it should equal, of the same shape: bit for bit, after rounding where the copy has another type.
-    rank : int or None
-        Which rank's copy it is.
-    """
+    """A further copy of a slot, which nothing is read from: it should be equal, or its rounding."""
 
     kind: str
-    name: str
-    of: str
-    slot: Slot
+    """{"tied", "parameter", "layer", "buffer"}; another name of a tied parameter; a parameter that several ranks have
+    whole; one of a tied layer, which each stage of a pipeline steps by itself; a buffer that every rank keeps.
+    """
+    name: str  # of the parameter or buffer; of a tied one, the name whose copy it is
+    of: str  # of the parameter that `slot` is held against
+    slot: Slot  # the copy
     original: Slot
-    rank: int | None = None
+    """What it should equal, of the same shape: bit for bit, after rounding where the copy has another type."""
+    rank: int | None = None  # which rank's copy it is
 
 
 @mutable
 class SourceFile:
-    """A file of the checkpoint and what of it is used.
-
-    Parameters
-    ----------
-    path : str
-    nbytes : int
-        Size of the file.
-    role : str
-        `model`, `optimizer`, `expert`, ...
-    dp_rank, mp_rank : int or None
-        Which rank wrote it, where its name says so.
-    tensor_nbytes, unreferenced_nbytes : int
-        Bytes of storages that some tensor uses, and that none does.
-    archives : iterable of (int, int), bytes
-        Offset and length of the torch files within the file, where it is not one itself.
-    tree : object
-        What the file holds, for the inventory: an object tree, or slots by the names that the file has for them.
-        Of a torch file it is `read_torchfile(path).root`, of any other `{"layer.weight": slot, "epoch": 3}`. Each value
-        that is no slot is in `Checkpoint.metadata` under the same key, or has a rule. None: no value is looked at, and
-        the whole file is state, or what the checkpoint's claim says.
-    records : sequence of (str, int, int, int)
-        Name, byte offset, bytes and CRC-32 of each record of an archive that was read.
-    rules : tuple of Rule
-        What the adapter knows of the values in the tree.
-    header : (int, int), bytes and CRC-32, or None
-        What the file has to begin with for its tensors to be where they are said to be, if not all of it was read.
-    archive : str
-        What a torch file calls its folder: as a rule its own name without the suffix; empty where it has none.
-    """
+    """A file of the checkpoint and what of it is used."""
 
     path: str
-    nbytes: int
-    role: str
-    dp_rank: int | None = None
+    nbytes: int  # size of the file
+    role: str  # `model`, `optimizer`, `expert`, ...
+    dp_rank: int | None = None  # which rank wrote it, where its name says so
     mp_rank: int | None = None
-    tensor_nbytes: int = 0
+    tensor_nbytes: int = 0  # bytes of storages that some tensor uses, and that none does
     unreferenced_nbytes: int = 0
     archives: Iterable[tuple[int, int]] = ()
+    """Bytes; offset and length of the torch files within the file, where it is not one itself."""
     tree: object = field(default=None, repr=False, compare=False)
+    """What the file holds, for the inventory: an object tree, or slots by the names that the file has for them. Of a
+    torch file it is `read_torchfile(path).root`, of any other `{"layer.weight": slot, "epoch": 3}`. Each value that is
+    no slot is in `Checkpoint.metadata` under the same key, or has a rule. None: no value is looked at, and the whole
+    file is state, or what the checkpoint's claim says.
+    """
     records: Sequence[tuple[str, int, int, int]] = field(default=(), repr=False, compare=False)
+    """Name, byte offset, bytes and CRC-32 of each record of an archive that was read."""
     rules: tuple[Rule, ...] = field(default=(), repr=False, compare=False)
+    """What the adapter knows of the values in the tree."""
     header: tuple[int, int] | None = field(default=None, repr=False, compare=False)
+    """What the file has to begin with for its tensors to be where they are said to be, if not all of it was read."""
     archive: str = ""
+    """What a torch file calls its folder: as a rule its own name without the suffix; empty where it has none."""
 
     @property
     def name(self) -> str:

@@ -14,26 +14,13 @@ from zckpt.immutable import immutable
 
 @immutable
 class DTypeInfo:
-    """What is known about one element type.
+    """What is known about one element type."""
 
-    Parameters
-    ----------
-    name : str
-        Name in torch, without `torch.`.
-    itemsize : int, bytes
-    safetensors : str or None
-        Code in a safetensors header; None where that format has none.
-    storage : str or None
-        Name of torch's typed storage class, `FloatStorage`; None for dtypes newer than those classes.
-    floating : bool
-        Whether values are real floating-point numbers.
-    """
-
-    name: str
+    name: str  # name in torch, without `torch.`
     itemsize: int
-    safetensors: str | None
-    storage: str | None
-    floating: bool = False
+    safetensors: str | None  # code in a safetensors header; None where that format has none
+    storage: str | None  # name of torch's typed storage class, `FloatStorage`; None for dtypes newer than those classes
+    floating: bool = False  # whether values are real floating-point numbers
 
 
 DTYPES: dict[str, DTypeInfo] = {

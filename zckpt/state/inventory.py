@@ -75,52 +75,25 @@ class Rule:
 
 @immutable
 class Claim:
-    """What a file as a whole is, where no tree of it is looked through.
+    """What a file as a whole is, where no tree of it is looked through."""
 
-    Parameters
-    ----------
-    fate : {"state", "copy", "implied", "foreign"}
-    about : str
-    """
-
-    fate: str
+    fate: str  # {"state", "copy", "implied", "foreign"}
     about: str
 
 
 @immutable
 class Item:
-    """One thing that has a fate, or several of one file that have it for the same reason.
+    """One thing that has a fate, or several of one file that have it for the same reason."""
 
-    Parameters
-    ----------
-    file : str
-        Within the directory that was opened; else the whole path.
-    place : str
-        In the file's tree, steps joined by slashes, of the first one; empty for the file itself.
-    kind : {"file", "record", "tensor", "value"}
-    fate : str
-        One of `FATES`.
-    about : str
-        Which slots, under which key, by which rule, or for what reason.
-    nbytes : int, bytes
-        Of tensors' elements, of a record, or of a file that is not looked into.
-    count : int
-        How many there are.
-    trained : bool
-        Whether it is, as far as anyone can tell, state of a model or of an optimizer.
-    error : SourceError or None
-        Why it could not be read, where a file is left out because of that.
-    """
-
-    file: str
-    place: str
-    kind: str
-    fate: str
-    about: str
-    nbytes: int = 0
-    count: int = 1
-    trained: bool = False
-    error: SourceError | None = None
+    file: str  # within the directory that was opened; else the whole path
+    place: str  # in the file's tree, steps joined by slashes, of the first one; empty for the file itself
+    kind: str  # {"file", "record", "tensor", "value"}
+    fate: str  # one of `FATES`
+    about: str  # which slots, under which key, by which rule, or for what reason
+    nbytes: int = 0  # of tensors' elements, of a record, or of a file that is not looked into
+    count: int = 1  # how many there are
+    trained: bool = False  # whether it is, as far as anyone can tell, state of a model or of an optimizer
+    error: SourceError | None = None  # why it could not be read, where a file is left out because of that
 
     @property
     def name(self) -> str:
@@ -139,19 +112,13 @@ class Item:
 
 @mutable
 class Inventory:
-    """Everything that the files of a checkpoint hold, and what became of it.
+    """Everything that the files of a checkpoint hold, and what became of it."""
 
-    Parameters
-    ----------
-    items : list of Item
-        What is left out is listed one by one.
-    nbytes : dict of str to dict of str to int, bytes
-        By file and fate, of every file that was looked into: together the size of the file. What a format itself
-        needs (headers, pickles, alignment) is implied.
-    """
-
-    items: list[Item] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)  # what is left out is listed one by one
     nbytes: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Bytes; by file and fate, of every file that was looked into: together the size of the file. What a format itself
+    needs (headers, pickles, alignment) is implied.
+    """
 
     @property
     def left_out(self) -> list[Item]:

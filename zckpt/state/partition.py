@@ -40,22 +40,11 @@ PARAMETER_ALIGNMENT_NBYTES = 16
 
 @immutable
 class FlatShare:
-    """Elements of one parameter inside one rank's partition.
+    """Elements of one parameter inside one rank's partition."""
 
-    Parameters
-    ----------
-    index : int
-        Which parameter of the group, in the order of the buffer.
-    start : int, elements
-        First element within the flattened parameter.
-    position : int, elements
-        Where it lies within the rank's partition.
-    numel : int, elements
-    """
-
-    index: int
-    start: int
-    position: int
+    index: int  # which parameter of the group, in the order of the buffer
+    start: int  # elements; first element within the flattened parameter
+    position: int  # elements; where it lies within the rank's partition
     numel: int
 
     @property

@@ -189,21 +189,12 @@ class Chosen(Numbered[int]):
 
 @immutable
 class CutFiles:
-    """The tensors, one in each rank's file, that together hold a line of elements.
-
-    Parameters
-    ----------
-    paths : tuple of str
-    offsets : sequence of int, bytes
-        Where the tensor of each file begins.
-    dtype : str
-    byteorder : {"little", "big"}
-    """
+    """The tensors, one in each rank's file, that together hold a line of elements."""
 
     paths: tuple[str, ...]
-    offsets: Sequence[int]
+    offsets: Sequence[int]  # bytes; where the tensor of each file begins
     dtype: str
-    byteorder: str = "little"
+    byteorder: str = "little"  # {"little", "big"}
     _indexes: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
 
     def index(self, path: str) -> int | None:
@@ -220,30 +211,14 @@ class CutSpans(Spans):
     ZeRO-1/2: the line is a param group's buffer, the width that of a partition. ZeRO-3: each parameter is a line of its
     own, the width that of a shard, and in every file its shard begins at element `at` of the tensor there.
 
-    Parameters
-    ----------
-    files : CutFiles
-        One for all parameters that are cut alike.
-    shape : tuple of int
-        Of the parameter.
-    origin : int, elements
-        Where it begins on the line.
-    width : int, elements
-        That each file has of the line.
-    at : int, elements
-        Where in the tensor of a file its elements of the line begin.
-
-    Raises
-    ------
-    LayoutError
-        The parameter goes beyond the last file.
+    Raises LayoutError: the parameter goes beyond the last file.
     """
 
-    files: CutFiles
-    shape: Shape
-    origin: int
-    width: int
-    at: int = 0
+    files: CutFiles  # one for all parameters that are cut alike
+    shape: Shape  # of the parameter
+    origin: int  # elements; where it begins on the line
+    width: int  # elements; that each file has of the line
+    at: int = 0  # elements; where in the tensor of a file its elements of the line begin
 
     def __post_init__(self) -> None:
         """Check that the files hold all of it: then each element is in one span."""
@@ -402,22 +377,12 @@ class PaddingRule(Protocol):
 
 @immutable
 class Padding:
-    """Elements of one rank's partition of one param group that belong to no parameter.
-
-    Parameters
-    ----------
-    rank, group : int
-    numel : int, elements
-    nbytes : int, bytes
-    zeros : tuple of PaddingSpan
-        Where it is, as far as the program that writes it makes it zero and keeps it so.
-    partition : int, elements
-        Of all that ends with it; 0 where it is spread over parameters.
-    """
+    """Elements of one rank's partition of one param group that belong to no parameter."""
 
     rank: int
     group: int
     numel: int
     nbytes: int
     zeros: tuple[PaddingSpan, ...] = ()
-    partition: int = 0
+    """Where it is, as far as the program that writes it makes it zero and keeps it so."""
+    partition: int = 0  # elements; of all that ends with it; 0 where it is spread over parameters

@@ -39,25 +39,14 @@ from zckpt.state.spans import ZEROS, CutSpans, Extent, Shape, Slot, Span, Spans,
 
 @immutable
 class Move:
-    """Where elements of one slot are in another. Both are seen as boxes of the finer shapes that their spans are of.
+    """Where elements of one slot are in another. Both are seen as boxes of the finer shapes that their spans are of."""
 
-    Parameters
-    ----------
-    split : tuple of tuple of int
-        The factors of each dimension of the source.
-    low, sizes : tuple of int
-        The box of these factors that is seen.
-    order : tuple of (int or None)
-        Which factor each dimension of the target is; None: a dimension of one. Factors of one may be left out.
-    to : tuple of int
-        Where in the target the box begins.
-    """
-
-    split: tuple[Shape, ...]
-    low: Shape
+    split: tuple[Shape, ...]  # the factors of each dimension of the source
+    low: Shape  # the box of these factors that is seen
     sizes: Shape
     order: tuple[int | None, ...]
-    to: Shape
+    """Which factor each dimension of the target is; None: a dimension of one. Factors of one may be left out."""
+    to: Shape  # where in the target the box begins
 
     @property
     def there(self) -> Shape:
@@ -110,16 +99,9 @@ def _strided(span: Span, offsets: Shape, sizes: Shape, first: int, strides: Shap
 
 @immutable(eq=False)
 class ViewSpans(Spans):
-    """The spans of a view of slots, some of whose spans are a rule.
+    """The spans of a view of slots, some of whose spans are a rule."""
 
-    Parameters
-    ----------
-    shape : tuple of int
-        Of which the spans are boxes.
-    parts : tuple of (Move, sequence of Span)
-    """
-
-    shape: Shape
+    shape: Shape  # of which the spans are boxes
     parts: tuple[tuple[Move, Sequence[Span]], ...]
 
     def __iter__(self) -> Iterator[Span]:

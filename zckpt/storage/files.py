@@ -376,23 +376,12 @@ def too_short(path: str, expected: int, found: int) -> DamagedFileError:
 
 @mutable
 class FileRange:
-    """A range of an open file, which a reader takes for a file of its own.
-
-    Parameters
-    ----------
-    descriptor : int
-    path : str
-        File named in errors.
-    base : int, bytes
-        Offset of the range in that file.
-    nbytes : int, bytes
-        Length of the range.
-    """
+    """A range of an open file, which a reader takes for a file of its own."""
 
     descriptor: int
-    path: str
-    base: int
-    nbytes: int
+    path: str  # file named in errors
+    base: int  # bytes; offset of the range in that file
+    nbytes: int  # length of the range
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return exactly `nbytes` bytes from `offset`, relative to the range; errors are those of `check` and `at`."""

@@ -50,32 +50,16 @@ Identity = tuple["int | str", ...]
 
 @immutable
 class Purpose:
-    """What a run is to write, and of what: one run can go on with the work of another that has the same.
+    """What a run is to write, and of what: one run can go on with the work of another that has the same."""
 
-    Parameters
-    ----------
-    version : str
-        Of zckpt.
-    verb : str
-    options : dict of str to str
-        Those that are not the default, as they are shown.
-    files : str
-        A digest of the names and sizes of what is written.
-    nbytes : int, bytes
-        Of tensors that are written.
-    sources : dict of str to Identity
-        By absolute path, or URL.
-    beside : list of str
-        Names of files that are written into the target's directory, each of which has a temporary name.
-    """
-
-    version: str
+    version: str  # of zckpt
     verb: str
-    options: dict[str, str]
-    files: str
-    nbytes: int
-    sources: dict[str, Identity]
+    options: dict[str, str]  # those that are not the default, as they are shown
+    files: str  # a digest of the names and sizes of what is written
+    nbytes: int  # of tensors that are written
+    sources: dict[str, Identity]  # by absolute path, or URL
     beside: list[str] = field(default_factory=list)
+    """Names of files that are written into the target's directory, each of which has a temporary name."""
 
     @staticmethod
     def of(

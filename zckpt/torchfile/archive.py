@@ -70,23 +70,12 @@ CLOSE = 1 << 13
 
 
 class Record(NamedTuple):
-    """An entry of the archive.
+    """An entry of the archive."""
 
-    Parameters
-    ----------
-    name : str
-        With the archive's root folder.
-    offset : int, bytes
-        Of its data, from the start of the file.
-    nbytes : int, bytes
-    crc32 : int
-        As the archive states it; nobody has checked it.
-    """
-
-    name: str
-    offset: int
+    name: str  # with the archive's root folder
+    offset: int  # bytes; of its data, from the start of the file
     nbytes: int
-    crc32: int
+    crc32: int  # as the archive states it; nobody has checked it
 
 
 class AlikeRecords(Numbered[Record]):
@@ -150,28 +139,15 @@ def has_checksums(records: Iterable[Record]) -> bool:
 
 @mutable
 class Entry:
-    """What the central directory says of a record.
+    """What the central directory says of a record."""
 
-    Parameters
-    ----------
-    at : int, bytes
-        Offset of this in the directory.
-    raw_name, name : bytes, str
-    header : int, bytes
-        Offset of its local header.
-    nbytes : int, bytes
-    crc32 : int
-    stored : bool
-        Whether the data is neither compressed nor encrypted.
-    """
-
-    at: int
+    at: int  # bytes; offset of this in the directory
     raw_name: bytes
     name: str
-    header: int
+    header: int  # bytes; offset of its local header
     nbytes: int
     crc32: int
-    stored: bool
+    stored: bool  # whether the data is neither compressed nor encrypted
 
 
 Listed = tuple[int, list[Entry]]

@@ -32,15 +32,9 @@ Args = tuple[object, ...]
 
 @immutable
 class Global:
-    """A class or function that a pickle names; it is never imported.
+    """A class or function that a pickle names; it is never imported."""
 
-    Parameters
-    ----------
-    module, name : str
-        As the pickle spells them; `name` may be dotted.
-    """
-
-    module: str
+    module: str  # as the pickle spells them; `name` may be dotted
     name: str
 
     @property
@@ -65,36 +59,18 @@ in whatever process an object comes to."""
 
 @mutable(eq=False)
 class Object:
-    """An object of a class this package knows nothing about.
+    """An object of a class this package knows nothing about."""
 
-    Parameters
-    ----------
-    cls : Global or Object
-        What the pickle would call: a class, a function, or the inert result of another such call.
-    args : tuple
-        Positional arguments of that call.
-    kwargs : dict or None
-        Keyword arguments; only `how == "newobj_ex"` has any.
-    state : object or None
-        What the pickle sets afterwards: usually a dict of attributes.
-    items : list
-        What the pickle appends to it, as to a list.
-    entries : list of (key, value)
-        What the pickle sets in it, as in a dict.
-    how : str
-        The kind of call: `reduce`, `newobj`, `newobj_ex`, `obj` or `reconstructor`; `inst` in older files of zckpt's.
-    has_state : bool
-        Whether `state` was set: a pickle may set it to None.
-    """
-
-    cls: Global | Object
-    args: Args = ()
-    kwargs: dict[object, object] | None = None
-    state: object | None = None
-    items: list[object] = field(default_factory=lambda: NOTHING)
+    cls: Global | Object  # what the pickle would call: a class, a function, or the inert result of another such call
+    args: Args = ()  # positional arguments of that call
+    kwargs: dict[object, object] | None = None  # keyword arguments; only `how == "newobj_ex"` has any
+    state: object | None = None  # what the pickle sets afterwards: usually a dict of attributes
+    items: list[object] = field(default_factory=lambda: NOTHING)  # what the pickle appends to it, as to a list
     entries: list[tuple[object, object]] = field(default_factory=lambda: NOTHING)
+    """What the pickle sets in it, as in a dict."""
     how: str = "reduce"
-    has_state: bool = False
+    """The kind of call: `reduce`, `newobj`, `newobj_ex`, `obj` or `reconstructor`; `inst` in older files of zckpt's."""
+    has_state: bool = False  # whether `state` was set: a pickle may set it to None
 
     @property
     def qualified(self) -> str:
@@ -193,26 +169,13 @@ class Namespace(dict[object, object]):
 
 @immutable
 class Storage:
-    """A byte range of the file that tensors are views of.
+    """A byte range of the file that tensors are views of."""
 
-    Parameters
-    ----------
-    key : str
-        Name of the storage within its file.
-    dtype : str
-        Element type of torch's typed storage; "uint8" for an untyped one.
-    nbytes : int, bytes
-    location : str
-        Device tag: `cpu`, `cuda:0`.
-    offset : int, bytes
-        From the start of the file.
-    """
-
-    key: str
-    dtype: str
+    key: str  # name of the storage within its file
+    dtype: str  # element type of torch's typed storage; "uint8" for an untyped one
     nbytes: int
-    location: str
-    offset: int
+    location: str  # device tag: `cpu`, `cuda:0`
+    offset: int  # bytes; from the start of the file
 
 
 @immutable(eq=False)
@@ -227,47 +190,25 @@ class InPieces(Storage):
 
 @mutable(eq=False)
 class Tensor:
-    """A dense tensor in a file.
-
-    Parameters
-    ----------
-    storage : Storage
-    dtype : str
-        Name in torch, without `torch.`.
-    shape, strides : tuple of int, elements
-    storage_offset : int, elements
-        Of the first element, from the start of the storage.
-    byteorder : str
-        `little` or `big`.
-    requires_grad, is_parameter : bool
-    subclass : Global or None
-        Class that the file names for the tensor, where it names another than `torch.Tensor`.
-    attributes : dict or None
-        Python attributes of the tensor, as in `_rebuild_from_type_v2` and `_rebuild_parameter_with_state`.
-    metadata : dict or None
-        Flags of a lazy view: `conj`, `neg`. The bytes are those before conjugation or negation.
-    state : object or None
-        The state of a subclass where it is not a dict: (attributes, slots), or its own.
-    hooks : object or None
-        Backward hooks; None where there are none, as is usual.
-    rebuild : str
-        Name of torch's function that rebuilds the dense tensor, `_rebuild_tensor_v2`.
-    """
+    """A dense tensor in a file."""
 
     storage: Storage
-    dtype: str
-    shape: Shape
-    strides: Shape
-    storage_offset: int
-    byteorder: str
+    dtype: str  # name in torch, without `torch.`
+    shape: Shape  # elements
+    strides: Shape  # elements
+    storage_offset: int  # elements; of the first element, from the start of the storage
+    byteorder: str  # `little` or `big`
     requires_grad: bool = False
     is_parameter: bool = False
     subclass: Global | None = None
+    """Class that the file names for the tensor, where it names another than `torch.Tensor`."""
     attributes: dict[object, object] | None = None
+    """Python attributes of the tensor, as in `_rebuild_from_type_v2` and `_rebuild_parameter_with_state`."""
     metadata: dict[object, object] | None = None
-    state: object | None = None
-    hooks: object | None = None
-    rebuild: str = "_rebuild_tensor_v2"
+    """Flags of a lazy view: `conj`, `neg`. The bytes are those before conjugation or negation."""
+    state: object | None = None  # the state of a subclass where it is not a dict: (attributes, slots), or its own
+    hooks: object | None = None  # backward hooks; None where there are none, as is usual
+    rebuild: str = "_rebuild_tensor_v2"  # name of torch's function that rebuilds the dense tensor, `_rebuild_tensor_v2`
 
     @property
     def numel(self) -> int:
@@ -308,26 +249,16 @@ class Tensor:
 
 @mutable(eq=False)
 class SparseTensor:
-    """A sparse tensor and the dense ones that hold it.
-
-    Parameters
-    ----------
-    layout : Layout
-        `torch.sparse_coo`: parts are (indices, values); the compressed ones: (compressed indices,
-        plain indices, values).
-    parts : tuple of nodes
-    shape : tuple of int, elements
-    is_coalesced : bool or None
-        None where the file does not say.
-    rebuild : str
-        Name of torch's function that rebuilds it.
-    """
+    """A sparse tensor and the dense ones that hold it."""
 
     layout: Layout
+    """`torch.sparse_coo`: parts are (indices, values); the compressed ones: (compressed indices, plain indices,
+    values).
+    """
     parts: tuple[object, ...]
-    shape: Size | Shape
-    is_coalesced: bool | None = None
-    rebuild: str = "_rebuild_sparse_tensor"
+    shape: Size | Shape  # elements
+    is_coalesced: bool | None = None  # None where the file does not say
+    rebuild: str = "_rebuild_sparse_tensor"  # name of torch's function that rebuilds it
 
 
 @mutable(eq=False)
@@ -382,21 +313,12 @@ FLOATS = {2: "e", 4: "f", 8: "d"}
 
 @mutable(eq=False)
 class NumpyDType:
-    """A numpy dtype.
+    """A numpy dtype."""
 
-    Parameters
-    ----------
-    code : str
-        As numpy pickles it, without byte order: `f4`, `U3`, `V12`, `O8`.
-    flags : tuple of object
-        The remaining arguments of the call: (align, copy).
-    state : tuple or None
-        (version, byte order, subarray, names, fields, itemsize, alignment, flags, ...).
-    """
-
-    code: str
-    flags: Args = ()
+    code: str  # as numpy pickles it, without byte order: `f4`, `U3`, `V12`, `O8`
+    flags: Args = ()  # the remaining arguments of the call: (align, copy)
     state: tuple[object, ...] | None = None
+    """(version, byte order, subarray, names, fields, itemsize, alignment, flags, ...)."""
 
     @property
     def byteorder(self) -> str:
@@ -425,16 +347,9 @@ class NumpyDType:
 
 @immutable
 class NumpyScalar:
-    """A numpy scalar.
+    """A numpy scalar."""
 
-    Parameters
-    ----------
-    dtype : str
-        With byte order: `<f4`.
-    data : bytes
-    """
-
-    dtype: str
+    dtype: str  # with byte order: `<f4`
     data: bytes
 
     @property
@@ -445,32 +360,15 @@ class NumpyScalar:
 
 @mutable(eq=False)
 class NumpyArray:
-    """A numpy array.
+    """A numpy array."""
 
-    Parameters
-    ----------
-    dtype : str
-        With byte order: `<f4`; structured arrays are `|V12`, arrays of objects `|O8`.
-    shape : tuple of int, elements
-    fortran_order : bool
-        Whether `data` is column-major.
-    data : bytes
-        Empty for an array of objects.
-    items : list or None
-        The elements of an array of objects.
-    dtype_node : NumpyDType or None
-        The whole dtype, with fields and metadata.
-    cls : Global or None
-        The array's class: usually `numpy.ndarray`.
-    """
-
-    dtype: str = "|V0"
-    shape: Shape = ()
-    fortran_order: bool = False
-    data: bytes = b""
-    items: list[object] | None = None
-    dtype_node: NumpyDType | None = None
-    cls: Global | None = None
+    dtype: str = "|V0"  # with byte order: `<f4`; structured arrays are `|V12`, arrays of objects `|O8`
+    shape: Shape = ()  # elements
+    fortran_order: bool = False  # whether `data` is column-major
+    data: bytes = b""  # empty for an array of objects
+    items: list[object] | None = None  # the elements of an array of objects
+    dtype_node: NumpyDType | None = None  # the whole dtype, with fields and metadata
+    cls: Global | None = None  # the array's class: usually `numpy.ndarray`
 
     def fill(self, shape: Shape, dtype: NumpyDType, data: object, *, fortran_order: bool = False) -> None:
         """Give the array its contents.
@@ -525,25 +423,13 @@ def decode(dtype: str, data: bytes) -> object:
 
 @mutable(eq=False)
 class DeviceTensor:
-    """A tensor of a device without storages (xla, ...), kept as host data with another dtype.
+    """A tensor of a device without storages (xla, ...), kept as host data with another dtype."""
 
-    Parameters
-    ----------
-    data : Tensor or NumpyArray
-        The values on the host.
-    dtype : DType
-        What they are cast to on the device.
-    device : Device or str
-    requires_grad : bool
-    rebuild : str
-        Name of torch's function that rebuilds it.
-    """
-
-    data: Tensor | NumpyArray
-    dtype: DType
+    data: Tensor | NumpyArray  # the values on the host
+    dtype: DType  # what they are cast to on the device
     device: Device | str
     requires_grad: bool
-    rebuild: str
+    rebuild: str  # name of torch's function that rebuilds it
 
 
 NAMES = frozenset({Global, DType, Layout, MemoryFormat, Device})

@@ -278,17 +278,10 @@ CALLS |= {
 
 @immutable
 class Pickled:
-    """A pickle and the storages it mentions.
-
-    Parameters
-    ----------
-    data : bytes
-    storages : tuple of Mentioned
-        A storage's key is its number here, in decimal.
-    """
+    """A pickle and the storages it mentions."""
 
     data: bytes
-    storages: tuple[Mentioned, ...]
+    storages: tuple[Mentioned, ...]  # a storage's key is its number here, in decimal
 
 
 def dump(root: object, stand_for: StandFor = lambda _: None) -> Pickled:

@@ -131,47 +131,22 @@ class PlainParts:
 
 @mutable
 class TorchFile:
-    """The structure of a file that torch.save wrote.
-
-    Parameters
-    ----------
-    path : str
-    nbytes : int, bytes
-        Of the file, or of the range of it that was read.
-    container : str
-        `zip` or `legacy`.
-    byteorder : str
-        Of tensor data: `little` or `big`.
-    root : object
-        The object tree: plain Python data and nodes.
-    storages : dict
-        By key: first those that the pickle mentions, in that order, then those that no tensor mentions.
-    globals : dict
-        Pickle record to the globals it mentions, `module.name`, sorted.
-    protocol : int
-        Pickle protocol of the object tree.
-    records : sequence of Record
-        Of a zip archive, in the order of its directory.
-    archive : str
-        Name of the archive's root folder; empty for legacy files.
-    plain : PlainParts or None
-        What is known of the tree's parts; None for a tree that is no file's and may change.
-    numbers : tuple of int or str
-        What blanks in the tree stand for: see `blanks`.
-    """
+    """The structure of a file that torch.save wrote."""
 
     path: str
-    nbytes: int
-    container: str
-    byteorder: str
-    root: object
+    nbytes: int  # of the file, or of the range of it that was read
+    container: str  # `zip` or `legacy`
+    byteorder: str  # of tensor data: `little` or `big`
+    root: object  # the object tree: plain Python data and nodes
     storages: dict[str, Storage]
-    globals: dict[str, tuple[str, ...]]
-    protocol: int
-    records: Sequence[Record] = ()
-    archive: str = ""
+    """By key: first those that the pickle mentions, in that order, then those that no tensor mentions."""
+    globals: dict[str, tuple[str, ...]]  # pickle record to the globals it mentions, `module.name`, sorted
+    protocol: int  # pickle protocol of the object tree
+    records: Sequence[Record] = ()  # of a zip archive, in the order of its directory
+    archive: str = ""  # name of the archive's root folder; empty for legacy files
     plain: PlainParts | None = field(default=None, repr=False, compare=False)
-    numbers: tuple[int | str, ...] = ()
+    """What is known of the tree's parts; None for a tree that is no file's and may change."""
+    numbers: tuple[int | str, ...] = ()  # what blanks in the tree stand for: see `blanks`
 
 
 @mutable
@@ -228,23 +203,12 @@ def _mentions(names: tuple[str, ...]) -> bool:
 
 @mutable
 class Mentioned:
-    """A storage that a pickle mentions.
-
-    Parameters
-    ----------
-    storage : Storage
-    path : str or None
-        The file that its bytes are in; None for a new one.
-    byteorder : str
-        Of the bytes in that file.
-    dtypes : set of str
-        Of the tensors that are views of it.
-    """
+    """A storage that a pickle mentions."""
 
     storage: Storage
-    path: str | None
-    byteorder: str
-    dtypes: set[str] = field(default_factory=set)
+    path: str | None  # the file that its bytes are in; None for a new one
+    byteorder: str  # of the bytes in that file
+    dtypes: set[str] = field(default_factory=set)  # of the tensors that are views of it
 
     @property
     def dtype(self) -> str:

@@ -67,25 +67,13 @@ class Piece:
 
 @mutable
 class RankState:
-    """What a rank writes, as the first rank has to know it.
-
-    Parameters
-    ----------
-    pieces : list of Piece
-    values : dict
-        State of its parameters that is no tensor.
-    random_states : dict
-    file : Listed
-        Its file as a whole.
-    part : Part or None
-        Of what ranks have in parts.
-    """
+    """What a rank writes, as the first rank has to know it."""
 
     pieces: list[Piece] = field(default_factory=list)
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)  # state of its parameters that is no tensor
     random_states: dict[str, Any] = field(default_factory=dict)
-    file: Listed = UNWRITTEN
-    part: Part | None = None
+    file: Listed = UNWRITTEN  # its file as a whole
+    part: Part | None = None  # of what ranks have in parts
 
 
 Held = tuple[Piece, torch.Tensor]

@@ -83,21 +83,11 @@ class Live:
 
 @mutable
 class Part:
-    """What a rank has of a model and its optimizers; of a model in parts, each rank something else.
+    """What a rank has of a model and its optimizers; of a model in parts, each rank something else."""
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        Parameters, buffers and param groups, without slots.
-    classes : dict of str to str
-        Of its optimizers.
-    extra : set of str
-        Keys of what its modules keep besides tensors.
-    """
-
-    checkpoint: Checkpoint
-    classes: dict[str, str]
-    extra: set[str]
+    checkpoint: Checkpoint  # parameters, buffers and param groups, without slots
+    classes: dict[str, str]  # of its optimizers
+    extra: set[str]  # keys of what its modules keep besides tensors
 
     @classmethod
     def of(cls, model: ModelState, optimizers: Snapshot) -> Part:
@@ -205,21 +195,11 @@ def settled(
 
 @immutable
 class Everywhere:
-    """What some rank has; empty where all ranks have the same model.
+    """What some rank has; empty where all ranks have the same model."""
 
-    Parameters
-    ----------
-    tensors : tuple of str
-        All names of tensors.
-    parameters : frozenset of str
-        Those that optimizers have.
-    optimizers : tuple of str
-        Their names.
-    """
-
-    tensors: tuple[str, ...] = ()
-    parameters: frozenset[str] = frozenset()
-    optimizers: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()  # all names of tensors
+    parameters: frozenset[str] = frozenset()  # those that optimizers have
+    optimizers: tuple[str, ...] = ()  # their names
 
 
 def everywhere_of(live: Live, ranks: Ranks, *, broadcast: bool) -> Everywhere:

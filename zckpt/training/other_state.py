@@ -74,30 +74,15 @@ def other_values(
 
 @mutable
 class OtherState:
-    """Values that were read, and what was not there.
-
-    Parameters
-    ----------
-    states : list of (Stateful, dict)
-        Schedulers and grad scalers, and the state of each.
-    modules : dict
-        What modules keep besides tensors, by key.
-    extra : dict
-        What the program had kept.
-    random : mapping or None
-        The states of this rank's random number generators.
-    notes : list of str
-        What is not restored, and why.
-    missing : list of str
-        Notes of what was asked for.
-    """
+    """Values that were read, and what was not there."""
 
     states: list[tuple[Stateful, dict[str, Any]]] = field(default_factory=list)
-    modules: dict[str, Any] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
-    random: Mapping[str, Any] | None = None
-    notes: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
+    """Schedulers and grad scalers, and the state of each."""
+    modules: dict[str, Any] = field(default_factory=dict)  # what modules keep besides tensors, by key
+    extra: dict[str, Any] = field(default_factory=dict)  # what the program had kept
+    random: Mapping[str, Any] | None = None  # the states of this rank's random number generators
+    notes: list[str] = field(default_factory=list)  # what is not restored, and why
+    missing: list[str] = field(default_factory=list)  # notes of what was asked for
 
     def restore(self, model: Model) -> None:
         """Give each object the state that was read for it."""

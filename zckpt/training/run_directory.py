@@ -75,21 +75,11 @@ class Written:
 
 @immutable
 class Record:
-    """What a Checkpointer has written.
+    """What a Checkpointer has written."""
 
-    Parameters
-    ----------
-    saved : tuple of Written
-        In the order of saving.
-    saving : Written or None
-        What a save was begun of, after which the record has not been written again.
-    before : str or None
-        What `latest` said when that began.
-    """
-
-    saved: tuple[Written, ...] = ()
-    saving: Written | None = None
-    before: str | None = None
+    saved: tuple[Written, ...] = ()  # in the order of saving
+    saving: Written | None = None  # what a save was begun of, after which the record has not been written again
+    before: str | None = None  # what `latest` said when that began
 
     def with_saved(self, checkpoint: Written) -> Record:
         """Return the record with a checkpoint as the last one; it may have replaced one of its name."""

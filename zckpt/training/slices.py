@@ -58,42 +58,25 @@ class Several:
 
 @mutable
 class Sliced:
-    """What a rank has of slices: shares of whole parameters, those in several boxes, and what is to be compared.
-
-    Parameters
-    ----------
-    shares : list of NamedShare
-    several : dict
-        By parameter and slot.
-    same : dict of str to bytes
-        By what is to be said if they differ: digests of what ranks of all slices have alike.
-    apart : dict of str to bytes
-        By parameter: digests of what would be no slices if ranks of all slices had it alike; empty if it is one number.
-    """
+    """What a rank has of slices: shares of whole parameters, those in several boxes, and what is to be compared."""
 
     shares: list[NamedShare] = field(default_factory=list)
-    several: dict[Key, Several] = field(default_factory=dict)
+    several: dict[Key, Several] = field(default_factory=dict)  # by parameter and slot
     same: dict[str, bytes] = field(default_factory=dict)
+    """By what is to be said if they differ: digests of what ranks of all slices have alike."""
     apart: dict[str, bytes] = field(default_factory=dict)
+    """By parameter: digests of what would be no slices if ranks of all slices had it alike; empty if it is one number.
+    """
 
 
 @immutable
 class Slices:
-    """The slices that a rank has of the parameters of a model.
-
-    Parameters
-    ----------
-    rules : Rules
-    rank, degree : int
-        Which slices, of how many.
-    is_first : bool
-        Whether this rank is the first of those that have the same slices.
-    """
+    """The slices that a rank has of the parameters of a model."""
 
     rules: Rules
-    rank: int
+    rank: int  # which slices, of how many
     degree: int
-    is_first: bool
+    is_first: bool  # whether this rank is the first of those that have the same slices
 
     def rule(self, name: str, shape: Shape) -> Rule:
         """Return how slices of a shape make up a parameter.

@@ -43,21 +43,11 @@ from zckpt.state.names import renamed
 
 @immutable
 class Parts:
-    """What Accelerate prepares.
+    """What Accelerate prepares."""
 
-    Parameters
-    ----------
-    whole : Checkpoint
-        All of it, with the param groups in the order of `optimizers`.
-    models : list of Checkpoint
-        Only the tensors count.
-    optimizers : list of Checkpoint
-        Only the param groups count, and the parameters that are in them.
-    """
-
-    whole: Checkpoint
-    models: list[Checkpoint]
-    optimizers: list[Checkpoint]
+    whole: Checkpoint  # all of it, with the param groups in the order of `optimizers`
+    models: list[Checkpoint]  # only the tensors count
+    optimizers: list[Checkpoint]  # only the param groups count, and the parameters that are in them
 
 
 def parts_of(checkpoint: Checkpoint, *, paired: bool) -> Parts:

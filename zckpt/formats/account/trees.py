@@ -53,26 +53,17 @@ FIRST = "first"
 
 @mutable
 class Taken:
-    """What a checkpoint has taken of its files, other than elements.
-
-    Parameters
-    ----------
-    nodes : dict of (str, int) to (str, str)
-        Fate, and under which key, by the file of a node, where one is named, and its id: files that are alike share a
-        tree, of which each keeps its own tensors. What is one for all is by `FIRST`: it is that of the first file with
-        the tree, of which others hold copies. The checkpoint keeps nodes alive.
-    paths : set of str
-        Files that are named.
-    values : dict of (str, int) to str
-        Under which key a plain value of the first file is carried, by its own key and its id.
-    keys : set of str
-        Of single values that parameters and param groups have.
-    """
+    """What a checkpoint has taken of its files, other than elements."""
 
     nodes: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)
-    paths: set[str] = field(default_factory=set)
+    """Fate, and under which key, by the file of a node, where one is named, and its id: files that are alike share a
+    tree, of which each keeps its own tensors. What is one for all is by `FIRST`: it is that of the first file with the
+    tree, of which others hold copies. The checkpoint keeps nodes alive.
+    """
+    paths: set[str] = field(default_factory=set)  # files that are named
     values: dict[tuple[str, int], str] = field(default_factory=dict)
-    keys: set[str] = field(default_factory=set)
+    """Under which key a plain value of the first file is carried, by its own key and its id."""
+    keys: set[str] = field(default_factory=set)  # of single values that parameters and param groups have
 
 
 def taken(checkpoint: Checkpoint) -> Taken:
@@ -117,18 +108,10 @@ def _mark(found: Taken, value: object, fate: str, key: str, path: str = FIRST) -
 
 @immutable
 class LazyTree:
-    """What a file holds, of which some tensors have an object only while they are looked at.
+    """What a file holds, of which some tensors have an object only while they are looked at."""
 
-    Parameters
-    ----------
-    held : dict
-        The rest, a tree.
-    tensors : iterable of (tuple, Tensor)
-        Those, with the steps to each.
-    """
-
-    held: dict[str, object]
-    tensors: Iterable[tuple[Steps, Tensor]]
+    held: dict[str, object]  # the rest, a tree
+    tensors: Iterable[tuple[Steps, Tensor]]  # those, with the steps to each
 
 
 @mutable

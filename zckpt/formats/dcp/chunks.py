@@ -40,25 +40,14 @@ OBJECT, UNUSED = "object", "unused"
 
 @immutable
 class Entry:
-    """A tensor: its element type, whole shape, and the chunks of it that have elements; or an object, of one item.
-
-    Parameters
-    ----------
-    key : str
-    dtype : str
-    shape : tuple of int
-    first, count : int
-        The number of its first item, and how many follow each other.
-    at : int
-        Where the boxes of these begin in their column.
-    """
+    """A tensor: its element type, whole shape, and the chunks of it that have elements; or an object, of one item."""
 
     key: str
     dtype: str
     shape: Shape
-    first: int
+    first: int  # the number of its first item, and how many follow each other
     count: int
-    at: int
+    at: int  # where the boxes of these begin in their column
 
     @property
     def numbers(self) -> range:

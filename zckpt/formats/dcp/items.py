@@ -74,22 +74,12 @@ CRC_IN_LOCAL, CRC_IN_CENTRAL, CRC_IN_DESCRIPTOR = 14, 16, 4
 
 @immutable
 class Kind:
-    """Items of which every byte but the elements and their checksum is the same.
+    """Items of which every byte but the elements and their checksum is the same."""
 
-    Parameters
-    ----------
-    tensor : Tensor
-        Of an item that would begin its file.
-    begin, end : int, bytes
-        Of the elements in the item.
-    parts : tuple of (int, bytes)
-        All bytes that are the same, by their offset.
-    """
-
-    tensor: Tensor
-    begin: int
+    tensor: Tensor  # of an item that would begin its file
+    begin: int  # bytes; of the elements in the item
     end: int
-    parts: tuple[tuple[int, bytes], ...]
+    parts: tuple[tuple[int, bytes], ...]  # all bytes that are the same, by their offset
 
 
 class Kinds:

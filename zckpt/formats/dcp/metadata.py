@@ -47,27 +47,13 @@ Offsets = Shape
 
 @immutable
 class Metadata:
-    """What a `.metadata` says.
-
-    Parameters
-    ----------
-    path : str
-    tensors : dict of str to Entry
-        By key.
-    chunks : Chunks
-        Of all of them, and of all that is no tensor.
-    paths : dict of str to tuple
-        Of every key, in the order of the dict that was saved.
-    unsaved : tuple of str
-        Keys of that dict of which the directory has nothing.
-    version : str or None
-    """
+    """What a `.metadata` says."""
 
     path: str
-    tensors: dict[str, Entry]
-    chunks: Chunks
-    paths: dict[str, Keys]
-    unsaved: tuple[str, ...]
+    tensors: dict[str, Entry]  # by key
+    chunks: Chunks  # of all of them, and of all that is no tensor
+    paths: dict[str, Keys]  # of every key, in the order of the dict that was saved
+    unsaved: tuple[str, ...]  # keys of that dict of which the directory has nothing
     version: str | None
 
 

@@ -29,31 +29,15 @@ from zckpt.torchfile import FromFile, has_tensors
 
 @mutable
 class Optimizer:
-    """An optimizer of whatever form.
-
-    Parameters
-    ----------
-    path : tuple
-    names : frozenset of str
-        Of its parameters, as the file has them; empty where it only numbers them.
-    where : str
-        Where it is, for messages.
-    state : OptimizerState
-    others : dict
-        What else it holds.
-    prefix : str
-        Put before its names where several models are read as one.
-    name : str, optional
-        What it is called, where several were saved together.
-    """
+    """An optimizer of whatever form."""
 
     path: Keys
-    names: frozenset[str]
-    where: str
+    names: frozenset[str]  # of its parameters, as the file has them; empty where it only numbers them
+    where: str  # where it is, for messages
     state: OptimizerState
-    others: dict[str, Node] = field(default_factory=dict)
-    prefix: str = ""
-    name: str | None = None
+    others: dict[str, Node] = field(default_factory=dict)  # what else it holds
+    prefix: str = ""  # put before its names where several models are read as one
+    name: str | None = None  # what it is called, where several were saved together
 
     def rename(self, names: Mapping[Any, str]) -> None:
         """Give parameters other names, by those or the numbers that they have."""

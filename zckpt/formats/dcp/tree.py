@@ -173,23 +173,12 @@ class OptimizerPart:
 
 @immutable(eq=False)
 class ModelPart:
-    """A model found in the saved dict.
-
-    Parameters
-    ----------
-    path : tuple
-    tensors : mapping
-        By the names of the bare model.
-    prefix : str
-        What is put before the names of this one.
-    filed : mapping
-        The name that each has in the file.
-    """
+    """A model found in the saved dict."""
 
     path: Keys
-    tensors: Mapping[str, TensorItem]
-    prefix: str = ""
-    filed: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[str, TensorItem]  # by the names of the bare model
+    prefix: str = ""  # what is put before the names of this one
+    filed: Mapping[str, str] = field(default_factory=dict)  # the name that each has in the file
 
 
 def find_optimizers(root: Branch) -> list[OptimizerPart]:

@@ -40,23 +40,13 @@ TENSORS = (SlotTensor, ValueTensor, Tensor)
 
 @immutable
 class Item:
-    """A leaf of the state dict: a SlotTensor or ValueTensor, or anything else, which becomes bytes.
+    """A leaf of the state dict: a SlotTensor or ValueTensor, or anything else, which becomes bytes."""
 
-    Parameters
-    ----------
-    key : str
-        The name that torch gives it: the path, joined with dots.
-    path : tuple of str or int
-        Keys of dicts, all as text, and indices of lists.
-    value : object
-    whole_of : str or None
-        Key of the value besides model and optimizer that such items are all of: nothing else needs to hold it.
-    """
-
-    key: str
-    path: Path
+    key: str  # the name that torch gives it: the path, joined with dots
+    path: Path  # keys of dicts, all as text, and indices of lists
     value: object
     whole_of: str | None = None
+    """Key of the value besides model and optimizer that such items are all of: nothing else needs to hold it."""
 
 
 NESTED, FLAT = "nested", "flat"

@@ -41,21 +41,12 @@ BATCH = 1000
 
 @immutable
 class Chunk:
-    """A piece of an item and where it lies.
+    """A piece of an item and where it lies."""
 
-    Parameters
-    ----------
-    offsets, sizes : tuple of int, elements
-        Its first element in the tensor, and its shape.
-    file : str
-    offset, nbytes : int, bytes
-        Of its archive in that file.
-    """
-
-    offsets: Shape
+    offsets: Shape  # elements; its first element in the tensor, and its shape
     sizes: Shape
     file: str
-    offset: int
+    offset: int  # bytes; of its archive in that file
     nbytes: int
 
 

@@ -138,17 +138,10 @@ def _spread(found: Sequence[Item], world_size: int, archives: Archives) -> list[
 
 @immutable
 class TensorPiece:
-    """A slot, or the rows of it that one file holds.
-
-    Parameters
-    ----------
-    tensor : SlotTensor
-    offsets, sizes : tuple of int, elements
-        The first element of the piece, and its shape; whole but for dimension 0.
-    """
+    """A slot, or the rows of it that one file holds."""
 
     tensor: SlotTensor
-    offsets: Shape
+    offsets: Shape  # elements; the first element of the piece, and its shape; whole but for dimension 0
     sizes: Shape
 
     @property

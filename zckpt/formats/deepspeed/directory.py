@@ -46,25 +46,15 @@ _WRITER = re.compile(r"(?P<name>.+\.pt)-(?P<writer>\d+)\.(?P<writers>\d+)")
 
 @immutable
 class Shard:
-    """A file of a checkpoint and what its name says.
-
-    Parameters
-    ----------
-    role : str
-        One of the constants of this module.
-    dp_rank, mp_rank : int or None
-        The data- and model-parallel rank that wrote it.
-    writer : (int, int) or None
-        Which of how many writers of DeepSpeed's `fast` writer wrote it.
-    """
+    """A file of a checkpoint and what its name says."""
 
     path: str
-    role: str
-    dp_rank: int | None = None
+    role: str  # one of the constants of this module
+    dp_rank: int | None = None  # the data- and model-parallel rank that wrote it
     mp_rank: int | None = None
     layer: int | None = None
     expert: int | None = None
-    writer: tuple[int, int] | None = None
+    writer: tuple[int, int] | None = None  # which of how many writers of DeepSpeed's `fast` writer wrote it
 
     @property
     def name(self) -> str:
@@ -111,22 +101,12 @@ def is_own(name: str) -> bool:
 
 @immutable
 class TagDirectory:
-    """The files of one checkpoint.
+    """The files of one checkpoint."""
 
-    Parameters
-    ----------
-    path : Path
-        The tag directory; with several roots, the first one's.
-    shards : tuple of Shard
-        Sorted by rank, as numbers.
-    further : tuple of Shard
-        What other writers wrote of the same, which is not read.
-    """
-
-    path: Path
+    path: Path  # the tag directory; with several roots, the first one's
     tag: str
-    shards: tuple[Shard, ...]
-    further: tuple[Shard, ...] = ()
+    shards: tuple[Shard, ...]  # sorted by rank, as numbers
+    further: tuple[Shard, ...] = ()  # what other writers wrote of the same, which is not read
 
     def of(self, role: str) -> list[Shard]:
         """Return the shards of one role."""

@@ -36,19 +36,11 @@ from zckpt.state.names import as_filed
 
 @mutable
 class Served:
-    """A checkpoint, cut as a live engine cuts its state.
-
-    Parameters
-    ----------
-    target : Target
-    training : Training
-    notes : list of str
-        What of the checkpoint does not arrive as it was.
-    """
+    """A checkpoint, cut as a live engine cuts its state."""
 
     target: Target
     training: Training
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what of the checkpoint does not arrive as it was
     files: dict[tuple[object, ...], tuple[Shard, Callable[[], TargetFile]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -315,21 +307,11 @@ def _check(served: Served) -> None:
 
 @immutable
 class Pipeline:
-    """How the layers of a live pipeline are dealt.
+    """How the layers of a live pipeline are dealt."""
 
-    Parameters
-    ----------
-    bounds : tuple of int
-        The first layer of each stage and, last, how many there are.
-    tied : list of (str or None)
-        Of each layer, the key under which it is tied with others.
-    stage : int
-        Which stage this rank is of.
-    """
-
-    bounds: Shape
-    tied: Sequence[str | None]
-    stage: int
+    bounds: Shape  # the first layer of each stage and, last, how many there are
+    tied: Sequence[str | None]  # of each layer, the key under which it is tied with others
+    stage: int  # which stage this rank is of
 
     @property
     def stages(self) -> int:
@@ -350,53 +332,28 @@ class Pipeline:
 
 @immutable(kw_only=True)
 class Training:
-    """How a live engine cuts its state, and what it has. Names are those of its module.
+    """How a live engine cuts its state, and what it has. Names are those of its module."""
 
-    Parameters
-    ----------
-    world_size, rank : int
-        Data-parallel ranks over which it cuts, and which of them this is.
-    tensor_parallel, mp_rank : int
-        Model-parallel ranks, and which of them this is.
-    stage : {0, 1, 2, 3}
-    round_robin, alignment, bf16_optimizer : bool
-    sub_group_size : int, elements
-        Of ZeRO-3.
-    dtype : str
-        Of the trained parameters.
-    groups : list of list of str
-        The trained parameters of each param group, in the optimizer's order.
-    stored : list of dict of str to shape
-        Those of each partition (a group; of ZeRO-3 a sub-group) in the order in which they lie in it.
-    partitions : list of int, elements
-        The size of each, on this rank.
-    names : list of list of str
-        All names of each parameter of the module, trained or not: several where it is tied.
-    unpartitioned : Unpartitioned or None
-        At stage 0: the form in which the optimizer takes its state; None where there is no optimizer.
-    pipeline : Pipeline or None
-        All else is then of this rank's stage.
-    hyperparameters : list of dict
-        Those of each param group, as they are now.
-    """
-
-    world_size: int
+    world_size: int  # data-parallel ranks over which it cuts, and which of them this is
     rank: int
-    tensor_parallel: int
+    tensor_parallel: int  # model-parallel ranks, and which of them this is
     mp_rank: int
-    stage: int
+    stage: int  # {0, 1, 2, 3}
     round_robin: bool
     alignment: bool
     bf16_optimizer: bool
-    sub_group_size: int
-    dtype: str
-    groups: Sequence[Sequence[str]]
+    sub_group_size: int  # elements; of ZeRO-3
+    dtype: str  # of the trained parameters
+    groups: Sequence[Sequence[str]]  # the trained parameters of each param group, in the optimizer's order
     stored: Sequence[Mapping[str, Shape]]
-    partitions: Sequence[int]
+    """Those of each partition (a group; of ZeRO-3 a sub-group) in the order in which they lie in it."""
+    partitions: Sequence[int]  # elements; the size of each, on this rank
     names: Sequence[Sequence[str]]
+    """All names of each parameter of the module, trained or not: several where it is tied."""
     unpartitioned: Unpartitioned | None = None
-    pipeline: Pipeline | None = None
-    hyperparameters: Sequence[Mapping[str, object]] = ()
+    """At stage 0: the form in which the optimizer takes its state; None where there is no optimizer."""
+    pipeline: Pipeline | None = None  # all else is then of this rank's stage
+    hyperparameters: Sequence[Mapping[str, object]] = ()  # those of each param group, as they are now
 
     @property
     def numbered(self) -> Sequence[Sequence[str]]:

@@ -22,45 +22,31 @@ class Rank(Checkpoint):
     """One model-parallel rank: its files, and what they hold before slices and stages are put together.
 
     Shapes are those of this rank, with the padding rows of a vocabulary.
-
-    Parameters
-    ----------
-    model_files : sequence of ModelShard
-        One; for ZeRO-3 one for each data-parallel rank, in order. Of a target those of the source from which the rest
-        is carried: a rank that is not there takes from the first.
-    members : sequence of OptimizerShard
-        One for each data-parallel rank, in order; of a target as `model_files`.
-    degrees : list of int or None
-        Over how many expert ranks each group is spread; None for a dense one. Empty where nothing says.
-    lanes : int
-        Tensor-parallel ranks over which experts are spread, see `expert_ranks`.
-    whole : frozenset of str
-        Parameters that are whole and the same on all tensor-parallel ranks, whatever the rules say: experts that are
-        spread over them.
-    tied : frozenset of str
-        Parameters of layers that other stages of a pipeline use, too, where their names do not say so.
-    transposed : bool
-        Whether its files hold matrices transposed, see `zenflow`.
-    auto : mapping of str to AutoLayer
-        Of a target, by the names of AutoEP's tensors, which are rows of one tensor; DeepSpeed's experts are parameters
-        of their own.
-    groups : list of TargetGroup
-        Of a target: the param groups as it cuts them.
-    unpartitioned : Unpartitioned or None
-        Of a target: how its optimizer is held at stage 0; None where there is none.
     """
 
     mp_rank: int = 0
     model_files: Sequence[ModelShard] = ()
-    members: Sequence[OptimizerShard] = ()
+    """One; for ZeRO-3 one for each data-parallel rank, in order. Of a target those of the source from which the rest is
+    carried: a rank that is not there takes from the first.
+    """
+    members: Sequence[OptimizerShard] = ()  # one for each data-parallel rank, in order; of a target as `model_files`
     degrees: list[int | None] = field(default_factory=list)
-    lanes: int = 1
+    """Over how many expert ranks each group is spread; None for a dense one. Empty where nothing says."""
+    lanes: int = 1  # tensor-parallel ranks over which experts are spread, see `expert_ranks`
     whole: frozenset[str] = frozenset()
+    """Parameters that are whole and the same on all tensor-parallel ranks, whatever the rules say: experts that are
+    spread over them.
+    """
     tied: frozenset[str] = frozenset()
-    transposed: bool = False
+    """Parameters of layers that other stages of a pipeline use, too, where their names do not say so."""
+    transposed: bool = False  # whether its files hold matrices transposed, see `zenflow`
     auto: Mapping[str, AutoLayer] = field(default_factory=dict)
-    groups: list[TargetGroup] = field(default_factory=list)
+    """Of a target, by the names of AutoEP's tensors, which are rows of one tensor; DeepSpeed's experts are parameters
+    of their own.
+    """
+    groups: list[TargetGroup] = field(default_factory=list)  # of a target: the param groups as it cuts them
     unpartitioned: Unpartitioned | None = None
+    """Of a target: how its optimizer is held at stage 0; None where there is none."""
 
     @property
     def model(self) -> ModelShard:
@@ -94,31 +80,17 @@ def by_stage(ranks: Sequence[Rank], tp: int) -> list[Sequence[Rank]]:
 
 @immutable
 class Origin:
-    """The files of a checkpoint, or what takes their place in one of another format.
-
-    Parameters
-    ----------
-    ranks : sequence of Rank
-        By model-parallel rank; of another format one, which is the whole of it.
-    experts : sequence of (Shard, TorchFile)
-        Files of experts' weights.
-    expert_optimizers : sequence of (Shard, TorchFile)
-        Files for the optimizer of experts, which under ZeRO hold nothing.
-    layers : sequence of (Shard, TorchFile)
-        Files of a pipeline's layers.
-    rules : mapping or None
-        How tensor-parallel slices make up parameters: the content of `universal_checkpoint_info`, or what a user gave.
-    rules_path : str or None
-        The file that a user gave them in.
-    """
+    """The files of a checkpoint, or what takes their place in one of another format."""
 
     directory: TagDirectory
-    ranks: Sequence[Rank]
-    experts: Files = ()
-    expert_optimizers: Files = ()
+    ranks: Sequence[Rank]  # by model-parallel rank; of another format one, which is the whole of it
+    experts: Files = ()  # files of experts' weights
+    expert_optimizers: Files = ()  # files for the optimizer of experts, which under ZeRO hold nothing
     rules: Mapping[str, object] | None = None
-    rules_path: str | None = None
-    layers: Files = ()
+    """How tensor-parallel slices make up parameters: the content of `universal_checkpoint_info`, or what a user gave.
+    """
+    rules_path: str | None = None  # the file that a user gave them in
+    layers: Files = ()  # files of a pipeline's layers
 
     @property
     def model(self) -> ModelShard:

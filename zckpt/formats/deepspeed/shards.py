@@ -91,36 +91,22 @@ class _OfRank:
 
 @mutable
 class ModelShard(_OfRank):
-    """A model file.
-
-    Parameters
-    ----------
-    param_shapes : list of dict, or None
-        Shape by name for each group, in flat order; None in files that do not record it.
-    shared : dict of str to str
-        Alias to owner; empty in files that do not record it.
-    content : dict
-        The file's whole top level.
-    extra : mapping
-        What of `module` is no tensor.
-    configuration : object
-        DeepSpeed's, from this file or, where it has none, from an optimizer's.
-    filed : dict of str to str
-        Names in the file's module by those that are listed, see `nested`; here `module` has the latter.
-    """
+    """A model file."""
 
     shard: Shard
     file: TorchFile
     module: dict[str, Tensor]
     buffer_names: set[str]
     param_shapes: list[Shapes] | None
+    """Shape by name for each group, in flat order; None in files that do not record it."""
     frozen_shapes: Shapes | None
     frozen_fragments: dict[str, Tensor]
-    shared: dict[str, str]
-    content: dict[str, object]
-    extra: Mapping[str, object] = field(default_factory=dict)
-    configuration: object = None
+    shared: dict[str, str]  # alias to owner; empty in files that do not record it
+    content: dict[str, object]  # the file's whole top level
+    extra: Mapping[str, object] = field(default_factory=dict)  # what of `module` is no tensor
+    configuration: object = None  # DeepSpeed's, from this file or, where it has none, from an optimizer's
     filed: dict[str, str] = field(default_factory=dict)
+    """Names in the file's module by those that are listed, see `nested`; here `module` has the latter."""
 
     @property
     def config(self) -> dict[str, object]:
@@ -173,42 +159,26 @@ class ModelShard(_OfRank):
 
 @mutable
 class OptimizerShard(_OfRank):
-    """An optimizer file of ZeRO.
-
-    Parameters
-    ----------
-    masters : list of Tensor
-        One flat partition for each group (ZeRO-3: sub-group).
-    tensors : list of dict
-        For each of them, the state that is a tensor of at least one dimension, by slot.
-    scalars : list of dict
-        For each of them, the state that is one value.
-    groups : list of dict
-        The base optimizer's param groups with `params`; empty in elastic files, which do not hold them.
-    partition_count : list of int
-        Ranks that share each group.
-    mappings : list of Addresses, or None
-        Where each parameter's elements lie in this rank's partition, as DeepSpeed computed it.
-    order : tuple of int, or None
-        Where the groups are in the file, if not in this order (`groups`).
-    """
+    """An optimizer file of ZeRO."""
 
     shard: Shard
     file: TorchFile
     stage: int
     elastic: bool
     bf16_optimizer: bool
-    masters: list[Tensor]
-    tensors: list[dict[str, Tensor]]
-    scalars: list[dict[str, object]]
+    masters: list[Tensor]  # one flat partition for each group (ZeRO-3: sub-group)
+    tensors: list[dict[str, Tensor]]  # for each of them, the state that is a tensor of at least one dimension, by slot
+    scalars: list[dict[str, object]]  # for each of them, the state that is one value
     groups: list[dict[str, object]]
-    partition_count: list[int]
+    """The base optimizer's param groups with `params`; empty in elastic files, which do not hold them."""
+    partition_count: list[int]  # ranks that share each group
     paddings: list[int] | None = None
     alignment_paddings: list[list[int]] | None = None
     mappings: list[Addresses] | None = None
+    """Where each parameter's elements lie in this rank's partition, as DeepSpeed computed it."""
     content: dict[str, object] = field(default_factory=dict)
     version: str | None = None
-    order: Shape | None = None
+    order: Shape | None = None  # where the groups are in the file, if not in this order (`groups`)
 
     def group(self, index: int) -> dict[str, object]:
         """Return a param group of the base optimizer; empty where the file does not hold it."""

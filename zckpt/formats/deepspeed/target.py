@@ -37,33 +37,20 @@ DEFAULT_SUB_GROUP_SIZE = 10**9
 
 @dataclass(frozen=True)
 class TargetGroup:
-    """A param group of one model-parallel rank of the target. What all its ranks have alike is found out once.
-
-    Parameters
-    ----------
-    values : ParamGroup
-        Its hyperparameters and single values.
-    experts : list of list of Parameter
-        For each expert rank its parameters, under the names and in the order in which they are stored; of a dense
-        group one list. A slot may have fewer rows than its parameter: the rest is padding of a vocabulary.
-    pads : list of int, elements
-        Alignment pad after each.
-    placement : Placement
-        Which ranks share which of the lists.
-    lane, lanes : int
-        Of experts that are spread over several tensor-parallel ranks: which of them this is, and how many they are.
-    sub_group_size : int or None
-        Elements after which ZeRO-3 begins another sub-group.
-    """
+    """A param group of one model-parallel rank of the target. What all its ranks have alike is found out once."""
 
     index: int
-    values: ParamGroup
+    values: ParamGroup  # its hyperparameters and single values
     experts: list[list[Parameter]]
-    pads: list[int]
-    placement: Placement
+    """For each expert rank its parameters, under the names and in the order in which they are stored; of a dense group
+    one list. A slot may have fewer rows than its parameter: the rest is padding of a vocabulary.
+    """
+    pads: list[int]  # elements; alignment pad after each
+    placement: Placement  # which ranks share which of the lists
     lane: int
     lanes: int
-    sub_group_size: int | None
+    """Of experts that are spread over several tensor-parallel ranks: which of them this is, and how many they are."""
+    sub_group_size: int | None  # elements after which ZeRO-3 begins another sub-group
 
     @property
     def shared_by(self) -> int:
@@ -176,69 +163,42 @@ class SubGroup(Part):
 
 @immutable
 class Unpartitioned:
-    """How a stage-0 engine holds its optimizer.
+    """How a stage-0 engine holds its optimizer."""
 
-    Parameters
-    ----------
-    form : {"plain", "unfused", "fused"}
-    numbered : sequence of sequence of str
-        The parameters of each group in the optimizer's numbers, frozen ones included where it has those.
-    scaling : mapping
-        What the engine itself would write of loss scaling and clipping: taken where the checkpoint says nothing.
-    own_state : bool
-        Whether each parameter has all of its state itself; else a group's single values are those of its parameters.
-    named : bool
-        Whether groups list the names of their parameters, too, as torch does of `named_parameters()`.
-    """
-
-    form: str
+    form: str  # {"plain", "unfused", "fused"}
     numbered: Sequence[Sequence[str]]
+    """The parameters of each group in the optimizer's numbers, frozen ones included where it has those."""
     scaling: Mapping[str, object] = field(default_factory=dict)
+    """What the engine itself would write of loss scaling and clipping: taken where the checkpoint says nothing."""
     own_state: bool = False
-    named: bool = False
+    """Whether each parameter has all of its state itself; else a group's single values are those of its parameters."""
+    named: bool = False  # whether groups list the names of their parameters, too, as torch does of `named_parameters()`
 
 
 @dataclass(frozen=True)
 class Target:
-    """A DeepSpeed checkpoint that is to be written, every option decided.
-
-    Parameters
-    ----------
-    world_size : int
-        Data-parallel ranks.
-    pp, tp : int
-        Stages of a pipeline, and tensor-parallel ranks of each.
-    stages : Stages or None
-        How a pipeline's layers are dealt; None: as they are.
-    coded : dict of (int, int) to Codes or Form
-        Quantised state that is cut for other ranks, or quantised anew, by model-parallel rank and param group.
-    rules : mapping or None
-        `universal_checkpoint_info` to be written; None: as the source's files have it.
-    transposed : bool
-        Whether parameters of groups are matrices transposed, as ZenFlow stores them.
-    lists_frozen : bool
-        Whether all frozen parameters are there, for the lists of ZeRO-2 and 3: an engine wants all or no list.
-    sub_group_size : int or None
-        As its groups have it.
-    """
+    """A DeepSpeed checkpoint that is to be written, every option decided."""
 
     checkpoint: Checkpoint
     origin: Origin
-    world_size: int
+    world_size: int  # data-parallel ranks
     stage: int
     elastic: bool
     round_robin: bool
     alignment: bool
     bf16_optimizer: bool
     rules: Mapping[str, object] | None = None
-    pp: int = 1
+    """`universal_checkpoint_info` to be written; None: as the source's files have it."""
+    pp: int = 1  # stages of a pipeline, and tensor-parallel ranks of each
     tp: int = 1
-    stages: Stages | None = None
-    transposed: bool = False
+    stages: Stages | None = None  # how a pipeline's layers are dealt; None: as they are
+    transposed: bool = False  # whether parameters of groups are matrices transposed, as ZenFlow stores them
     lists_frozen: bool = True
-    sub_group_size: int | None = None
+    """Whether all frozen parameters are there, for the lists of ZeRO-2 and 3: an engine wants all or no list."""
+    sub_group_size: int | None = None  # as its groups have it
     ranks: list[Rank] = field(default_factory=list)
     coded: dict[tuple[int, int], Codes | Form] = field(default_factory=dict, repr=False, compare=False)
+    """Quantised state that is cut for other ranks, or quantised anew, by model-parallel rank and param group."""
 
     @property
     def regrouped(self) -> bool:

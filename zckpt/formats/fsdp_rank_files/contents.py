@@ -65,32 +65,18 @@ FLAT = "_flat_param"
 
 @mutable
 class Model:
-    """What the model's files have.
-
-    Parameters
-    ----------
-    files : RankFiles
-    held : dict of str to Across
-        By name, in the model's order.
-    modules : tuple of str
-        Names of all modules, as FSDP1 has wrapped them, in the model's order; empty where the file has none.
-    records : dict of int to sequence of Record
-        Of each rank's file, where it has checksums.
-    at : dict of int to dict of int to int
-        For each tree, the first rank of it, which record begins at an offset.
-    form : tuple of int or None
-        Of its DTensors, where it has any.
-    rest : dict of int to (TorchFile, dict of str to object)
-        What modules keep besides tensors, of the ranks that have any.
-    """
+    """What the model's files have."""
 
     files: RankFiles
-    held: dict[str, Across] = field(default_factory=dict)
+    held: dict[str, Across] = field(default_factory=dict)  # by name, in the model's order
     modules: tuple[str, ...] = ()
-    records: dict[int, Sequence[Record]] = field(default_factory=dict)
+    """Names of all modules, as FSDP1 has wrapped them, in the model's order; empty where the file has none."""
+    records: dict[int, Sequence[Record]] = field(default_factory=dict)  # of each rank's file, where it has checksums
     at: dict[int, dict[int, int]] = field(default_factory=dict)
-    form: Form | None = None
+    """For each tree, the first rank of it, which record begins at an offset."""
+    form: Form | None = None  # of its DTensors, where it has any
     rest: dict[int, tuple[TorchFile, dict[str, object]]] = field(default_factory=dict)
+    """What modules keep besides tensors, of the ranks that have any."""
 
     def sum(self, rank: int, tensor: Tensor) -> tuple[int, int] | None:
         """Return size and CRC-32 of the record that a tensor of a rank's file begins with."""
@@ -286,23 +272,14 @@ MEMBERS = ("params", "param_names")
 
 @mutable
 class Optimizer:
-    """What the optimizer's files have.
-
-    Parameters
-    ----------
-    files : RankFiles
-    groups : list of dict
-        Param groups, `params` included.
-    tensors : dict of (Key, dict of str to Across)
-        By parameter and slot; what has no dimensions is the first rank's.
-    values : dict of (Key, dict of str to object)
-        What is no tensor with dimensions, of which ranks have the same.
-    """
+    """What the optimizer's files have."""
 
     files: RankFiles
-    groups: list[dict[str, Any]] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)  # param groups, `params` included
     tensors: dict[Key, dict[str, Across]] = field(default_factory=dict)
+    """By parameter and slot; what has no dimensions is the first rank's."""
     values: dict[Key, dict[str, object]] = field(default_factory=dict)
+    """What is no tensor with dimensions, of which ranks have the same."""
 
     @property
     def keys(self) -> list[list[Key]]:

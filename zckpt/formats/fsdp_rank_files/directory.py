@@ -54,46 +54,23 @@ STEP = re.compile(r"global_step_([0-9]{1,18})")
 
 @immutable
 class Directory:
-    """The files of one checkpoint.
+    """The files of one checkpoint."""
 
-    Parameters
-    ----------
-    path : Path
-        The folder that they are in.
-    world_size : int
-    models, optimizers : tuple of Path
-        By rank; the last may be empty.
-    extras : dict of str to tuple of Path
-        Files of each rank that hold other state, by its key; those of verl and SkyRL, under "", have several.
-    beside : tuple of Path
-        State of all of the training: in it, or in the step's folder above it, where that was opened.
-    trackers : tuple of Path
-        Files that say which step is the last.
-    others : tuple of Path
-        Files of ranks of another world size, which were left from an earlier save.
-    step : int or None
-        As a folder's name says.
-    config : dict
-        `fsdp_config.json`.
-    own : Path or None
-        `zckpt.pt`, where zckpt wrote the files.
-    places : tuple of tuple, tuple
-        The keys under which files have the model and the optimizer, where they hold more than one of both.
-    format : str
-    """
-
-    path: Path
+    path: Path  # the folder that they are in
     world_size: int
-    models: tuple[Path, ...]
+    models: tuple[Path, ...]  # by rank; the last may be empty
     optimizers: tuple[Path, ...] = ()
     extras: dict[str, tuple[Path, ...]] = field(default_factory=dict)
+    """Files of each rank that hold other state, by its key; those of verl and SkyRL, under "", have several."""
     beside: tuple[Path, ...] = ()
-    trackers: tuple[Path, ...] = ()
-    others: tuple[Path, ...] = ()
-    step: int | None = None
-    config: dict[str, object] = field(default_factory=dict)
-    own: Path | None = None
+    """State of all of the training: in it, or in the step's folder above it, where that was opened."""
+    trackers: tuple[Path, ...] = ()  # files that say which step is the last
+    others: tuple[Path, ...] = ()  # files of ranks of another world size, which were left from an earlier save
+    step: int | None = None  # as a folder's name says
+    config: dict[str, object] = field(default_factory=dict)  # `fsdp_config.json`
+    own: Path | None = None  # `zckpt.pt`, where zckpt wrote the files
     places: tuple[Place, Place] = ((), ())
+    """The keys under which files have the model and the optimizer, where they hold more than one of both."""
     format: str = FORMAT
 
 

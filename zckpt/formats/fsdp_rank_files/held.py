@@ -62,27 +62,13 @@ def versions_with(form: Form) -> str:
 
 @immutable
 class Mesh:
-    """A mesh of ranks, as one of them sees it.
+    """A mesh of ranks, as one of them sees it."""
 
-    Parameters
-    ----------
-    sizes : tuple of int, ranks
-        Along each dimension.
-    coordinate : tuple of int
-        Of the rank that wrote the file.
-    names : tuple of str
-        Of the dimensions; empty where they have none.
-    device : str
-        Type of the devices.
-    rank : int or None
-        The rank that wrote the file, of all; None where it does not say.
-    """
-
-    sizes: Shape
-    coordinate: Shape
-    names: tuple[str, ...] = ()
-    device: str = ""
-    rank: int | None = None
+    sizes: Shape  # along each dimension
+    coordinate: Shape  # of the rank that wrote the file
+    names: tuple[str, ...] = ()  # of the dimensions; empty where they have none
+    device: str = ""  # type of the devices
+    rank: int | None = None  # the rank that wrote the file, of all; None where it does not say
 
 
 @immutable
@@ -261,37 +247,17 @@ class Box:
 
 @immutable
 class Held:
-    """What one rank has of a tensor.
+    """What one rank has of a tensor."""
 
-    Parameters
-    ----------
-    kind : {"Tensor", "DTensor", "ShardedTensor"}
-    shape : tuple of int
-        Of the whole tensor.
-    dtype : str
-    boxes : tuple of Box
-        Those without elements are left out.
-    mesh : Mesh or None
-        Of a DTensor, or of the process groups of a ShardedTensor: copies by shards.
-    is_parameter : bool
-        Whether FSDP has shown that it is one: what it has cut, or put together again.
-    local : Tensor or None
-        The elements that a DTensor has, or none of them.
-    placements : tuple of Placement
-        Of a DTensor.
-    at : int
-        Which of the meshes of its file its mesh is.
-    """
-
-    kind: str
-    shape: Shape
+    kind: str  # {"Tensor", "DTensor", "ShardedTensor"}
+    shape: Shape  # of the whole tensor
     dtype: str
-    boxes: tuple[Box, ...]
-    mesh: Mesh | None = None
-    is_parameter: bool = True
-    local: Tensor | None = None
-    placements: tuple[Placement, ...] = ()
-    at: int = 0
+    boxes: tuple[Box, ...]  # those without elements are left out
+    mesh: Mesh | None = None  # of a DTensor, or of the process groups of a ShardedTensor: copies by shards
+    is_parameter: bool = True  # whether FSDP has shown that it is one: what it has cut, or put together again
+    local: Tensor | None = None  # the elements that a DTensor has, or none of them
+    placements: tuple[Placement, ...] = ()  # of a DTensor
+    at: int = 0  # which of the meshes of its file its mesh is
 
 
 def elements(node: object) -> object:

@@ -151,28 +151,15 @@ class Line(SpanIndex):
 
 @mutable
 class Buffer:
-    """A buffer of a rank.
+    """A buffer of a rank."""
 
-    Parameters
-    ----------
-    dtype : str
-        Of its parameters.
-    slots : dict of str to Line
-        Each of all buckets, one behind the other.
-    numel : int, elements
-        Of a line.
-    stored, sizes : tuple of int, or None
-        Elements of each bucket in the line, and without what pads it; None where buckets are written as one.
-    gradients : str
-        The type of its gradients; empty where that is not said.
-    """
-
-    dtype: str
-    slots: dict[str, Line]
-    numel: int
+    dtype: str  # of its parameters
+    slots: dict[str, Line]  # each of all buckets, one behind the other
+    numel: int  # of a line
     stored: tuple[int, ...] | None = None
     sizes: tuple[int, ...] | None = None
-    gradients: str = ""
+    """Elements of each bucket in the line, and without what pads it; None where buckets are written as one."""
+    gradients: str = ""  # the type of its gradients; empty where that is not said
 
     def layouts(self, members: Sequence[Member], numels: Sequence[int | None]) -> Iterator[Layout]:
         """Yield the layouts in which parameters fill it; `numels`: at which sizes its buckets may have ended."""

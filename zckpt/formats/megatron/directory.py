@@ -73,23 +73,12 @@ _WRITTEN = re.compile(
 
 @immutable
 class Place:
-    """Where a checkpoint is.
+    """Where a checkpoint is."""
 
-    Parameters
-    ----------
-    path : Path
-        The directory with the files.
-    tracker : Path or None
-        The file that named it.
-    version : int
-        Of `torch_dist` or `zarr`.
-    kind : {"torch_dist", "legacy", "fsdp_dtensor", "zarr"}
-    """
-
-    path: Path
-    tracker: Path | None = None
-    version: int = 1
-    kind: str = TORCH_DIST
+    path: Path  # the directory with the files
+    tracker: Path | None = None  # the file that named it
+    version: int = 1  # of `torch_dist` or `zarr`
+    kind: str = TORCH_DIST  # {"torch_dist", "legacy", "fsdp_dtensor", "zarr"}
 
 
 def find(search: Search) -> Place | NearMiss | None:

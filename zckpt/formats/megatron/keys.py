@@ -66,21 +66,11 @@ _UNWRITTEN = re.compile(r".*\.(?:in_proj|conv1d)\.(?:weight|bias)|.*\.experts\.w
 
 @immutable
 class Stored:
-    """A tensor on disk, or several that are one of the model's.
+    """A tensor on disk, or several that are one of the model's."""
 
-    Parameters
-    ----------
-    key : str
-        Without what tells several apart.
-    parts : tuple of str
-        Their keys, in order.
-    axes : tuple of {"layer", "expert"}
-        What its first axes count.
-    """
-
-    key: str
-    parts: tuple[str, ...]
-    axes: tuple[str, ...]
+    key: str  # without what tells several apart
+    parts: tuple[str, ...]  # their keys, in order
+    axes: tuple[str, ...]  # {"layer", "expert"}; what its first axes count
 
     def name(self, index: tuple[int, ...]) -> str:
         """Return the name of one of its tensors, by a number for each of `axes`."""

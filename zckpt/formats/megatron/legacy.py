@@ -77,31 +77,16 @@ TENSOR_RANKS, STAGE_RANKS, EXPERT_RANKS = (
 
 @immutable
 class RankFile:
-    """What a rank's file holds.
+    """What a rank's file holds."""
 
-    Parameters
-    ----------
-    tp, pp, ep : int
-        The rank's numbers.
-    folder : Path
-        Its directory.
-    file : TorchFile
-    content : dict
-        Its root.
-    chunks : tuple of dict of str to object
-        The state dict of each chunk of the model, by the names that it has there.
-    keys : tuple of str
-        Under which they are.
-    """
-
-    tp: int
+    tp: int  # the rank's numbers
     pp: int
     ep: int
-    folder: Path
+    folder: Path  # its directory
     file: TorchFile
-    content: Mapping[object, object]
-    chunks: tuple[dict[str, object], ...]
-    keys: tuple[str, ...]
+    content: Mapping[object, object]  # its root
+    chunks: tuple[dict[str, object], ...]  # the state dict of each chunk of the model, by the names that it has there
+    keys: tuple[str, ...]  # under which they are
 
     @property
     def arguments(self) -> Mapping[object, object]:
@@ -270,25 +255,13 @@ class Numbering:
 
 @mutable
 class Model:
-    """What all ranks have, by the names of the whole model's module.
+    """What all ranks have, by the names of the whole model's module."""
 
-    Parameters
-    ----------
-    given : dict of str to str
-        Names in the checkpoint, where they are others.
-    ranks : int
-        Tensor-parallel ones.
-    first : RankFile
-    copies : dict of str to Copies
-    said : dict of str to int
-        Along which dimension masters say that a parameter is cut.
-    """
-
-    given: Mapping[str, str]
-    ranks: int
+    given: Mapping[str, str]  # names in the checkpoint, where they are others
+    ranks: int  # tensor-parallel ones
     first: RankFile
     copies: dict[str, Copies] = field(default_factory=dict)
-    said: dict[str, int] = field(default_factory=dict)
+    said: dict[str, int] = field(default_factory=dict)  # along which dimension masters say that a parameter is cut
 
     def gather(self, local: Local, expert_ranks: int, *, tied: bool) -> None:
         """Add what a rank has; `tied`: its output layer is a copy of the embedding."""
@@ -377,30 +350,15 @@ class Model:
 
 @mutable
 class Local:
-    """A rank's own model and optimizer, by its own names.
-
-    Parameters
-    ----------
-    file : RankFile
-    names : list of dict of str to str
-        Of each chunk, those in the whole model by those in the file.
-    checkpoint : Checkpoint
-    optimizers : list of Held
-    rules : list of Rule
-        Of the rank's file.
-    more : list of SourceFile
-        Its other files.
-    said : dict of str to int
-        Along which dimension masters say that a parameter is cut.
-    """
+    """A rank's own model and optimizer, by its own names."""
 
     file: RankFile
-    names: list[dict[str, str]]
+    names: list[dict[str, str]]  # of each chunk, those in the whole model by those in the file
     checkpoint: Checkpoint
     optimizers: list[Held] = field(default_factory=list)
-    rules: list[Rule] = field(default_factory=list)
-    more: list[SourceFile] = field(default_factory=list)
-    said: dict[str, int] = field(default_factory=dict)
+    rules: list[Rule] = field(default_factory=list)  # of the rank's file
+    more: list[SourceFile] = field(default_factory=list)  # its other files
+    said: dict[str, int] = field(default_factory=dict)  # along which dimension masters say that a parameter is cut
 
     @property
     def is_plain(self) -> bool:

@@ -65,32 +65,15 @@ _OF_EXPERT = re.compile(r"(.*\.experts\.)local_experts\.([0-9]+)\.(linear_fc[12]
 
 @immutable
 class Target:
-    """What the ranks are.
-
-    Parameters
-    ----------
-    topology : Topology
-    chunks : int
-        Of the model on each stage.
-    bounds : tuple of int
-        First layer of each chunk, and the number of layers.
-    rows : int or None
-        Of the vocabulary; None: SOURCE's.
-    engine : bool
-        Whether layers are Transformer Engine's.
-    bucket_numel : int or None, elements
-        After which a bucket of gradients ends; None: nowhere.
-    experts : {FUSED, NUMBERED, APART}
-        How experts are in it, where their names do not say so.
-    """
+    """What the ranks are."""
 
     topology: Topology
-    chunks: int
-    bounds: Bounds
-    rows: int | None
-    engine: bool
-    bucket_numel: int | None
-    experts: str = APART
+    chunks: int  # of the model on each stage
+    bounds: Bounds  # first layer of each chunk, and the number of layers
+    rows: int | None  # of the vocabulary; None: SOURCE's
+    engine: bool  # whether layers are Transformer Engine's
+    bucket_numel: int | None  # after which a bucket of gradients ends; None: nowhere
+    experts: str = APART  # {FUSED, NUMBERED, APART}; how experts are in it, where their names do not say so
 
 
 def target_of(checkpoint: Checkpoint, options: object) -> Target:
@@ -186,27 +169,14 @@ def sizes_of(target: Target, arguments: Mapping[object, object]) -> dict[str, ob
 
 @immutable
 class Model:
-    """The whole model by the names of its module, in its order.
-
-    Parameters
-    ----------
-    source : Source
-    given : dict of str to str
-        The source's own names.
-    sliced : Sliced
-    target : Target
-    gradients : dict of str to str
-        Their types by the weights', where they are not float32.
-    tied : dict of str to str
-        What the last stage calls its copy of an embedding.
-    """
+    """The whole model by the names of its module, in its order."""
 
     source: Source
-    given: Mapping[str, str]
+    given: Mapping[str, str]  # the source's own names
     sliced: Sliced
     target: Target
-    gradients: Mapping[str, str]
-    tied: Mapping[str, str]
+    gradients: Mapping[str, str]  # their types by the weights', where they are not float32
+    tied: Mapping[str, str]  # what the last stage calls its copy of an embedding
 
     def dtype(self, one: Dealt) -> str:
         """Return the type that a weight is to have."""

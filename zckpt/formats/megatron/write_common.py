@@ -90,30 +90,16 @@ def _factor(values: Mapping[str, object], key: str) -> object:
 
 @immutable
 class Source:
-    """A checkpoint as it is to be written, by its own names.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    tensors : dict of str to (Slot, str)
-        Of the model, with the types that they are to have, without further names of tied parameters.
-    trained : dict of str to Parameter
-    kind : {DISTRIBUTED, FLATTENED, PLAIN}
-        Whose optimizer's state it is to be.
-    groups : list of Group
-    step : float or None
-    iteration : int or None
-        At which it was saved; None: no training has saved it.
-    notes : list of str
-    """
+    """A checkpoint as it is to be written, by its own names."""
 
     checkpoint: Checkpoint
     tensors: Mapping[str, tuple[Slot, str]]
+    """Of the model, with the types that they are to have, without further names of tied parameters."""
     trained: Mapping[str, Parameter]
-    kind: str
+    kind: str  # {DISTRIBUTED, FLATTENED, PLAIN}; whose optimizer's state it is to be
     groups: list[Group]
     step: float | None
-    iteration: int | None
+    iteration: int | None  # at which it was saved; None: no training has saved it
     notes: list[str]
 
     @classmethod

@@ -65,19 +65,11 @@ Part = tuple[int, int | None]
 
 @immutable
 class Boxes:
-    """Where a rank's part lies in the whole.
+    """Where a rank's part lies in the whole."""
 
-    Parameters
-    ----------
-    shape, whole : tuple of int
-        Of the part, and of the whole.
-    pairs : tuple
-        Where each box begins in the part, and in the whole, and its sizes.
-    """
-
-    shape: Shape
+    shape: Shape  # of the part, and of the whole
     whole: Shape
-    pairs: tuple[tuple[Shape, Shape, Shape], ...]
+    pairs: tuple[tuple[Shape, Shape, Shape], ...]  # where each box begins in the part, and in the whole, and its sizes
 
 
 @mutable

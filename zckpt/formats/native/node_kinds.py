@@ -61,29 +61,14 @@ REQUIRED: Any = object()
 
 @immutable
 class Field:
-    """A field of a kind.
+    """A field of a kind."""
 
-    Parameters
-    ----------
-    name : str
-        In JSON, and of the node's attribute.
-    form : Form
-    default : object
-        Not written; REQUIRED: there is none.
-    kinds : tuple of type
-        Of a VALUE; empty: any.
-    texts : frozenset of str
-        That a TEXT may be; empty: any.
-    own : bool
-        It is the object itself, as a container is its items.
-    """
-
-    name: str
+    name: str  # in JSON, and of the node's attribute
     form: Form = Form.VALUE
-    default: Any = REQUIRED
-    kinds: tuple[type, ...] = ()
-    texts: frozenset[str] = frozenset()
-    own: bool = False
+    default: Any = REQUIRED  # not written; REQUIRED: there is none
+    kinds: tuple[type, ...] = ()  # of a VALUE; empty: any
+    texts: frozenset[str] = frozenset()  # that a TEXT may be; empty: any
+    own: bool = False  # it is the object itself, as a container is its items
 
     def of(self, node: Node) -> Any:  # noqa: ANN401  # of any type
         """Return what a node has there."""

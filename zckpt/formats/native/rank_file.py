@@ -47,30 +47,15 @@ AS_BYTES = frozenset({"complex64", "float8_e8m0fnu"})
 
 @immutable
 class Entry:
-    """A tensor that is to be written.
-
-    Parameters
-    ----------
-    key : str
-    slot : Slot
-    extent : Extent
-        Which elements of it.
-    dtype : str
-        Element type in the file's header.
-    shape : tuple of int
-    width : int, bytes
-        Of one element, by which the tensors of a file are ordered.
-    data : memoryview, bytes or None
-        The bytes, if they are in memory and not in the slot's files.
-    """
+    """A tensor that is to be written."""
 
     key: str
     slot: Slot
-    extent: Extent
-    dtype: str
+    extent: Extent  # which elements of it
+    dtype: str  # element type in the file's header
     shape: Shape
-    width: int = 1
-    data: memoryview | bytes | None = None
+    width: int = 1  # bytes; of one element, by which the tensors of a file are ordered
+    data: memoryview | bytes | None = None  # the bytes, if they are in memory and not in the slot's files
 
     @property
     def nbytes(self) -> int:
@@ -80,23 +65,13 @@ class Entry:
 
 @immutable
 class Listed:
-    """What a document says of a rank's file as a whole.
-
-    Parameters
-    ----------
-    name : str
-    nbytes : int, bytes
-        Of the file.
-    header_nbytes : int, bytes
-        Of what precedes its tensors, the header's length included. 0: a document of version 1 does not say.
-    header_crc32 : int
-        Of the same bytes.
-    """
+    """What a document says of a rank's file as a whole."""
 
     name: str
-    nbytes: int
+    nbytes: int  # of the file
     header_nbytes: int = 0
-    header_crc32: int = 0
+    """Bytes; of what precedes its tensors, the header's length included. 0: a document of version 1 does not say."""
+    header_crc32: int = 0  # of the same bytes
 
 
 UNWRITTEN = Listed("", 0)

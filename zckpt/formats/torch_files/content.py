@@ -98,28 +98,17 @@ class Held:
 
 @mutable
 class Content:
-    """What a file has.
+    """What a file has."""
 
-    Parameters
-    ----------
-    models : dict of str to mapping
-        By what is put before names; of one model nothing is.
-    keys : set
-        Under which the models are.
-    optimizers : list of Held
-    root, base : mapping
-        The whole file, and the dict in which all these are: the same, or what is at `place` in it.
-    beside : dict of str to mapping
-        Where models lie in dicts with their optimizers, what else is in these.
-    """
-
-    models: dict[str, Node] = field(default_factory=dict)
-    keys: set[object] = field(default_factory=set)
+    models: dict[str, Node] = field(default_factory=dict)  # by what is put before names; of one model nothing is
+    keys: set[object] = field(default_factory=set)  # under which the models are
     optimizers: list[Held] = field(default_factory=list)
     root: Node = field(default_factory=dict)
     base: Node = field(default_factory=dict)
+    """The whole file, and the dict in which all these are: the same, or what is at `place` in it."""
     place: Place = ()
     beside: dict[object, Node] = field(default_factory=dict)
+    """Where models lie in dicts with their optimizers, what else is in these."""
     warnings: list[str] = field(default_factory=list)
 
     @property

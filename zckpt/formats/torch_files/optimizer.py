@@ -70,33 +70,20 @@ EMPTY: Mapping[Any, Any] = {}
 
 @immutable
 class OptimizerState:
-    """A torch optimizer's state dict.
+    """A torch optimizer's state dict."""
 
-    Parameters
-    ----------
-    state : dict of int to dict
-        Slot to value, by parameter number.
-    groups : list of dict
-        Param groups, `params` included.
-    masters : dict of int to Tensor
-        fp32 masters by parameter number, where the file has them.
-    names : dict of int to str
-        Of the parameters that the file has by name. They are numbered here in the order of the groups.
-    scopes : dict of int to str
-        What the names of parameters that are numbered are known to begin with.
-    rest : dict
-        What else the state dict has, also under `state`; of several optimizers by their names.
-    at : dict of str to tuple
-        Which keys of the state dict lead to state and param groups, of several by their names, of one by None.
-    """
-
-    state: dict[int, dict[str, object]]
-    groups: list[dict[str, Any]]
+    state: dict[int, dict[str, object]]  # slot to value, by parameter number
+    groups: list[dict[str, Any]]  # param groups, `params` included
     masters: dict[int, Tensor] = field(default_factory=dict)
+    """Fp32 masters by parameter number, where the file has them."""
     names: dict[int, str] = field(default_factory=dict)
+    """Of the parameters that the file has by name. They are numbered here in the order of the groups."""
     scopes: dict[int, str] = field(default_factory=dict)
+    """What the names of parameters that are numbered are known to begin with."""
     rest: dict[Any, Any] = field(default_factory=dict)
+    """What else the state dict has, also under `state`; of several optimizers by their names."""
     at: dict[str | None, Place] = field(default_factory=dict)
+    """Which keys of the state dict lead to state and param groups, of several by their names, of one by None."""
 
     @property
     def numbers(self) -> list[list[int]]:

@@ -56,35 +56,16 @@ PIECES = ("codes", "scale", "qmap", "floats")
 
 
 class Moment(NamedTuple):
-    """One moment of a parameter, or of a rank's partition: codes with their scales, or floats alone.
+    """One moment of a parameter, or of a rank's partition: codes with their scales, or floats alone."""
 
-    Parameters
-    ----------
-    key : str
-        What its program calls it.
-    codes : Slot
-        Or float32.
-    scale : Slot or None
-        One for each block.
-    qmap : Slot or None
-    block : int, elements
-        1 of floats.
-    cls : str
-        torchao's class of tensors; empty of bitsandbytes.
-    floats : Slot or None
-        Of elements that have no codes.
-    ranges : tuple of (int, int)
-        First element and number of those.
-    """
-
-    key: str
-    codes: Slot
-    scale: Slot | None = None
+    key: str  # what its program calls it
+    codes: Slot  # or float32
+    scale: Slot | None = None  # one for each block
     qmap: Slot | None = None
-    block: int = 1
-    cls: str = ""
-    floats: Slot | None = None
-    ranges: tuple[tuple[int, int], ...] = ()
+    block: int = 1  # elements; 1 of floats
+    cls: str = ""  # torchao's class of tensors; empty of bitsandbytes
+    floats: Slot | None = None  # of elements that have no codes
+    ranges: tuple[tuple[int, int], ...] = ()  # first element and number of those
 
     @property
     def per_code(self) -> int:

@@ -127,27 +127,14 @@ def _not_plain(what: str, path: str) -> UnsupportedError:
 
 @immutable
 class TensorItem:
-    """A tensor of the saved dict.
-
-    Parameters
-    ----------
-    key : str
-    dtype : str
-    shape : tuple of int
-    spans : sequence of Span
-        One for each chunk.
-    whole : Tensor or None
-        The node of the tensor, where one chunk is all of it.
-    path : str
-        The file of that.
-    """
+    """A tensor of the saved dict."""
 
     key: str
     dtype: str
     shape: Shape
-    spans: Sequence[Span]
-    whole: Tensor | None
-    path: str
+    spans: Sequence[Span]  # one for each chunk
+    whole: Tensor | None  # the node of the tensor, where one chunk is all of it
+    path: str  # the file of that
 
     def slot(self, name: str) -> Slot:
         """Return the tensor as a slot."""

@@ -97,24 +97,13 @@ class Part:
 
 @immutable
 class Directory:
-    """What a directory holds.
-
-    Parameters
-    ----------
-    path : Path
-    models, optimizers : tuple
-        In the order of their numbers.
-    own : Path or None
-        What zckpt wrote besides.
-    parts : tuple
-        Of the first model.
-    """
+    """What a directory holds."""
 
     path: Path
-    models: tuple[ModelFiles, ...]
+    models: tuple[ModelFiles, ...]  # in the order of their numbers
     optimizers: tuple[Path, ...] = ()
-    own: Path | None = None
-    parts: tuple[Part, ...] = ()
+    own: Path | None = None  # what zckpt wrote besides
+    parts: tuple[Part, ...] = ()  # of the first model
 
     @property
     def averages(self) -> tuple[bool, ...]:

@@ -48,26 +48,15 @@ def group_of(name: str, known: Architecture, undecayed: re.Pattern[str] = BY_NAM
 
 @mutable
 class Weights:
-    """What a model's files tell of its parameters.
+    """What a model's files tell of its parameters."""
 
-    Parameters
-    ----------
-    shapes : dict of str to tuple
-        Of all that an optimizer may have, as the files have them.
-    places : dict of str to int
-        Of two with a place, that with the smaller one comes first in the model.
-    is_ordered : bool
-        Whether `shapes` are in the model's order.
-    known : Architecture
-    is_converted : bool
-        Whether the model may have other names, and other tensors, in memory: then these tell nothing of its order.
-    """
-
-    shapes: dict[str, Shape] = field(default_factory=dict)
+    shapes: dict[str, Shape] = field(default_factory=dict)  # of all that an optimizer may have, as the files have them
     places: dict[str, int] = field(default_factory=dict)
-    is_ordered: bool = False
+    """Of two with a place, that with the smaller one comes first in the model."""
+    is_ordered: bool = False  # whether `shapes` are in the model's order
     known: Architecture = field(default_factory=Architecture)
     is_converted: bool = False
+    """Whether the model may have other names, and other tensors, in memory: then these tell nothing of its order."""
 
 
 def read_names(optimizer: OptimizerState, weights: Weights, names: GivenNames = None) -> dict[int, str]:

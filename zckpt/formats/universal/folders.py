@@ -166,22 +166,13 @@ TAKEN = (MASTER_STEM, WEIGHT, MASTER)
 
 @mutable
 class Folder:
-    """The folder of one parameter.
-
-    Parameters
-    ----------
-    files : dict of str to object
-        Content of each file, by its stem.
-    values : dict
-        State that is neither tensor nor step, which no file here can hold.
-    filled : list of str
-        Stems of files that the source has nothing for.
-    """
+    """The folder of one parameter."""
 
     name: str
-    files: dict[str, object] = field(default_factory=dict)
+    files: dict[str, object] = field(default_factory=dict)  # content of each file, by its stem
     values: dict[str, object] = field(default_factory=dict)
-    filled: list[str] = field(default_factory=list)
+    """State that is neither tensor nor step, which no file here can hold."""
+    filled: list[str] = field(default_factory=list)  # stems of files that the source has nothing for
 
 
 @mutable

@@ -36,25 +36,13 @@ _RANK = re.compile(r"(rank|zero|shard|zro)[-_.=]?$", re.IGNORECASE)
 
 @immutable
 class Directory:
-    """The files of one checkpoint.
-
-    Parameters
-    ----------
-    ranks : tuple of Path
-        The file of each rank; empty where the optimizer's state is consolidated.
-    others : tuple of Path
-        Further torch files, sorted by name.
-    metadata : TorchFile or None
-        `metadata.pt`, where zckpt wrote the directory.
-    models : tuple of Path
-        Then also the model's files.
-    """
+    """The files of one checkpoint."""
 
     path: Path
-    ranks: tuple[Path, ...]
-    others: tuple[Path, ...]
-    metadata: TorchFile | None = None
-    models: tuple[Path, ...] = ()
+    ranks: tuple[Path, ...]  # the file of each rank; empty where the optimizer's state is consolidated
+    others: tuple[Path, ...]  # further torch files, sorted by name
+    metadata: TorchFile | None = None  # `metadata.pt`, where zckpt wrote the directory
+    models: tuple[Path, ...] = ()  # then also the model's files
 
 
 OWNED = Owned(called(_OWN.pattern))

@@ -22,17 +22,10 @@ State = dict[str, object]
 
 @immutable
 class Filter:
-    """What is compared; empty means everything.
-
-    Parameters
-    ----------
-    slots : sequence of str
-    parameters : sequence of str
-        Shell patterns of names.
-    """
+    """What is compared; empty means everything."""
 
     slots: Sequence[str] = ()
-    parameters: Sequence[str] = ()
+    parameters: Sequence[str] = ()  # shell patterns of names
 
     def check(self, *checkpoints: Checkpoint) -> None:
         """Raise UsageError if no checkpoint has one of the slots."""
@@ -57,33 +50,18 @@ class Filter:
 
 @mutable
 class Matches:
-    """All that is to be compared of two checkpoints.
+    """All that is to be compared of two checkpoints."""
 
-    Parameters
-    ----------
-    ours, theirs : dict of str to Parameter
-        All parameters and buffers of A and B by canonical name.
-    names : list of str
-        Those that both have and that are chosen.
-    slots : list of Match
-    singles : list of (name, key, a, b)
-        Single values of parameters that differ; None where there is none.
-    num_singles : int
-        How many were compared.
-    only_in_a, only_in_b : list of (name, slot or None)
-        None: the whole parameter.
-    warnings : list of str
-    """
-
-    ours: dict[str, Parameter]
+    ours: dict[str, Parameter]  # all parameters and buffers of A and B by canonical name
     theirs: dict[str, Parameter]
-    names: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # those that both have and that are chosen
     slots: list[Match] = field(default_factory=list)
     singles: list[tuple[str, str, object, object]] = field(default_factory=list)
-    only_in_a: list[tuple[str, str | None]] = field(default_factory=list)
+    """Single values of parameters that differ; None where there is none."""
+    only_in_a: list[tuple[str, str | None]] = field(default_factory=list)  # None: the whole parameter
     only_in_b: list[tuple[str, str | None]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    num_singles: int = 0
+    num_singles: int = 0  # how many were compared
 
 
 def match(a: Checkpoint, b: Checkpoint, chosen: Filter) -> Matches:

@@ -45,18 +45,10 @@ SHOWN_CHARACTERS = 200
 
 @immutable
 class Leaf:
-    """A value with nothing below it.
+    """A value with nothing below it."""
 
-    Parameters
-    ----------
-    value : JSON-able
-        What it is compared by, and shown as.
-    slot : Slot or None
-        The elements of a tensor, which are compared too.
-    """
-
-    value: object
-    slot: Slot | None = None
+    value: object  # what it is compared by, and shown as
+    slot: Slot | None = None  # the elements of a tensor, which are compared too
 
 
 def leaves(value: object) -> dict[str, Leaf]:

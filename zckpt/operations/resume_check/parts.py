@@ -60,26 +60,14 @@ Shapes = dict[tuple[str, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Facts:
-    """A checkpoint, and the ranks and the model that are to resume it.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    asked : int or None
-        Ranks that will resume it; None: as many as saved it.
-    shapes : Shapes or None
-        Of the tensors that the model has, where it was given.
-    given_config : Path or None
-        The config.json by which that model was given.
-    planned : frozenset of str or None
-        What would lie in the directory of a target that is not written; None: it is there.
-    """
+    """A checkpoint, and the ranks and the model that are to resume it."""
 
     checkpoint: Checkpoint
-    asked: int | None
-    shapes: Shapes | None = None
-    given_config: Path | None = None
+    asked: int | None  # ranks that will resume it; None: as many as saved it
+    shapes: Shapes | None = None  # of the tensors that the model has, where it was given
+    given_config: Path | None = None  # the config.json by which that model was given
     planned: frozenset[str] | None = None
+    """What would lie in the directory of a target that is not written; None: it is there."""
 
     @cached_property
     def place(self) -> Path:

@@ -51,99 +51,47 @@ CORE = {WEIGHTS: ANY, FROZEN: ANY, BUFFERS: ANY, MASTERS: ANY, STATE: ANY, SETTI
 
 @immutable(kw_only=True)
 class Way:
-    """One way in which a program resumes.
+    """One way in which a program resumes."""
 
-    Parameters
-    ----------
-    mark : callable
-        Tells whether a checkpoint has what makes the program take this way.
-    call : str
-        What to call, of `{path}`, `{step}` and `{tag}`.
-    given : str
-        How the program has to be set up, of `{stage}`, `{ranks}`, `{placed}` and `{with_torch}`.
-    needs, doubts : tuple of Need
-        Without which it raises; of which it is not known what it does.
-    takes : mapping of str to str
-        Of each part that comes back a pattern of the keys that it is read from.
-    lacks : tuple of (str, Need)
-        Parts that do not come back though they are there, and why.
-    keeps : tuple of str
-        What a training in this program has in any case, and begins anew where it is not there.
-    strict : bool
-        Whether it raises where the model has tensors that are not there, or there are others.
-    returns : str
-        Where its caller gets what it does not read itself.
-    """
-
-    mark: Callable[[Facts], object]
-    call: str
-    given: str = ""
-    needs: tuple[Need, ...] = ()
+    mark: Callable[[Facts], object]  # tells whether a checkpoint has what makes the program take this way
+    call: str  # what to call, of `{path}`, `{step}` and `{tag}`
+    given: str = ""  # how the program has to be set up, of `{stage}`, `{ranks}`, `{placed}` and `{with_torch}`
+    needs: tuple[Need, ...] = ()  # without which it raises; of which it is not known what it does
     doubts: tuple[Need, ...] = ()
     takes: Mapping[str, str] = field(default_factory=lambda: CORE)
-    lacks: tuple[tuple[str, Need], ...] = ()
+    """Of each part that comes back a pattern of the keys that it is read from."""
+    lacks: tuple[tuple[str, Need], ...] = ()  # parts that do not come back though they are there, and why
     keeps: tuple[str, ...] = ()
-    strict: bool = True
-    returns: str = ""
+    """What a training in this program has in any case, and begins anew where it is not there."""
+    strict: bool = True  # whether it raises where the model has tensors that are not there, or there are others
+    returns: str = ""  # where its caller gets what it does not read itself
 
 
 @immutable(kw_only=True)
 class Make:
-    """A command that makes what a program resumes from.
+    """A command that makes what a program resumes from."""
 
-    Parameters
-    ----------
-    verb : str
-        `reshard`, or `convert`.
-    to : str
-        A format.
-    options : mapping of str to object
-    asked : mapping of str to (object, str)
-        Options without a default: a value to try it with, and what stands for it in the command.
-    sized : bool
-        Whether the number of ranks is an option.
-    of : tuple of str
-        Formats that it is made of; empty: any.
-    of_masters : bool
-        Whether it is for what has masters that weights of their type do not hold.
-    """
-
-    verb: str = "convert"
-    to: str = ""
+    verb: str = "convert"  # `reshard`, or `convert`
+    to: str = ""  # a format
     options: Mapping[str, Any] = field(default_factory=dict)
     asked: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-    sized: bool = False
-    of: tuple[str, ...] = ()
-    of_masters: bool = False
+    """Options without a default: a value to try it with, and what stands for it in the command."""
+    sized: bool = False  # whether the number of ranks is an option
+    of: tuple[str, ...] = ()  # formats that it is made of; empty: any
+    of_masters: bool = False  # whether it is for what has masters that weights of their type do not hold
 
 
 @immutable(kw_only=True)
 class Program:
-    """What is known of a program.
-
-    Parameters
-    ----------
-    title : str
-    looks_for : str
-        What it resumes from.
-    ways : tuple of Way
-    holds : tuple of Need
-        What a checkpoint must hold, in whatever files: no command adds it.
-    makes : tuple of Make
-        In the order in which they are tried.
-    advice : str
-        What to do where no command helps.
-    yours : str
-        What it never keeps.
-    """
+    """What is known of a program."""
 
     title: str
-    looks_for: str
+    looks_for: str  # what it resumes from
     ways: tuple[Way, ...]
-    holds: tuple[Need, ...] = ()
-    makes: tuple[Make, ...] = ()
-    advice: str = ""
-    yours: str = ""
+    holds: tuple[Need, ...] = ()  # what a checkpoint must hold, in whatever files: no command adds it
+    makes: tuple[Make, ...] = ()  # in the order in which they are tried
+    advice: str = ""  # what to do where no command helps
+    yours: str = ""  # what it never keeps
 
 
 def unless(holds: Callable[[Facts], object], said: str) -> Need:

@@ -64,21 +64,13 @@ _REAL = {"complex32": "float16", "complex64": "float32", "complex128": "float64"
 
 
 class Tally(NamedTuple):
-    """What is wrong with some elements of one subject.
+    """What is wrong with some elements of one subject."""
 
-    Parameters
-    ----------
-    nan, inf, negative, nonzero : int, elements
-        `nonzero` of padding, in bytes.
-    first : int
-        Index of the first one.
-    """
-
-    nan: int = 0
+    nan: int = 0  # elements; `nonzero` of padding, in bytes
     inf: int = 0
     negative: int = 0
     nonzero: int = 0
-    first: int = 0
+    first: int = 0  # index of the first one
 
     def __bool__(self) -> bool:
         return any(self[:-1])
@@ -196,33 +188,16 @@ Pair = tuple[Subject, str, str, Sum | None, Sum | None]
 
 @mutable
 class Outcome:
-    """What was found.
+    """What was found."""
 
-    Parameters
-    ----------
-    nbytes : int, bytes
-        Read for that, of all together.
-    tallies : dict of (subject, checksum) to Tally
-    compared : dict of Pair to Unequal
-        Masters with their weights.
-    duplicates : dict of int to Unequal
-    seen : list of Seen
-        Bytes that have a checksum; not yet put together.
-    errors : list of SourceError
-    elements : int
-        Looked at.
-    checksums : int
-        Compared.
-    """
-
-    nbytes: int = 0
+    nbytes: int = 0  # read for that, of all together
     tallies: dict[tuple[Subject, Sum | None], Tally] = field(default_factory=lambda: defaultdict(Tally))
-    compared: dict[Pair, Unequal] = field(default_factory=lambda: defaultdict(Unequal))
+    compared: dict[Pair, Unequal] = field(default_factory=lambda: defaultdict(Unequal))  # masters with their weights
     duplicates: dict[int, Unequal] = field(default_factory=lambda: defaultdict(Unequal))
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)  # bytes that have a checksum; not yet put together
     errors: list[SourceError] = field(default_factory=list)
-    elements: int = 0
-    checksums: int = 0
+    elements: int = 0  # looked at
+    checksums: int = 0  # compared
 
     def add(self, other: Outcome) -> None:
         """Add what a task has found."""

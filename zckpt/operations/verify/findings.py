@@ -92,26 +92,14 @@ class Finding:
 
 @immutable(repr=True)
 class Checked(Result):
-    """How much was looked at.
+    """How much was looked at."""
 
-    Parameters
-    ----------
-    files, parameters, slots : int
-        Parameters and buffers with slots of their own.
-    elements : int
-        Whose values were looked at: a sample without `deep`.
-    nbytes : int, bytes
-        Read for that.
-    checksums : int
-        That were computed and compared.
-    """
-
-    files: int = 0
+    files: int = 0  # parameters and buffers with slots of their own
     parameters: int = 0
     slots: int = 0
-    elements: int = 0
-    nbytes: int = 0
-    checksums: int = 0
+    elements: int = 0  # whose values were looked at: a sample without `deep`
+    nbytes: int = 0  # read for that
+    checksums: int = 0  # that were computed and compared
 
 
 @immutable

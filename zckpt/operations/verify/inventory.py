@@ -120,23 +120,13 @@ class Piece:
 
 @immutable
 class Scattered:
-    """Elements that do not lie end to end, or are held against others in another order: read through the planner.
-
-    Parameters
-    ----------
-    subject : Subject
-    slots : tuple of Slot
-        One, whose elements are only looked at; or two, of which the second is held against the first.
-    extent : Extent
-        All of them.
-    duplicate : int or None
-        Index of the duplicate that they are; None: of two, they are a master and its weight.
-    """
+    """Elements that do not lie end to end, or are held against others in another order: read through the planner."""
 
     subject: Subject
     slots: tuple[Slot, ...]
-    extent: Extent
-    duplicate: int | None = None
+    """One, whose elements are only looked at; or two, of which the second is held against the first."""
+    extent: Extent  # all of them
+    duplicate: int | None = None  # index of the duplicate that they are; None: of two, they are a master and its weight
 
     @property
     def nbytes(self) -> int:
@@ -151,19 +141,11 @@ class Scattered:
 
 @mutable
 class Inventory:
-    """All that is to be looked at.
+    """All that is to be looked at."""
 
-    Parameters
-    ----------
-    pieces : dict of str to list of Piece
-        By file.
-    claimed : dict of str to list of (int, int)
-        Bytes of each file that are read with others, sorted.
-    apart : list of Scattered
-    """
-
-    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)  # by file
     claimed: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """Bytes of each file that are read with others, sorted."""
     apart: list[Scattered] = field(default_factory=list)
 
 

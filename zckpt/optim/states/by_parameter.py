@@ -48,26 +48,15 @@ NamedShare = tuple[str, str, Share]
 
 @mutable
 class Snapshot:
-    """What this rank has of one optimizer, or of all, at one moment; tensors are theirs, not copies.
-
-    Parameters
-    ----------
-    values : dict
-        State that is no tensor of elements, by parameter and key.
-    metadata : dict
-        What is kept besides state, such as a loss scaler.
-    classes : dict of str to str
-        The class of each optimizer.
-    zero_stage, loss_scale : optional
-        Where all have the same.
-    """
+    """What this rank has of one optimizer, or of all, at one moment; tensors are theirs, not copies."""
 
     groups: list[ParamGroup] = field(default_factory=list)
     shares: list[NamedShare] = field(default_factory=list)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    metadata: dict[str, Any] = field(default_factory=dict)
-    classes: dict[str, str] = field(default_factory=dict)
-    zero_stage: int | None = None
+    """State that is no tensor of elements, by parameter and key."""
+    metadata: dict[str, Any] = field(default_factory=dict)  # what is kept besides state, such as a loss scaler
+    classes: dict[str, str] = field(default_factory=dict)  # the class of each optimizer
+    zero_stage: int | None = None  # where all have the same
     loss_scale: float | None = None
 
 
@@ -84,51 +73,26 @@ class Target:
 
 @immutable
 class Asked:
-    """What the user says with the path of a checkpoint that is loaded.
+    """What the user says with the path of a checkpoint that is loaded."""
 
-    Parameters
-    ----------
-    tag : str, optional
-        Which checkpoint of a run's directory.
-    names : sequence of str, optional
-        Of numbered parameters, in the order of the optimizer that was saved.
-    strict : bool
-        Whether all parameters must be there, and numbers have certain names.
-    naming : Naming
-        What the tensors are called here.
-    dequantize : bool
-        Have quantised state as floats.
-    """
-
-    tag: str | None = None
-    names: Sequence[str] | None = None
-    strict: bool = True
-    naming: Naming = AS_IT_IS
-    dequantize: bool = False
+    tag: str | None = None  # which checkpoint of a run's directory
+    names: Sequence[str] | None = None  # of numbered parameters, in the order of the optimizer that was saved
+    strict: bool = True  # whether all parameters must be there, and numbers have certain names
+    naming: Naming = AS_IT_IS  # what the tensors are called here
+    dequantize: bool = False  # have quantised state as floats
 
 
 @immutable
 class Source:
-    """What of a checkpoint one optimizer takes.
-
-    Parameters
-    ----------
-    path : str
-        As the user gave it.
-    param_groups : sequence of ParamGroup
-        The checkpoint's groups of this optimizer, in its order.
-    metadata : mapping
-        What the checkpoint's optimizer kept besides its state.
-    elsewhere : frozenset of str
-        Parameters of its groups that are not this optimizer's, but another part's or rank's.
-    """
+    """What of a checkpoint one optimizer takes."""
 
     checkpoint: OpenedCheckpoint
-    path: str
-    param_groups: Sequence[ParamGroup]
-    metadata: Mapping[str, object]
+    path: str  # as the user gave it
+    param_groups: Sequence[ParamGroup]  # the checkpoint's groups of this optimizer, in its order
+    metadata: Mapping[str, object]  # what the checkpoint's optimizer kept besides its state
     asked: Asked = Asked()
     elsewhere: frozenset[str] = frozenset()
+    """Parameters of its groups that are not this optimizer's, but another part's or rank's."""
 
     @classmethod
     def of(cls, checkpoint: OpenedCheckpoint, path: str, asked: Asked, elsewhere: Iterable[str] = ()) -> Source:

@@ -204,22 +204,12 @@ class _Sharing(Values):
 
 @immutable
 class Place:
-    """Where a rank is among those that hold different experts of some layers.
+    """Where a rank is among those that hold different experts of some layers."""
 
-    Parameters
-    ----------
-    rank, degree : int
-        Among so many expert-parallel ranks.
-    is_first : bool
-        Whether no rank before it holds the same experts.
-    data_first : bool
-        Whether neighbours hold the same experts.
-    """
-
-    rank: int
+    rank: int  # among so many expert-parallel ranks
     degree: int
-    is_first: bool
-    data_first: bool
+    is_first: bool  # whether no rank before it holds the same experts
+    data_first: bool  # whether neighbours hold the same experts
 
 
 def place_of(sharing: list[int], every: list[int]) -> Place:

@@ -62,27 +62,14 @@ class Filed:
 
 @dataclass(frozen=True)
 class Index:
-    """A checkpoint of a store.
+    """A checkpoint of a store."""
 
-    Parameters
-    ----------
-    name : str
-        Within the run.
-    is_file : bool
-        Whether it is one file, which then is the only one, of its name.
-    files : tuple of Filed
-    rows, ranges : array of ROW, of RANGE
-        Rows in the order of the files, and of what is in each.
-    details : dict
-        What else is known of it; JSON-able.
-    """
-
-    name: str
-    is_file: bool
+    name: str  # within the run
+    is_file: bool  # whether it is one file, which then is the only one, of its name
     files: tuple[Filed, ...]
-    rows: Table
+    rows: Table  # rows in the order of the files, and of what is in each
     ranges: Table
-    details: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)  # what else is known of it; JSON-able
 
     @cached_property
     def _starts(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -208,31 +208,15 @@ class Known:
 
 @dataclass
 class Packing:
-    """What a checkpoint is packed with.
-
-    Parameters
-    ----------
-    store : PackedStore
-    known : Known or None
-        None: no chunk is looked for that is stored already, as in a patch.
-    number : int
-        Of the checkpoint.
-    path : Path
-        The checkpoint.
-    files : tuple of Filed
-    deepest : int
-        How deep a chunk may be that is predicted from another checkpoint.
-    advance : callable
-        Hears of bytes that are done.
-    """
+    """What a checkpoint is packed with."""
 
     store: PackedStore
-    known: Known | None
-    number: int
-    path: Path
+    known: Known | None  # None: no chunk is looked for that is stored already, as in a patch
+    number: int  # of the checkpoint
+    path: Path  # the checkpoint
     files: tuple[Filed, ...]
-    deepest: int
-    advance: Callable[[int], None]
+    deepest: int  # how deep a chunk may be that is predicted from another checkpoint
+    advance: Callable[[int], None]  # hears of bytes that are done
 
     def write(self, name: str, cuts: Callable[[str], Sequence[Cut]], details: dict[str, object]) -> int:
         """Pack a checkpoint; return what its chunks and its index take, in bytes.

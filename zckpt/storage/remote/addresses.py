@@ -21,23 +21,12 @@ def is_url(text: object) -> bool:
 
 @immutable
 class Address:
-    """A URL, taken apart.
-
-    Parameters
-    ----------
-    scheme : str
-    host : str
-        Or bucket, or container; without a user's name and password.
-    parts : tuple of str
-        Of the path, as names.
-    url : str
-        All of it, with what must not be shown.
-    """
+    """A URL, taken apart."""
 
     scheme: str
-    host: str
-    parts: tuple[str, ...]
-    url: str
+    host: str  # or bucket, or container; without a user's name and password
+    parts: tuple[str, ...]  # of the path, as names
+    url: str  # all of it, with what must not be shown
 
     @property
     def shown(self) -> str:

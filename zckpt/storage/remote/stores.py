@@ -24,25 +24,13 @@ Entries = Mapping[str, Mapping[str, Any]]
 
 @immutable
 class Listed:
-    """A file of a store.
+    """A file of a store."""
 
-    Parameters
-    ----------
-    parts : tuple of str
-        Its path below what was listed; none: it is that itself.
-    key : str
-        What the store's library calls it.
-    nbytes : int, bytes
-    version : str
-        Of all it says about the version of the file, what tells most.
-    modified : float or None, seconds
-    """
-
-    parts: tuple[str, ...]
-    key: str
+    parts: tuple[str, ...]  # its path below what was listed; none: it is that itself
+    key: str  # what the store's library calls it
     nbytes: int
-    version: str
-    modified: float | None
+    version: str  # of all it says about the version of the file, what tells most
+    modified: float | None  # seconds
 
 
 class ChangedError(SourceError):

@@ -35,18 +35,10 @@ DATA_FIRST = "use_data_before_expert_parallelism"
 
 
 class Placement(NamedTuple):
-    """How expert ranks are numbered.
+    """How expert ranks are numbered."""
 
-    Parameters
-    ----------
-    ranks : int
-        All ranks over which experts are spread.
-    data_first : bool
-        Whether the ranks that share experts follow each other.
-    """
-
-    ranks: int
-    data_first: bool = False
+    ranks: int  # all ranks over which experts are spread
+    data_first: bool = False  # whether the ranks that share experts follow each other
 
     def expert_rank(self, rank: int, degree: int) -> int:
         """Return of which expert rank a rank has the experts."""
@@ -68,22 +60,12 @@ def is_data_first(model: ModelShard) -> bool:
 
 @immutable
 class Spread:
-    """The ranks over which experts are spread, in order.
+    """The ranks over which experts are spread, in order."""
 
-    Parameters
-    ----------
-    members : sequence
-        One for each rank, by its number: its optimizer file.
-    lanes : int
-        Tensor-parallel ranks among them.
-    auto : collection of str
-        Tensors of AutoEP's experts.
-    """
-
-    members: Sequence[OptimizerShard]
-    lanes: int = 1
+    members: Sequence[OptimizerShard]  # one for each rank, by its number: its optimizer file
+    lanes: int = 1  # tensor-parallel ranks among them
     data_first: bool = False
-    auto: Collection[str] = ()
+    auto: Collection[str] = ()  # tensors of AutoEP's experts
 
     def are_experts(self, names: Collection[str]) -> bool:
         """Tell whether a group of these parameters is one of experts."""
@@ -127,18 +109,11 @@ class Spread:
 
 
 class ExpertFiles(NamedTuple):
-    """The weights of experts, which lie in files of their own under their global names.
+    """The weights of experts, which lie in files of their own under their global names."""
 
-    Parameters
-    ----------
-    by_lane : dict of int to Weights
-        By model-parallel rank.
-    layers : dict of str to int
-        Number of the MoE layer by the name before its experts' numbers, counted within a stage of a pipeline.
-    """
-
-    by_lane: dict[int, Weights]
+    by_lane: dict[int, Weights]  # by model-parallel rank
     layers: dict[str, int]
+    """Number of the MoE layer by the name before its experts' numbers, counted within a stage of a pipeline."""
 
     def of_stage(self, ranks: Sequence[int]) -> ExpertFiles:
         """Return those of one stage of a pipeline, given its model-parallel ranks."""

@@ -53,37 +53,19 @@ Weights = Mapping[int | str, int]
 
 
 class Layer(NamedTuple):
-    """A layer as the training's `PipelineModule` gets it.
+    """A layer as the training's `PipelineModule` gets it."""
 
-    Parameters
-    ----------
-    kind : str
-        Name of its class or function.
-    tied : str or None
-        The key of a `TiedLayerSpec`.
-    """
-
-    kind: str
-    tied: str | None = None
+    kind: str  # name of its class or function
+    tied: str | None = None  # the key of a `TiedLayerSpec`
 
 
 @immutable
 class Stages:
-    """How the layers are dealt.
+    """How the layers are dealt."""
 
-    Parameters
-    ----------
-    bounds : tuple of int
-        Stage s has the layers from bounds[s] to before bounds[s + 1].
-    uses : mapping of str to tuple of int
-        The layers that use each tied one, by its key.
-    untold : tuple of str
-        What is to be said of param groups whose order no stage of the source shows.
-    """
-
-    bounds: Numbers
-    uses: Mapping[str, Numbers]
-    untold: tuple[str, ...] = ()
+    bounds: Numbers  # stage s has the layers from bounds[s] to before bounds[s + 1]
+    uses: Mapping[str, Numbers]  # the layers that use each tied one, by its key
+    untold: tuple[str, ...] = ()  # what is to be said of param groups whose order no stage of the source shows
 
     def __str__(self) -> str:
         """Return the bounds of stages and what uses tied layers, as a message has them."""
@@ -201,28 +183,14 @@ def _dealt(method: str, layers: Sequence[Layer], count: int, weights: Weights) -
 
 @mutable
 class _Evidence:
-    """What the files tell of the layers.
-
-    Parameters
-    ----------
-    stage : dict of int to int
-        The stage of each layer of which that is known.
-    filed : set of int
-        Layers that have a file.
-    first_use : dict of str to list of int
-        The layers whose files have a tied layer, by key.
-    tied : dict of str to list of int
-        The stages that have its state.
-    weights : dict of int or str to int
-        Trained elements of each layer in the source, and of each tied one by its key.
-    """
+    """What the files tell of the layers."""
 
     stages: int
-    weights: Weights
-    stage: dict[int, int] = field(default_factory=dict)
-    filed: set[int] = field(default_factory=set)
-    first_use: dict[str, list[int]] = field(default_factory=dict)
-    tied: dict[str, list[int]] = field(default_factory=dict)
+    weights: Weights  # trained elements of each layer in the source, and of each tied one by its key
+    stage: dict[int, int] = field(default_factory=dict)  # the stage of each layer of which that is known
+    filed: set[int] = field(default_factory=set)  # layers that have a file
+    first_use: dict[str, list[int]] = field(default_factory=dict)  # the layers whose files have a tied layer, by key
+    tied: dict[str, list[int]] = field(default_factory=dict)  # the stages that have its state
 
     @property
     def least(self) -> int:

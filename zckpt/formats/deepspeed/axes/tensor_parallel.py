@@ -107,15 +107,9 @@ def merge(states: Sequence[Rank], rules: Rules | None, *, padded: bool = False) 
 
 @immutable
 class VocabularyPadding:
-    """Where the rows are that pad a vocabulary to a multiple of the ranks: in the slices, and not in the whole.
+    """Where the rows are that pad a vocabulary to a multiple of the ranks: in the slices, and not in the whole."""
 
-    Parameters
-    ----------
-    states : sequence of Rank
-        By tensor-parallel rank.
-    """
-
-    states: Sequence[Rank]
+    states: Sequence[Rank]  # by tensor-parallel rank
     rules: Rules
 
     def __iter__(self) -> Iterator[PaddingSpan]:

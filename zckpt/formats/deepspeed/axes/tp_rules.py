@@ -121,27 +121,13 @@ Shares = tuple[tuple[Share, ...], ...]
 
 
 class Rule(NamedTuple):
-    """How one parameter is put together.
+    """How one parameter is put together."""
 
-    Parameters
-    ----------
-    kind : str
-        REPLICATED, AVERAGED or SLICED.
-    shape : tuple of int
-        Of the whole parameter.
-    dim : int
-        Along which it is sliced.
-    shares : tuple of tuple of Share
-        What each rank's slice has of the whole.
-    copies : tuple of tuple of Share
-        What of that a rank before it has, too; empty where no part is on several ranks.
-    """
-
-    kind: str
-    shape: Shape
-    dim: int = 0
-    shares: Shares = ()
-    copies: Shares = ()
+    kind: str  # REPLICATED, AVERAGED or SLICED
+    shape: Shape  # of the whole parameter
+    dim: int = 0  # along which it is sliced
+    shares: Shares = ()  # what each rank's slice has of the whole
+    copies: Shares = ()  # what of that a rank before it has, too; empty where no part is on several ranks
 
     @property
     def read(self) -> Shares:

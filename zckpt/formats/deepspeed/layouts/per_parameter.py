@@ -88,19 +88,12 @@ FEWEST_SHARDS = 1 << 13
 
 @dataclass(frozen=True)
 class ShardPadding:
-    """Where the padding of all ranks' shards is: worked out again each time, for there may be millions of spans.
+    """Where the padding of all ranks' shards is: worked out again each time, for there may be millions of spans."""
 
-    Parameters
-    ----------
-    members, keys
-        As for `cut_parameters`.
-    places : mapping of int to list of (int, int)
-        Of each sub-group where shards begin in it, and how many elements their parameters have.
-    """
-
-    members: Sequence[OptimizerShard]
+    members: Sequence[OptimizerShard]  # as for `cut_parameters`
     keys: Mapping[int, Set[str]]
     places: Mapping[int, Sequence[tuple[int, int]]]
+    """Of each sub-group where shards begin in it, and how many elements their parameters have."""
 
     def __iter__(self) -> Iterator[PaddingSpan]:
         """Yield what lies in each slot of each sub-group of a rank."""

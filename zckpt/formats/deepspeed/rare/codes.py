@@ -39,18 +39,11 @@ HINT = "--requantize quantises it again; --dequantize writes it as float32, for 
 
 
 class Kept(NamedTuple):
-    """How a program keeps the moments of a param group.
+    """How a program keeps the moments of a param group."""
 
-    Parameters
-    ----------
-    values : mapping of str to FromFile
-        Where they are, by key of the state, as a rank has it that has codes.
-    moments : mapping of str to sequence of Moment
-        As each rank and sub-group has them, by the names that they have as floats.
-    """
-
-    values: Mapping[str, FromFile]
+    values: Mapping[str, FromFile]  # where they are, by key of the state, as a rank has it that has codes
     moments: Mapping[str, Sequence[Moment]]
+    """As each rank and sub-group has them, by the names that they have as floats."""
 
     @classmethod
     def of(cls, own: Sequence[RankValue], what: str) -> Kept:
@@ -102,17 +95,11 @@ def _tensor(new: Tensor | NewStorage, like: object) -> Tensor:
 
 
 class Codes(NamedTuple):
-    """The quantised state of a param group on all ranks of the source, end to end, to be cut as it is.
-
-    Parameters
-    ----------
-    kept : Kept
-    pieces : mapping of str to mapping of str to (Slot, int)
-        Codes and scales of each moment, and of how many elements one of their values is.
-    """
+    """The quantised state of a param group on all ranks of the source, end to end, to be cut as it is."""
 
     kept: Kept
     pieces: Mapping[str, Mapping[str, tuple[Slot, int]]]
+    """Codes and scales of each moment, and of how many elements one of their values is."""
 
     def of(self, tensors: Mapping[object, object], rank: int, partition: int) -> dict[object, object]:
         """Return the state of a rank of the target whose partition has so many elements, by key."""

@@ -129,17 +129,10 @@ def _refused(what: str, found: str) -> UnsupportedError:
 
 
 class Form(NamedTuple):
-    """How the moments of a param group are made codes anew.
-
-    Parameters
-    ----------
-    kept : Kept
-    blocks : mapping of str to int, elements
-        Of moments that were codes, by the names that they have as floats.
-    """
+    """How the moments of a param group are made codes anew."""
 
     kept: Kept
-    blocks: Mapping[str, int]
+    blocks: Mapping[str, int]  # elements; of moments that were codes, by the names that they have as floats
 
     def of(self, tensors: Mapping[object, object], _rank: int, _partition: int) -> dict[object, object]:
         """Return a share's slots with the moments among them in the form in which the program keeps them."""
