@@ -73,13 +73,8 @@ class ComputedPiece(Piece):
 def pieces(one: Fill, most: int, most_bytewise: int) -> Iterator[Piece]:
     """Cut a fill into pieces.
 
-    Parameters
-    ----------
-    one : Fill
-    most : int, bytes
-        Largest piece that goes through memory.
-    most_bytewise : int, bytes
-        Largest piece that is moved as it is.
+    `most` (bytes): largest piece that goes through memory; `most_bytewise` (bytes): largest piece that is moved as it
+    is.
     """
     hole, copies = one.hole, tuple(one.copies)
     if isinstance(hole.slot, Computed):

@@ -97,14 +97,7 @@ def budget(memory: int, threads: range, *, buffers: int, most: int, least: int =
     Where a limit of the process leaves less than that, it is what the limit leaves. Where memory is too little for the
     least buffers of all, fewer run at once; one does in any case.
 
-    Parameters
-    ----------
-    memory : int, bytes
-    threads : range
-    buffers : int
-        Held by each batch while it runs.
-    most, least : int, bytes
-        Of a buffer.
+    `memory`: bytes; `buffers`: held by each batch while it runs; `most`, `least` (bytes): of a buffer.
     """
     memory = buffers_within(memory)
     at_once = max(min(_at_once(_EXECUTOR.get(), threads), memory // (buffers * least)), 1)

@@ -56,12 +56,8 @@ Siblings = Callable[[str, Sequence[str]], Sequence[str]]
 def tree_of(group_of: Mapping[str, int], places: Mapping[str, int]) -> Module:
     """Return the root of the modules that have some parameters.
 
-    Parameters
-    ----------
-    group_of : mapping of str to int
-        The param group of each parameter.
-    places : mapping of str to int
-        Where a file has them: of two parameters with places, that with the smaller one comes first.
+    `group_of`: the param group of each parameter; `places`: where a file has them: of two parameters with places, that
+    with the smaller one comes first.
     """
     empty = [0] * (1 + max(group_of.values(), default=-1))
     root = Module("", widths=[*empty])

@@ -104,10 +104,7 @@ class Evidence(Generic[Number]):
     def given(self, names: Sequence[str]) -> dict[Number, str]:
         """Return the candidates that someone names in the order of the numbers.
 
-        Raises
-        ------
-        UsageError
-            It cannot be these.
+        Raises UsageError: it cannot be these.
         """
         numbers = self.numbers
         if len(names) != len(numbers) or not are_distinct(names):
@@ -140,10 +137,8 @@ class Evidence(Generic[Number]):
     def certain(self, orders: Orders = in_order_or_sorted) -> dict[Number, str]:
         """Return the candidates that are certain.
 
-        Parameters
-        ----------
-        orders : callable
-            Given the index of a group and names in the model's order, the orders in which it may have some of them.
+        `orders`: given the index of a group and names in the model's order, the orders in which it may have some of
+        them.
         """
         certain: dict[Number, str] = {}
         while True:
@@ -225,11 +220,7 @@ def is_trainable(dtype: str) -> bool:
 def may_be_trained(name: str, dtypes: Mapping[str, str]) -> bool:
     """Tell whether a tensor may be a parameter: not a batch norm's running statistic, beside which is an integer count.
 
-    Parameters
-    ----------
-    name : str
-    dtypes : mapping of str to str
-        Of all tensors of the state dict.
+    `dtypes`: of all tensors of the state dict.
     """
     module, dot, last = name.rpartition(".")
     count = dtypes.get(f"{module}{dot}num_batches_tracked") if last in ("running_mean", "running_var") else None
@@ -322,12 +313,7 @@ def ways(
 ) -> tuple[int, list[Step]]:
     """Return in how many ways so many steps lead from a state to another, 2 if in more, and one of them.
 
-    Parameters
-    ----------
-    count : int
-    start, end : State
-    steps : callable
-        Yields what can be done in the n-th step in a state, and the state after it.
+    `steps`: yields what can be done in the n-th step in a state, and the state after it.
     """
     numbers = {start: 1}
     before: list[dict[State, tuple[Step, State]]] = []

@@ -46,16 +46,7 @@ def find_assets(checkpoint: Checkpoint, given: Path | None = None) -> dict[str, 
     The configuration of an adapter that lies beside a whole model, and is not read, does not go with the model:
     `from_pretrained` would look for the adapter.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    given : Path, optional
-        The directory that they are in.
-
-    Raises
-    ------
-    UsageError
-        The directory that was given holds no configuration.
+    `given`: the directory that they are in. Raises UsageError: the directory that was given holds no configuration.
     """
     if given is not None:
         found = _assets_in(given)
@@ -81,12 +72,7 @@ def is_adapter(names: Iterable[str], assets: Collection[str]) -> bool:
 
     Where no `adapter_config.json` says it, as in what the Trainer saves under FSDP, names do.
 
-    Parameters
-    ----------
-    names : iterable of str
-        Of its tensors.
-    assets : collection of str
-        Names of the files that go with it.
+    `names`: of its tensors; `assets`: names of the files that go with it.
     """
     every = {name: name.split(".") for name in names}
     live = any(_LIVE & {*parts} for parts in every.values())

@@ -16,19 +16,9 @@ AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
 def with_floats(*checkpoints: AnyCheckpoint, keeps_files: bool = False) -> list[AnyCheckpoint]:
     """Return checkpoints with numbers in the place of quantised weights, and float32 slots in that of quantised state.
 
-    Parameters
-    ----------
-    keeps_files : bool
-        Whether DeepSpeed's are still of its files, to be cut for other ranks.
-
-    Raises
-    ------
-    UsageError
-        None of them has any.
-    UnsupportedError
-        State that is quantised in a way that is not known, or of which it is not certain what elements codes are of.
-    DamagedFileError
-        Codes, scales and map do not belong together.
+    `keeps_files`: whether DeepSpeed's are still of its files, to be cut for other ranks. Raises UsageError: none of
+    them has any; UnsupportedError: state that is quantised in a way that is not known, or of which it is not certain
+    what elements codes are of; DamagedFileError: codes, scales and map do not belong together.
     """
     from zckpt.formats.deepspeed.rare.quantised import with_float_slots  # verbs that never do this do not wait for it
     from zckpt.formats.low_bit_floats import weights_as_floats

@@ -41,10 +41,7 @@ class Patterns:
     def match(self, pattern: str, name: str) -> bool:
         """Tell whether a pattern matches all of a name.
 
-        Raises
-        ------
-        ValueError
-            It is none, needs more than sets, or all together take too long.
+        Raises ValueError: it is none, needs more than sets, or all together take too long.
         """
         if max(len(name), len(pattern)) > MOST_CHARACTERS:
             raise ValueError("it or a name is too long")

@@ -89,10 +89,7 @@ def names() -> list[str]:
 def formats(broken: list[BrokenPluginError] | None = None) -> Iterator[Format]:
     """Yield all formats in the order in which they are asked; others' are not looked up before zckpt's own are through.
 
-    Parameters
-    ----------
-    broken : list, optional
-        Gets the errors about those that cannot be loaded.
+    `broken`: gets the errors about those that cannot be loaded.
     """
     yield from map(_built_in, BUILT_IN)
     for name in plugins():
@@ -106,10 +103,7 @@ def formats(broken: list[BrokenPluginError] | None = None) -> Iterator[Format]:
 def find_format(name: str) -> Format | None:
     """Return the format of a name; None if there is none.
 
-    Raises
-    ------
-    UsageError
-        It cannot be loaded.
+    Raises UsageError: it cannot be loaded.
     """
     if name in BUILT_IN:
         return _built_in(name)
@@ -119,10 +113,7 @@ def find_format(name: str) -> Format | None:
 def get(name: str) -> Format:
     """Return the format of a name.
 
-    Raises
-    ------
-    UsageError
-        There is none, or it cannot be loaded.
+    Raises UsageError: there is none, or it cannot be loaded.
     """
     found = find_format(name)
     if found is not None:

@@ -54,19 +54,8 @@ class LastStep:
 def last_folder(run: Path, is_whole: Callable[[Path], bool]) -> LastStep | NearMiss | None:
     """Return the last of a run's folders; None where it has none that is whole.
 
-    Parameters
-    ----------
-    run : Path
-        A directory.
-    is_whole : callable
-        Tells whether a folder is a checkpoint.
-
-    Raises
-    ------
-    SourceError
-        The directory cannot be read.
-    UnknownFormatError
-        Composer's link names something that is not there.
+    `run`: a directory; `is_whole`: tells whether a folder is a checkpoint. Raises SourceError: the directory cannot be
+    read; UnknownFormatError: Composer's link names something that is not there.
     """
     names = [entry.name for entry in entries_of(run)]
     by_program = [

@@ -143,12 +143,7 @@ def kept_ranges(used: Iterable[Range], nbytes: int, alignment: int) -> Kept:
 def shares(ranges: Sequence[Range], owned: Iterable[tuple[int, int, str]]) -> Counter[str]:
     """Return how many bytes of some ranges are each owner's; of what several own, the first one's.
 
-    Parameters
-    ----------
-    ranges : sequence of (int, int), bytes
-        Apart from each other and in order.
-    owned : iterable of (int, int, str)
-        Ranges and who owns them, in any order.
+    `ranges` (bytes): apart from each other and in order; `owned`: ranges and who owns them, in any order.
     """
     pieces: list[tuple[int, int, str]] = []
     for low, high, owner in sorted(owned):
@@ -268,20 +263,8 @@ def gone(path: Path, name: str, kinds: dict[str, int]) -> Rewritten:
 def rewrite(path: Path, name: str, edit: Edit, *, unreferenced: bool) -> Rewritten:
     """Return a torch file after an edit.
 
-    Parameters
-    ----------
-    path : Path
-    name : str
-        Within the target.
-    edit : callable
-        Gets the file, whose tree is its own to change.
-    unreferenced : bool
-        Whether bytes go that no tensor uses.
-
-    Raises
-    ------
-    SourceError
-        The file cannot be read, or holds what cannot be written.
+    `name`: within the target; `edit`: gets the file, whose tree is its own to change; `unreferenced`: whether bytes go
+    that no tensor uses. Raises SourceError: the file cannot be read, or holds what cannot be written.
     """
     file = read_torchfile(path)
     edited = edit(file)

@@ -61,10 +61,7 @@ _FOREIGN = {suffix: what for what, every in OTHERS.items() for suffix in every.s
 def kind_of_model(target: Path) -> str:
     """Return what a target is that holds a model: SAFETENSORS, TORCH or DIRECTORY.
 
-    Raises
-    ------
-    UsageError
-        Its name ends as another program's files do.
+    Raises UsageError: its name ends as another program's files do.
     """
     suffix = target.suffix.lower()
     if suffix == ".safetensors":
@@ -82,12 +79,7 @@ def kind_of_model(target: Path) -> str:
 
 
 def check_directory(target: Path) -> None:
-    """Raise UsageError if a directory is to be written and its name ends as a file's; Lightning has `x.ckpt` for some.
-
-    Parameters
-    ----------
-    target : Path
-    """
+    """Raise UsageError if a directory is to be written under a file's name; Lightning has `x.ckpt` for some."""
     suffix = target.suffix.lower()
     if suffix != ".ckpt" and (suffix in (".safetensors", *TORCH_SUFFIXES) or suffix in _FOREIGN):
         raise UsageError(

@@ -94,15 +94,7 @@ class Naming:
 
         Each pattern must find something in one of them. The map goes in the direction that fits the first.
 
-        Parameters
-        ----------
-        checkpoints : sequence of Checkpoint
-            Stay as they are.
-
-        Raises
-        ------
-        UsageError, UnsupportedError, SourceError
-            As for `of`.
+        `checkpoints`: stay as they are. Raises UsageError, UnsupportedError, SourceError: as for `of`.
         """
         made: list[Checkpoint] = []
         notes: dict[str, None] = {}

@@ -212,10 +212,7 @@ def shipped() -> list[str]:
 def read_map(source: str | os.PathLike[str] | Mapping[str, object]) -> Map:
     """Return a map: a shipped one by its name, or that of a file.
 
-    Raises
-    ------
-    UsageError
-        There is none, or it is malformed.
+    Raises UsageError: there is none, or it is malformed.
     """
     if isinstance(source, Mapping):
         return parse_map(source, "the map")
@@ -240,10 +237,7 @@ def _read_shipped(name: str) -> dict[str, object]:
 def read_json(path: str | os.PathLike[str]) -> Mapping[str, object]:
     """Return what a JSON file holds, which must be an object.
 
-    Raises
-    ------
-    UsageError
-        It cannot be read.
+    Raises UsageError: it cannot be read.
     """
     try:
         with Path(path).open("rb") as file:

@@ -217,10 +217,7 @@ def as_beside(checkpoints: Sequence[Checkpoint], chosen: Chosen) -> tuple[list[C
 def assets_of(checkpoint: Checkpoint, chosen: Chosen) -> dict[str, Path]:
     """Return the files that go with a model into a directory.
 
-    Raises
-    ------
-    UsageError
-        A configuration is given, and there is none, or no directory.
+    Raises UsageError: a configuration is given, and there is none, or no directory.
     """
     given = None if chosen.config is None else Path(chosen.config)
     if kind_of_model(chosen.path) != DIRECTORY:

@@ -139,12 +139,7 @@ def convert(
 def as_converted(found: Checkpoint, written: Format, naming: Naming = AS_IT_IS) -> Checkpoint:
     """Return a checkpoint as `convert` would lay it out in a format, given no options but those of names.
 
-    Raises
-    ------
-    LeftOutError
-        Something in it would be lost.
-    UnsupportedError
-        It has what no other format can hold.
+    Raises LeftOutError: something in it would be lost; UnsupportedError: it has what no other format can hold.
     """
     check_nothing_lost([found], ())
     return _as_expected(found, written, naming)[0]

@@ -149,12 +149,8 @@ def apply_published(
 
     Each tensor is held against the checksums of each version that changed it, with `dry_run`, too.
 
-    Raises
-    ------
-    SourceError
-        The model is no directory of safetensors, a version is missing or damaged, or made of another model.
-    TargetError
-        The target exists or cannot be written.
+    Raises SourceError: the model is no directory of safetensors, a version is missing or damaged, or made of another
+    model; TargetError: the target exists or cannot be written.
     """
     folder, slots = Path(model.source), _weights(model)
     if model.format != "safetensors" or not folder.is_dir():

@@ -88,10 +88,7 @@ class How:
         Of what it is made, it names what tensors are copied from and what else was read of the sources: what a target
         says of itself comes from there.
 
-        Raises
-        ------
-        SourceError
-            A file of the source is gone.
+        Raises SourceError: a file of the source is gone.
         """
         options = {**self.options, "checksums": "" if self.checksums else "none"}
         sizes = planned.copy_nbytes, planned.write_nbytes

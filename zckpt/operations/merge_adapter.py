@@ -162,12 +162,8 @@ class _Merging:
     def merged(self) -> Checkpoint:
         """Return what is to be written.
 
-        Raises
-        ------
-        UsageError
-            The adapter does not fit the base.
-        UnsupportedError
-            A weight is none that numbers are added to.
+        Raises UsageError: the adapter does not fit the base; UnsupportedError: a weight is none that numbers are added
+        to.
         """
         adapter, result = self.adapter, self.result
         every = {**result.parameters, **result.buffers}

@@ -166,12 +166,8 @@ def opened(source: Source, **given: Any) -> Checkpoint:  # noqa: ANN401  # what 
 
     Of the options given, only those of `Salvaged` count.
 
-    Raises
-    ------
-    UsageError
-        An option is given with a checkpoint that is open already, or does not apply to the source's format.
-    SourceError
-        The source cannot be opened.
+    Raises UsageError: an option is given with a checkpoint that is open already, or does not apply to the source's
+    format; SourceError: the source cannot be opened.
     """
     shared = only(Salvaged, given)
     if not isinstance(source, Checkpoint):

@@ -47,10 +47,7 @@ def write_remote(
 ) -> Checked:
     """Write the files of a plan into a store; parameters and errors are those of `write_target`.
 
-    Parameters
-    ----------
-    path : Path
-        The target's, below the tree of `mount`.
+    `path`: the target's, below the tree of `mount`.
     """
     from zckpt.engine.upload import upload, whole
     from zckpt.operations.how import record_of

@@ -19,10 +19,7 @@ from zckpt.storage.remote.addresses import address_of
 def name_of(place: Path | str) -> str:
     """Return the last name of a path or URL.
 
-    Raises
-    ------
-    UsageError
-        A URL without one: of a whole bucket.
+    Raises UsageError: a URL without one: of a whole bucket.
     """
     if isinstance(place, Path):
         return place.name

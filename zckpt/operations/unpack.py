@@ -101,12 +101,7 @@ def write_files(
 
     `prove`: sees what has no name yet; what it raises leaves none.
 
-    Raises
-    ------
-    SourceError
-        What they are made of is damaged.
-    TargetError
-        The target exists or cannot be written.
+    Raises SourceError: what they are made of is damaged; TargetError: the target exists or cannot be written.
     """
     is_file = [*numbers] == [""] and store.index(numbers[""]).is_file
     every = {*beside} | {

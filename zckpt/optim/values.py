@@ -68,17 +68,8 @@ class Values:
     def node(self, value: Value, where: str) -> object:
         """Return a value as a node.
 
-        Parameters
-        ----------
-        value : object
-            Plain data, containers, tensors, numpy arrays, element types and devices.
-        where : str
-            For messages.
-
-        Raises
-        ------
-        UnsupportedError
-            An object of another class.
+        `value`: plain data, containers, tensors, numpy arrays, element types and devices; `where`: for messages. Raises
+        UnsupportedError: an object of another class.
         """
         if isinstance(value, bytearray):
             return bytearray(value)
@@ -121,10 +112,7 @@ class Values:
     def tensor(self, value: torch.Tensor, where: str) -> Tensor:
         """Return a tensor as a node.
 
-        Raises
-        ------
-        UnsupportedError
-            It is sparse, or of a class of its own.
+        Raises UnsupportedError: it is sparse, or of a class of its own.
         """
         if value.layout != torch.strided or type(value) not in (torch.Tensor, torch.nn.Parameter):
             raise UnsupportedError(

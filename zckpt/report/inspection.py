@@ -20,12 +20,8 @@ SHOWN_LEFT_OUT = 8
 def render(document: Document, *, parameters: bool, files: bool, with_globals: bool) -> str:
     """Return the document as text.
 
-    Parameters
-    ----------
-    document : dict
-        From `zckpt.inspect`.
-    parameters, files, with_globals : bool
-        Also list every parameter, file, and global.
+    `document`: from `zckpt.inspect`; `parameters`, `files`, `with_globals`: also list every parameter, file, and
+    global.
     """
     slots = [
         (name, "/".join(slot["dtypes"]), slot["num_parameters"], slot["num_elements"], size(slot["nbytes"]))

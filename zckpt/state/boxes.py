@@ -109,16 +109,8 @@ Located = tuple[Box, int, Shape]
 def factored(box: Box, first: int, strides: Sequence[int], by_axis: Sequence[Shape]) -> Iterator[Located]:
     """Cut a box of a tensor into boxes of its factors: a range of one axis is at most 2 x its factors - 1 of them.
 
-    Parameters
-    ----------
-    box : Box
-        Of a tensor.
-    first : int, elements
-        Where its first element lies.
-    strides : sequence of int, elements
-        By axis of the tensor.
-    by_axis : sequence of tuple of int
-        Of `factors_by_axis`.
+    `box`: of a tensor; `first` (elements): where its first element lies; `strides` (elements): by axis of the tensor;
+    `by_axis`: of `factors_by_axis`.
     """
     ranges = [_range_boxes(sizes, o, o + n) for sizes, o, n in zip(by_axis, *box, strict=True)]
     inner = [row_major(sizes) for sizes in by_axis]

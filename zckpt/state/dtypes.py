@@ -62,10 +62,7 @@ FROM_SAFETENSORS = {info.safetensors: info.name for info in DTYPES.values() if i
 def itemsize(dtype: str) -> int:
     """Return the size of one element in bytes.
 
-    Raises
-    ------
-    UnsupportedError
-        The dtype is not one torch has.
+    Raises UnsupportedError: the dtype is not one torch has.
     """
     info = DTYPES.get(dtype)
     if info is None:

@@ -150,12 +150,7 @@ def aligned(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
     many are then none of ours; and where one of those already has the name of ours that another would get, none is
     taken off. A parameter of an adapter has PEFT's name for it in memory on one side, and on the other that in a file.
 
-    Parameters
-    ----------
-    ours : iterable of str
-        Of a live model.
-    theirs : iterable of str
-        Of a checkpoint.
+    `ours`: of a live model; `theirs`: of a checkpoint.
     """
     mine, its = _by_short(ours), _by_short(theirs)
     best = _meeting(mine, its)

@@ -86,10 +86,7 @@ def flat_padding(total: int, partition: int, rank: int) -> int:
 
     Padding may reach over several trailing ranks when a group is small.
 
-    Parameters
-    ----------
-    total, partition : int, elements
-    rank : int
+    `total`, `partition`: elements.
     """
     return min(max((rank + 1) * partition - total, 0), partition)
 
@@ -121,16 +118,9 @@ def flat_starts(numels: Sequence[int], pads: Sequence[int] | None = None) -> lis
 def flat_shares(numels: Sequence[int], starts: Sequence[int], partition: int, rank: int) -> Iterator[FlatShare]:
     """Yield the non-empty shares of parameters in one rank's partition, in order.
 
-    Parameters
-    ----------
-    numels : sequence of int, elements
-        The parameters of the group, in the order of the buffer.
-    starts : sequence of int, elements
-        From `flat_starts`.
-    partition : int, elements
-        From `flat_partition_numel`.
-    rank : int
-        Position among the ranks that share the group.
+    `numels` (elements): the parameters of the group, in the order of the buffer; `starts` (elements): from
+    `flat_starts`; `partition` (elements): from `flat_partition_numel`; `rank`: position among the ranks that share the
+    group.
     """
     low, high = rank * partition, (rank + 1) * partition
     index = max(bisect_right(starts, low, 0, len(numels)) - 1, 0)
@@ -310,13 +300,8 @@ def even_extents(tensors: Sequence[tuple[int, int]], world_size: int, *, before:
     Files get the same size to within an element, whatever the tensors are, and there are never many more shares than
     tensors.
 
-    Parameters
-    ----------
-    tensors : sequence of (numel, itemsize)
-        In elements, and bytes of one element.
-    world_size : int, files
-    before : int, bytes
-        What the first file holds already, and is counted as its own.
+    `tensors`: in elements, and bytes of one element; `before` (bytes): what the first file holds already, and is
+    counted as its own.
     """
     total = before + sum(numel * size for numel, size in tensors)
     ends = [total * (file + 1) // world_size for file in range(world_size)]

@@ -39,12 +39,7 @@ def combined(first: int, second: int, second_nbytes: int, /) -> int:
     A CRC is a polynomial over GF(2) modulo P; appending n bytes multiplies it by x^(8n). Polynomials are held
     bit-reversed, as in zip files: bit 31 is the coefficient of x^0.
 
-    Parameters
-    ----------
-    first, second : int
-        CRC-32 of each piece.
-    second_nbytes : int, bytes
-        Length of the second piece.
+    `first`, `second`: CRC-32 of each piece; `second_nbytes` (bytes): length of the second piece.
     """
     return _multiply(first, _shift(second_nbytes)) ^ second
 

@@ -18,10 +18,7 @@ def found(path: str) -> Distant | None:
     A worker in another process, or on another machine, is given paths below the directory of who planned its work. It
     goes to the store itself.
 
-    Raises
-    ------
-    SourceError
-        There is no such file in the store, or what had it is closed.
+    Raises SourceError: there is no such file in the store, or what had it is closed.
     """
     if MARK not in path:
         return None

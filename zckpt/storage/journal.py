@@ -72,22 +72,9 @@ class Purpose:
     ) -> Purpose:
         """Return what a run is about.
 
-        Parameters
-        ----------
-        verb : str
-        options : mapping of str to object
-            Those that decide what is written.
-        files : iterable of str
-        sizes : iterable of int, bytes
-            Of the tensors that are written, then any other number that would be another for other files.
-        sources : iterable of str
-            Paths of files that are read.
-        beside : iterable of str
-
-        Raises
-        ------
-        SourceError
-            One is gone.
+        `options`: those that decide what is written; `sizes` (bytes): of the tensors that are written, then any other
+        number that would be another for other files; `sources`: paths of files that are read. Raises SourceError: one
+        is gone.
         """
         nbytes, *others = sizes
         digest = blake2b(json.dumps([list(files), nbytes, *others]).encode("utf-8", "surrogatepass"), digest_size=16)

@@ -102,10 +102,7 @@ def free_memory() -> tuple[str, int] | None:
 def limits(proc: Path = _PROC, groups: Path = _CGROUPS) -> Iterator[tuple[str, int]]:
     """Yield every limit that there is by its name, with the bytes that it leaves.
 
-    Parameters
-    ----------
-    proc, groups : Path
-        Where the system tells of processes and control groups.
+    `proc`, `groups`: where the system tells of processes and control groups.
     """
     most = address_space()
     mapped = _fields(proc / "self" / "statm").get("")

@@ -45,22 +45,8 @@ def room(directory: Path) -> Room:
 def check_room(directory: Path, nbytes: int, files: int, *, replaced: bool = False) -> None:
     """Raise unless a file system has room for what is to be written; nothing is, then.
 
-    Parameters
-    ----------
-    directory : Path
-        In the file system.
-    nbytes : int, bytes
-    files : int
-        Files and directories together.
-    replaced : bool
-        Whether something is there that this is to replace.
-
-    Raises
-    ------
-    TargetError
-        It has not.
-    OSError
-        There is no such directory.
+    `directory`: in the file system; `nbytes`: bytes; `files`: files and directories together; `replaced`: whether
+    something is there that this is to replace. Raises TargetError: it has not; OSError: there is no such directory.
     """
     found = room(directory)
     advice = "free some or write elsewhere" + (f": {BOTH_STAY}" if replaced else "")

@@ -191,12 +191,8 @@ def read_entries(source: FileRange) -> Listed:
 def read_archive(source: FileRange, listed: Listed | None = None) -> dict[str, Record]:
     """Return the records of a zip archive by name, in the order of its central directory, which may have been read.
 
-    Raises
-    ------
-    DamagedFileError
-        It is truncated, inconsistent, or its records overlap.
-    UnsupportedError
-        It is TorchScript, or a record is compressed or encrypted.
+    Raises DamagedFileError: it is truncated, inconsistent, or its records overlap; UnsupportedError: it is TorchScript,
+    or a record is compressed or encrypted.
     """
     directory, entries = listed or read_entries(source)
     root = entries[0].name.partition("/")[0] if entries else ""

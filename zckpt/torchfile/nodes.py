@@ -373,10 +373,7 @@ class NumpyArray:
     def fill(self, shape: Shape, dtype: NumpyDType, data: object, *, fortran_order: bool = False) -> None:
         """Give the array its contents.
 
-        Raises
-        ------
-        PickleError
-            The contents do not agree with shape and dtype.
+        Raises PickleError: the contents do not agree with shape and dtype.
         """
         count = prod(shape)
         self.dtype, self.dtype_node, self.shape, self.fortran_order = dtype.text, dtype, shape, fortran_order

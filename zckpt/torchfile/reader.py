@@ -88,14 +88,8 @@ def read_torchfile(path: str | os.PathLike[str], *, offset: int = 0, nbytes: int
 def read_pickle(path: str | os.PathLike[str]) -> PickleFile:
     """Read a file that is one pickle without tensors, as DCP's `.metadata`.
 
-    Raises
-    ------
-    SourceError
-        The file cannot be opened.
-    PickleError
-        It is no pickle, or a malformed or hostile one.
-    UnsupportedError
-        It is larger than 1 GiB.
+    Raises SourceError: the file cannot be opened; PickleError: it is no pickle, or a malformed or hostile one;
+    UnsupportedError: it is larger than 1 GiB.
     """
     with opened(path) as source:
         if source.nbytes == 0:

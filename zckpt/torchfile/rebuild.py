@@ -70,10 +70,7 @@ class Context:
     def spend(self, work: int) -> None:
         """Count the elements or bytes that are about to be copied or hashed.
 
-        Raises
-        ------
-        PickleError
-            The pickle asks for more work than an honest one of its size.
+        Raises PickleError: the pickle asks for more work than an honest one of its size.
         """
         self.budget -= work
         if self.budget < 0:
@@ -84,10 +81,7 @@ class Context:
     def check_key(self, container: object, key: object) -> None:
         """Refuse a key that cannot be hashed, or that was made to be slow.
 
-        Raises
-        ------
-        PickleError
-            With the reason.
+        Raises PickleError: with the reason.
         """
         if type(key) in SAFE or (type(key) is int and -SMALL < key < SMALL):
             return

@@ -22,12 +22,7 @@ TENSOR = nodes.Global("torch", "Tensor")
 def dense(args: Args, dtype: object, byteorder: str, rebuild: str) -> nodes.Tensor:
     """Build a dense tensor from (storage, storage offset, shape, strides, ...).
 
-    Raises
-    ------
-    PickleError
-        The tensor does not lie within its storage.
-    UnsupportedError
-        Its dtype is unknown.
+    Raises PickleError: the tensor does not lie within its storage; UnsupportedError: its dtype is unknown.
     """
     storage, start = args[0], args[1]
     if not isinstance(storage, nodes.Storage) or type(start) is not int or not 0 <= start <= MAX_ELEMENTS:

@@ -138,17 +138,9 @@ class Scanner:
     ) -> None:
         """Look at a range.
 
-        Parameters
-        ----------
-        source : FileRange
-        record : str
-            Where it is within its file.
-        is_data : bool
-            Whether it is a tensor's, or any bytes: nothing but pickles, and torch files, count in it.
-        is_pickle : bool
-            Whether it has to be a pickle.
-        depth : int
-            Archives and pickles that it is in.
+        `record`: where it is within its file; `is_data`: whether it is a tensor's, or any bytes: nothing but pickles,
+        and torch files, count in it; `is_pickle`: whether it has to be a pickle; `depth`: archives and pickles that it
+        is in.
         """
         if depth > MAX_DEPTH:
             self.odd(record, DANGEROUS, f"more than {MAX_DEPTH} archives or pickles within each other")

@@ -214,10 +214,7 @@ class Mentioned:
     def dtype(self) -> str:
         """Type of the elements whose bytes have an order; an untyped storage has that of its tensors.
 
-        Raises
-        ------
-        UnsupportedError
-            Its bytes are to be put in another order, and its tensors do not agree on which.
+        Raises UnsupportedError: its bytes are to be put in another order, and its tensors do not agree on which.
         """
         if self.storage.dtype != "uint8" or self.byteorder == "little" or all(itemsize(d) == 1 for d in self.dtypes):
             return self.storage.dtype

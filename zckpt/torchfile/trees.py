@@ -323,13 +323,8 @@ def alike(one: object, other: object) -> bool:
 def each(root: object, below: Callable[[object], Iterable[object]], seen: set[int] | None = None) -> Iterator[object]:
     """Yield an object and everything below it, each once.
 
-    Parameters
-    ----------
-    root : object
-    below : callable
-        Returns what is directly below an object.
-    seen : set of int, optional
-        Identities of objects that were looked at before, to which those are added that are now.
+    `below`: returns what is directly below an object; `seen`: identities of objects that were looked at before, to
+    which those are added that are now.
     """
     seen = set() if seen is None else seen
     waiting = [root] if id(root) not in seen else []

@@ -490,14 +490,8 @@ class Machine:
     def run(self) -> object:
         """Return the object that the pickle describes; `pos` is then the byte after it.
 
-        Raises
-        ------
-        PickleError
-            The pickle is malformed or hostile.
-        TruncatedPickleError
-            It goes on after the end of `data`.
-        UnsupportedError
-            It uses something that a file cannot contain.
+        Raises PickleError: the pickle is malformed or hostile; TruncatedPickleError: it goes on after the end of
+        `data`; UnsupportedError: it uses something that a file cannot contain.
         """
         self.at = self.pos
         try:

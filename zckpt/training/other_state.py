@@ -104,20 +104,8 @@ def read_other_state(
 ) -> OtherState:
     """Read what a checkpoint has besides the model and the optimizer.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    scheduler, grad_scaler : optional
-        They get their state.
-    rank : int or None
-        Whose random states are read.
-    modules : collection of str
-        Keys of what the model's modules keep besides tensors.
-
-    Raises
-    ------
-    SourceError
-        It cannot be read, or what `save` wrote is not as it was.
+    `scheduler`, `grad_scaler`: they get their state; `rank`: whose random states are read; `modules`: keys of what the
+    model's modules keep besides tensors. Raises SourceError: it cannot be read, or what `save` wrote is not as it was.
     """
     found = OtherState()
     ours = saved_by_us(checkpoint)

@@ -119,20 +119,9 @@ class Spare:
     def keep(self, given: Mapping[str, Any], follows: Sequence[str]) -> None:
         """Keep what this rank has here, and let a thread send it to the next node; then forget what was kept before.
 
-        Parameters
-        ----------
-        given
-            As for `save_given`.
-        follows : sequence of str
-            Of the first rank: see `About`.
-
-        Raises
-        ------
-        UsageError
-            An optimizer of RPC workers, or of other ranks.
-        TargetError
-            There is no room, or there was none for the one before on the next node: what was kept before that is still
-            there.
+        `given`: as for `save_given`; `follows`: of the first rank: see `About`. Raises UsageError: an optimizer of RPC
+        workers, or of other ranks; TargetError: there is no room, or there was none for the one before on the next
+        node: what was kept before that is still there.
         """
         self.finish()
         ranks = self._ranks

@@ -226,13 +226,8 @@ def _union(several: Sequence[Ranges]) -> Ranges:
 def shares(known: Known, elements: list[Range], taken: Mapping[str, list[Range]]) -> dict[str, int]:
     """Return how many bytes of a file have each fate.
 
-    Parameters
-    ----------
-    known : Known
-    elements : list of (int, int)
-        What of it is elements, in any order, overlapping or not.
-    taken : mapping of str to list of (int, int)
-        By fate: what is not what `known` says.
+    `elements`: what of it is elements, in any order, overlapping or not; `taken`: by fate: what is not what `known`
+    says.
     """
     found: dict[str, int] = {}
     held, rest, before = list[Range](), merge(elements), 0

@@ -74,10 +74,7 @@ def lay_out_file(name: str, checkpoint: Checkpoint, *, dtype: str = "keep") -> T
 def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of a directory.
 
-    Raises
-    ------
-    SourceError
-        A file is damaged, or the files contradict each other.
+    Raises SourceError: a file is damaged, or the files contradict each other.
     """
     checkpoint = safetensors_file.read(path)
     checkpoint.format = "consolidated"

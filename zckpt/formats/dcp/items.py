@@ -324,18 +324,9 @@ class Items:
 def read_items(metadata: Metadata) -> Items:
     """Read where all elements of a directory are, and its objects.
 
-    Raises
-    ------
-    ShardError
-        A file or a chunk is missing.
-    LayoutError
-        Chunks of a tensor overlap, or a file disagrees with `.metadata`.
-    DamagedFileError
-        A file is truncated or malformed.
-    UnknownFormatError
-        An item is no file of `torch.save`.
-    UnsupportedError
-        A chunk is something other than a dense tensor.
+    Raises ShardError: a file or a chunk is missing; LayoutError: chunks of a tensor overlap, or a file disagrees with
+    `.metadata`; DamagedFileError: a file is truncated or malformed; UnknownFormatError: an item is no file of
+    `torch.save`; UnsupportedError: a chunk is something other than a dense tensor.
     """
     chunks, kinds, path = metadata.chunks, Kinds(), metadata.path
     found = Items({}, {}, [])

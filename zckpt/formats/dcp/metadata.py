@@ -60,14 +60,8 @@ class Metadata:
 def read_metadata(directory: Path) -> Metadata:
     """Read the `.metadata` of a directory.
 
-    Raises
-    ------
-    DamagedFileError
-        It is malformed, or does not say where something is.
-    LayoutError
-        Chunks of a tensor begin at the same place.
-    UnsupportedError
-        Tensors that are not dense, of an unknown element type, or compressed.
+    Raises DamagedFileError: it is malformed, or does not say where something is; LayoutError: chunks of a tensor begin
+    at the same place; UnsupportedError: tensors that are not dense, of an unknown element type, or compressed.
     """
     path = str(directory / NAME)
     file = read_pickle(path)

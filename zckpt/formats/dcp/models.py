@@ -26,16 +26,8 @@ def find_models(
 ) -> list[ModelPart]:
     """Return the models of a tree: one almost always, none where it holds only an optimizer.
 
-    Parameters
-    ----------
-    candidates : sequence of ModelPart
-        Its dicts of tensors.
-    optimizers : sequence of Optimizer
-        Those of the same tree.
-    warnings : list of str
-        To which is added what was decided without certainty.
-    front : bool
-        As for `bare_names`.
+    `candidates`: its dicts of tensors; `optimizers`: those of the same tree; `warnings`: to which is added what was
+    decided without certainty; `front`: as for `bare_names`.
     """
     found = owners(optimizers, candidates)
     is_one = len(found) == 1 and not optimizers[0].names  # beside whose model are others, too

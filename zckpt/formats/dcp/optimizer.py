@@ -107,20 +107,9 @@ def attach(
 
     Return those that it got: not one that has parameters of an earlier one.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        Has its parameters already.
-    optimizers : sequence of Optimizer
-    names : sequence of str, optional
-        Of the parameters that are only numbered, in the optimizers' order.
-    models : sequence of collection of str
-        The names of each model, of which an optimizer may have several one after another, in any order.
-
-    Raises
-    ------
-    UsageError
-        `names` do not fit.
+    `checkpoint`: has its parameters already; `names`: of the parameters that are only numbered, in the optimizers'
+    order; `models`: the names of each model, of which an optimizer may have several one after another, in any order.
+    Raises UsageError: `names` do not fit.
     """
     numbered = [one for one in optimizers if not one.state.names]
     if optimizers and not numbered:

@@ -35,13 +35,8 @@ def own_tree(
 ) -> dict[str, object]:
     """Return the tree of `zckpt.pt`.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    held, without : collection of str
-        Keys of metadata that items of the directory hold, and that other files beside it do.
-    flat : bool
-        Whether the keys of the optimizer do not tell its groups.
+    `held`, `without`: keys of metadata that items of the directory hold, and that other files beside it do; `flat`:
+    whether the keys of the optimizer do not tell its groups.
     """
     rest = {key: value for key, value in checkpoint.metadata.items() if key not in held and key not in without}
     absent = [p for p in checkpoint.parameters.values() if not {WEIGHT, MASTER} & set(checkpoint.owner(p.name).slots)]

@@ -53,17 +53,9 @@ STEP_PLACES = ("train_state", "trainer_state", "trainer", "progress")
 def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of a directory that torch's DCP wrote.
 
-    Parameters
-    ----------
-    directory : Directory
-    names : sequence of str, optional
-        Names of the optimizer's parameters in its order, for a directory that only numbers them.
-
-    Raises
-    ------
-    SourceError
-        Files are missing, damaged, or contradict each other; or hold something that zckpt does not know, as those of
-        Megatron-Core do.
+    `names`: names of the optimizer's parameters in its order, for a directory that only numbers them. Raises
+    SourceError: files are missing, damaged, or contradict each other; or hold something that zckpt does not know, as
+    those of Megatron-Core do.
     """
     if is_megatrons(directory.path):
         raise UnsupportedError(

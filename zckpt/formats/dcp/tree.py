@@ -46,19 +46,8 @@ SPARE = 64
 def build(items: Mapping[str, Leaf], paths: Mapping[str, Keys], path: str) -> Tree:
     """Return the tree of items.
 
-    Parameters
-    ----------
-    items : mapping of str to item
-        By key.
-    paths : mapping of str to tuple
-        Of each key, in order.
-    path : str
-        The file that says so.
-
-    Raises
-    ------
-    DamagedFileError
-        Two items have one path, or one lies within another.
+    `items`: by key; `paths`: of each key, in order; `path`: the file that says so. Raises DamagedFileError: two items
+    have one path, or one lies within another.
     """
     root: Tree = {}
     for key, steps in paths.items():

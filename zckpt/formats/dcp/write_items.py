@@ -59,10 +59,7 @@ def items(checkpoint: Checkpoint, dtype: str = "keep", keys: str = NESTED) -> li
     the model and the optimizer are left out where a program that does not know zckpt, or the library that made them,
     could not read them.
 
-    Raises
-    ------
-    UnsupportedError
-        State that no single parameter can hold, or names that make one key of two leaves.
+    Raises UnsupportedError: state that no single parameter can hold, or names that make one key of two leaves.
     """
     model = model_tree(checkpoint, model_tensors(checkpoint, dtype))
     root: dict[str, object] = {"model": model} if keys == NESTED else {str(name): one for name, one in model.items()}

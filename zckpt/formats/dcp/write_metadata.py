@@ -64,13 +64,8 @@ class Entry:
 def metadata(entries: Sequence[Entry], *, paths: bool = True, flattened: Mapping[str, Shape] | None = None) -> bytes:
     """Return the content of `.metadata`.
 
-    Parameters
-    ----------
-    entries : sequence of Entry
-    paths : bool
-        Whether to say the path of each key.
-    flattened : mapping of str to tuple of int, optional
-        The shapes of tensors that Megatron-Core flattens, by key: `mcore_data`, where it looks for them.
+    `paths`: whether to say the path of each key; `flattened`: the shapes of tensors that Megatron-Core flattens, by
+    key: `mcore_data`, where it looks for them.
     """
     made = _Metadata()
     writer = made.writer

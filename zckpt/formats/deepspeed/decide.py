@@ -30,19 +30,9 @@ from zckpt.torchfile import brief
 def decide(checkpoint: Checkpoint, options: RecutOptions, *, sub_group_size: int | None = None) -> Target:
     """Return the target for a checkpoint and options.
 
-    Parameters
-    ----------
-    sub_group_size : int, elements, optional
-        That of a live engine, for which the target is: what ZenFlow has saved is then not for ZenFlow, either.
-
-    Raises
-    ------
-    UsageError
-        The options cannot be.
-    UnsupportedError
-        The source is of a kind that is not resharded.
-    LayoutError
-        A parameter does not divide among the target's tensor-parallel ranks.
+    `sub_group_size` (elements): that of a live engine, for which the target is: what ZenFlow has saved is then not for
+    ZenFlow, either. Raises UsageError: the options cannot be; UnsupportedError: the source is of a kind that is not
+    resharded; LayoutError: a parameter does not divide among the target's tensor-parallel ranks.
     """
     origin = origin_of(checkpoint)
     check_world_size(options.world_size)

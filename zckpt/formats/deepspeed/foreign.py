@@ -50,18 +50,9 @@ KEPT_IF_KNOWN = ("global_samples", "sparse_tensor_module_names")
 def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf16: bool) -> Checkpoint:
     """Return the checkpoint with masters, group-wide values and an origin, so that it can be laid out.
 
-    Parameters
-    ----------
-    stage : {1, 2, 3}
-    staged : bool
-        Whether layers are to be dealt to stages of a pipeline.
-    bf16 : bool
-        Whether its optimizer is to be BF16_Optimizer, of stage 1.
-
-    Raises
-    ------
-    UnsupportedError
-        It has no optimizer, parameters without names, or state that a flat buffer cannot hold.
+    `stage`: {1, 2, 3}; `staged`: whether layers are to be dealt to stages of a pipeline; `bf16`: whether its optimizer
+    is to be BF16_Optimizer, of stage 1. Raises UnsupportedError: it has no optimizer, parameters without names, or
+    state that a flat buffer cannot hold.
     """
     _refuse(checkpoint, staged=staged)
     layers = listed_entries(checkpoint)
@@ -115,11 +106,7 @@ def without_empty_groups(checkpoint: Checkpoint) -> Checkpoint:
 def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
     """Say what DeepSpeed's form holds that the source does not, and what of the source it has no place for.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        The source.
-    stage : {1, 2, 3}
+    `checkpoint`: the source; `stage`: {1, 2, 3}.
     """
     _, found = scaling(checkpoint, _config(checkpoint), stage=stage, dtype=_dtype(checkpoint))
     without_master: list[str] = []

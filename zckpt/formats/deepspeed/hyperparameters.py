@@ -20,10 +20,8 @@ Group = dict[str, object]
 def read_hyperparameters(path: str | os.PathLike[str], count: int, *, elastic: bool = False) -> list[Group]:
     """Return the hyperparameters of each of `count` param groups.
 
-    Raises
-    ------
-    UsageError
-        The file cannot be read, or holds something else; or the target's form, an elastic one, holds none.
+    Raises UsageError: the file cannot be read, or holds something else; or the target's form, an elastic one, holds
+    none.
     """
     if elastic:
         raise UsageError("the elastic form holds no hyperparameters", path=path, expected="--rigid, or --stage 3")

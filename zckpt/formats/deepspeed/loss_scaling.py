@@ -62,13 +62,7 @@ def scaling(
 ) -> tuple[dict[str, object], list[str]]:
     """Return what the optimizer files of a checkpoint hold of loss scaling, and what to know of it.
 
-    Parameters
-    ----------
-    config : mapping
-        DeepSpeed's configuration, as far as there is one.
-    stage : {1, 2, 3}
-    dtype : str
-        Of most of the model.
+    `config`: DeepSpeed's configuration, as far as there is one; `stage`: {1, 2, 3}; `dtype`: of most of the model.
     """
     known, scale = checkpoint.optimizer_metadata, checkpoint.loss_scale
     keys: dict[str, object] = {}

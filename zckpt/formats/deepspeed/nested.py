@@ -89,14 +89,7 @@ def _without(node: Node, front: str, found: Collection[object]) -> dict[object, 
 def renested(module: Node, values: Mapping[object, object], file: TorchFile) -> OrderedMapping:
     """Return a state dict as another was nested, with other values by name; what has none stays as it is.
 
-    Parameters
-    ----------
-    module : mapping
-        As it was.
-    values : mapping
-        By name.
-    file : TorchFile
-        That the rest is from.
+    `module`: as it was; `values`: by name; `file`: that the rest is from.
     """
     there = {name for name, _ in _leaves(module, "")}
 

@@ -64,10 +64,7 @@ def in_run(written: TargetFiles, job: Job, tag: str, processes: int) -> TargetFi
 
     `processes`: how many will load it.
 
-    Raises
-    ------
-    SourceError
-        What goes along with it cannot be read.
+    Raises SourceError: what goes along with it cannot be read.
     """
     own, folder = os.path.realpath(job.checkpoint.source), f"{tag}/" if is_run(job) else ""
     carried = [file.path for file in job.checkpoint.files if file.role == METADATA_ROLE]

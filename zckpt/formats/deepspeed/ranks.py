@@ -135,12 +135,8 @@ def select(
     Files of higher ranks that themselves tell of a larger world are leftovers; they are left aside with a warning.
     Those that tell of the same one are replicas (MiCS cuts over some of the ranks); one set is enough.
 
-    Raises
-    ------
-    ShardError
-        Ranks are missing, or a file is from another world size, step or run.
-    DamagedFileError
-        The files speak of a number of ranks that cannot be.
+    Raises ShardError: ranks are missing, or a file is from another world size, step or run; DamagedFileError: the files
+    speak of a number of ranks that cannot be.
     """
     for problem in problems(directory, models, shards, mp_rank):
         raise problem
@@ -191,12 +187,8 @@ def problems(
 def check_models(models: Sequence[ModelShard], word: str, steps: Collection[object] = ()) -> None:
     """Raise ShardError if the model files of several ranks are of different steps.
 
-    Parameters
-    ----------
-    word : {"rank", "mp_rank"}
-        What they are numbered by.
-    steps : collection
-        Those that the optimizer's files speak of: where as many files say one as another, it is one of these.
+    `word`: {"rank", "mp_rank"}, what they are numbered by; `steps`: those that the optimizer's files speak of: where as
+    many files say one as another, it is one of these.
     """
     found = [repr(plain(model.content.get("global_steps"))) for model in models]
     usual, odd = _odd_ones(found, {_number(step).removesuffix(".0") for step in steps})
@@ -340,10 +332,7 @@ def check_slices_alike(states: Sequence[Rank]) -> None:
 def check_stages_alike(stages: Sequence[Rank], rows: Sequence[Sequence[ParamGroup | None]]) -> None:
     """Raise ShardError where stages have taken other steps with what they have of a group, or with all that they have.
 
-    Parameters
-    ----------
-    rows : sequence of sequence of ParamGroup or None
-        For each group of the training what each stage has of it.
+    `rows`: for each group of the training what each stage has of it.
     """
     _check_steps(stages, rows)
     taken = [(stage, {_number(g.state["step"]) for g in stage.param_groups if "step" in g.state}) for stage in stages]

@@ -72,19 +72,9 @@ OPTIMIZER_METADATA_KEYS = (*SCALING_KEYS, "clip_grad")
 def read(directory: TagDirectory, *, names: GivenNames = None, tp_rules: Path | None = None) -> Checkpoint:
     """Read the structure of a DeepSpeed checkpoint.
 
-    Parameters
-    ----------
-    names : sequence of str, optional
-        Names of the optimizer's parameters in its order, for files that have only numbers (stage 0).
-    tp_rules : Path, optional
-        A JSON file with rules for tensor-parallel slices, which are used instead of the checkpoint's own.
-
-    Raises
-    ------
-    SourceError
-        Files are missing, damaged, or contradict each other.
-    UsageError
-        The file of rules cannot be used.
+    `names`: names of the optimizer's parameters in its order, for files that have only numbers (stage 0); `tp_rules`: a
+    JSON file with rules for tensor-parallel slices, which are used instead of the checkpoint's own. Raises SourceError:
+    files are missing, damaged, or contradict each other; UsageError: the file of rules cannot be used.
     """
     given = None if tp_rules is None else read_rules(tp_rules)
     files = _Files(directory)

@@ -200,10 +200,7 @@ class OptimizerShard(_OfRank):
 def mapped_numels(members: Sequence[OptimizerShard], index: int) -> dict[str, int]:
     """Return how many elements each parameter of a group has, in its order, as the ranks that share it record it.
 
-    Raises
-    ------
-    LayoutError
-        They do not.
+    Raises LayoutError: they do not.
     """
     numels: dict[str, int] = {}
     for member in members:
@@ -221,12 +218,8 @@ def mapped_numels(members: Sequence[OptimizerShard], index: int) -> dict[str, in
 def read_models(shards: Sequence[Shard]) -> list[ModelShard]:
     """Read model files. Those that say the same share a tree and what is read from it.
 
-    Raises
-    ------
-    DamagedFileError
-        One is not a model file of DeepSpeed.
-    UnsupportedError
-        What one stands for is in another program's storage.
+    Raises DamagedFileError: one is not a model file of DeepSpeed; UnsupportedError: what one stands for is in another
+    program's storage.
     """
     reader = AlikeReader()
     found: list[ModelShard] = []
@@ -306,12 +299,8 @@ def _tensors_by_name(node: dict[object, object]) -> dict[str, Tensor]:
 def read_optimizer(shard: Shard, read: Callable[[str], TorchFile] = read_torchfile) -> OptimizerShard:
     """Read an optimizer file of ZeRO-1, 2 or 3 or of BF16_Optimizer.
 
-    Raises
-    ------
-    DamagedFileError
-        It is not an optimizer file of DeepSpeed.
-    UnsupportedError
-        A stage or form that zckpt does not know.
+    Raises DamagedFileError: it is not an optimizer file of DeepSpeed; UnsupportedError: a stage or form that zckpt does
+    not know.
     """
     with about(shard.path):
         return _optimizer(shard, read(shard.path))

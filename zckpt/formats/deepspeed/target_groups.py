@@ -99,12 +99,8 @@ def dealt(
 
     Under ZeRO-3 the two parts of a group that has AutoEP's experts, and others, have one number.
 
-    Raises
-    ------
-    UsageError
-        The experts cannot be spread over that many ranks.
-    UnsupportedError
-        They are in an order that does not tell how DeepSpeed would have them at another degree.
+    Raises UsageError: the experts cannot be spread over that many ranks; UnsupportedError: they are in an order that
+    does not tell how DeepSpeed would have them at another degree.
     """
     bundles = list(_bundles(_groups(state, stage), apart=options.expert_parallel_size is None))
     degrees: dict[object, frozenset[int | None]] = {}
@@ -229,10 +225,7 @@ def joined_experts(state: Rank) -> tuple[list[ParamGroup], list[int | None], boo
 
     Their degrees come with them, and whether all were split so.
 
-    Raises
-    ------
-    UnsupportedError
-        They are too large for one group, and not split as DeepSpeed does it.
+    Raises UnsupportedError: they are too large for one group, and not split as DeepSpeed does it.
     """
     found: list[ParamGroup] = []
     degrees: list[int | None] = []

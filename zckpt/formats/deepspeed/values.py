@@ -204,10 +204,7 @@ def weight_in(tensor: Tensor, path: str) -> dict[str, Slot]:
 def weight_or_master(parameter: Parameter) -> Slot:
     """Return what a parameter's weight is written from: itself, or rounded from the master where no file has it.
 
-    Raises
-    ------
-    UnsupportedError
-        There is neither.
+    Raises UnsupportedError: there is neither.
     """
     slot = parameter.weight or parameter.master
     if slot is None:
@@ -248,12 +245,8 @@ Content = tuple[TorchFile, Mapping[str, object]]
 def keep_others(held: Iterable[Content], keys: Iterable[str], *where: str) -> tuple[dict[str, object], FileRules]:
     """Return what ranks' files hold otherwise than the first of them, and rules for what they hold as it does.
 
-    Parameters
-    ----------
-    keys : iterable of str
-        Those that the metadata have of the first, and others of the same kind.
-    where : str
-        Where in the file's tree the mapping is.
+    `keys`: those that the metadata have of the first, and others of the same kind; `where`: where in the file's tree
+    the mapping is.
     """
     every, keys = list(held), list(dict.fromkeys(keys))
     metadata: dict[str, object] = {}
@@ -340,10 +333,7 @@ def element_slots(cases: Iterable[Case]) -> dict[int, set[str]]:
 
     An optimizer may keep a key in full in some groups, and factored in others; all ranks of a group have it alike.
 
-    Raises
-    ------
-    LayoutError
-        A key has a value for each element on some ranks of a group, and not on others.
+    Raises LayoutError: a key has a value for each element on some ranks of a group, and not on others.
     """
     votes: dict[str, dict[int, dict[bool, Case]]] = {}
     groups: dict[int, set[str]] = {}

@@ -132,22 +132,9 @@ class RankFiles:
     def joined(self, name: str, label: str, across: Across) -> list[tuple[int, Slot]]:
         """Return each whole copy of a slot that ranks have, and the first rank of those that it is on.
 
-        Parameters
-        ----------
-        name : str
-            Of the slot.
-        label : str
-            What to call it in messages: the parameter.
-        across : Across
-
-        Raises
-        ------
-        LayoutError
-            Ranks have other shapes or types than the first, or together not every element once.
-        ShardError
-            A file is another rank's than its name says.
-        UnsupportedError
-            They have flattened pieces of which nothing says where they lie.
+        `name`: of the slot; `label`: what to call it in messages: the parameter. Raises LayoutError: ranks have other
+        shapes or types than the first, or together not every element once; ShardError: a file is another rank's than
+        its name says; UnsupportedError: they have flattened pieces of which nothing says where they lie.
         """
         whole = across.first
         in_turn = [

@@ -51,18 +51,8 @@ ADAPTER = "lora_adapter/adapter_model.safetensors"
 def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of all ranks' files.
 
-    Parameters
-    ----------
-    directory : Directory
-    names : sequence of str, optional
-        Names of the optimizer's parameters, in its order.
-
-    Raises
-    ------
-    SourceError
-        Files are damaged or contradict each other, or do not say whose state is whose.
-    UsageError
-        `names` do not fit.
+    `names`: names of the optimizer's parameters, in its order. Raises SourceError: files are damaged or contradict each
+    other, or do not say whose state is whose; UsageError: `names` do not fit.
     """
     checkpoint = Checkpoint(str(directory.path), directory.format)
     checkpoint.world_size = directory.world_size

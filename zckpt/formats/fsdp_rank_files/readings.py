@@ -61,23 +61,9 @@ def readings(
 ) -> Reading:
     """Return the only reading that the files leave.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        Has the model's parameters.
-    model : Model
-    optimizer : Optimizer
-    ranks : sequence of int
-        Ranks that together have everything once, in the order of their shards.
-    names : sequence of str or None
-        From the user, in the optimizer's order.
-
-    Raises
-    ------
-    UnsupportedError
-        None fits, or several do.
-    UsageError
-        `names` fit none.
+    `checkpoint`: has the model's parameters; `ranks`: ranks that together have everything once, in the order of their
+    shards; `names`: from the user, in the optimizer's order. Raises UnsupportedError: none fits, or several do;
+    UsageError: `names` fit none.
     """
     solver = _Solver(checkpoint, model, optimizer, frozenset(ranks), names)
     if solver.keys and isinstance(solver.keys[0], str):
@@ -319,21 +305,9 @@ def attach(
 ) -> None:
     """Give a checkpoint's parameters the optimizer's slots, and the checkpoint its param groups.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        Has the model's parameters.
-    model : Model
-    optimizer : Optimizer
-    names : sequence of str or None
-        In the optimizer's order.
-    ties_are_known : bool
-        Whether a file says which names are of one parameter: then equal bytes do not.
-
-    Raises
-    ------
-    SourceError, UsageError
-        As `readings`; or the files do not hold every element once.
+    `checkpoint`: has the model's parameters; `names`: in the optimizer's order; `ties_are_known`: whether a file says
+    which names are of one parameter: then equal bytes do not. Raises SourceError, UsageError: as `readings`; or the
+    files do not hold every element once.
     """
     copies = shard_groups(model, len(optimizer.files.paths))
     reading = readings(checkpoint, model, optimizer, copies[0], names)

@@ -96,12 +96,7 @@ def lay_out(members: Sequence[Member], bucket_numel: int | None = None) -> Layou
 def fit(members: Sequence[Member], sizes: Sequence[int]) -> Layout | None:
     """Return the layout of a buffer of which the size of each bucket is known; None if the parameters do not fill it.
 
-    Parameters
-    ----------
-    members : sequence of Member
-        In the model's order.
-    sizes : sequence of int, elements
-        Of the buckets, unpadded.
+    `members`: in the model's order; `sizes` (elements): of the buckets, unpadded.
     """
     places: dict[str, tuple[int, int]] = {}
     bucket, end = 0, 0
@@ -236,15 +231,7 @@ BLOCK_NUMEL = 1 << 20
 def unproven(masters: Mapping[str, Slot], weights: Mapping[str, Slot]) -> str | None:
     """Return what is wrong with the first master that does not round to its weight in every element; None if all do.
 
-    Parameters
-    ----------
-    masters, weights : mapping of str to Slot
-        By name, the same names.
-
-    Raises
-    ------
-    SourceError
-        A file cannot be read.
+    `masters`, `weights`: by name, the same names. Raises SourceError: a file cannot be read.
     """
     with Sources() as sources:
         for name, master in masters.items():

@@ -44,10 +44,7 @@ _WRAPPERS = re.compile(r"(?:module\.)+")
 def read(place: Place) -> Checkpoint:
     """Read the structure of a directory.
 
-    Raises
-    ------
-    SourceError
-        Files are missing or damaged, or contradict each other.
+    Raises SourceError: files are missing or damaged, or contradict each other.
     """
     path = place.path
     checkpoint = Checkpoint(str(path), FORMAT, FSDP_DTENSOR)

@@ -234,10 +234,7 @@ class Numbering:
     def names(self, one: RankFile, chunk: int) -> dict[str, str]:
         """Return the names of what is in a chunk in the whole model, by those in the file.
 
-        Raises
-        ------
-        UnsupportedError
-            Experts of several ranks that are not told apart.
+        Raises UnsupportedError: experts of several ranks that are not told apart.
         """
         own = {text: Name.of(text) for text in one.chunks[chunk]}
         count = 1 + max((name.expert for name in own.values() if name.expert is not None), default=-1)
@@ -369,10 +366,7 @@ class Local:
 def read(place: Place) -> Checkpoint:
     """Read the structure of a directory; of a distributed optimizer, also its masters and the weights.
 
-    Raises
-    ------
-    SourceError
-        Files are missing or damaged, contradict each other, or hold what is not known for certain.
+    Raises SourceError: files are missing or damaged, contradict each other, or hold what is not known for certain.
     """
     own = read_own(place.path)
     ranks = read_ranks(place.path, own.ranks)

@@ -103,22 +103,9 @@ def attach_distributed(
 ) -> list[Rule]:
     """Give a rank's parameters what `distrib_optim.pt` has of them, and prove it.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        Of the rank's model alone.
-    chunks : sequence of sequence of str
-        Names of each chunk's parameters, in the model's order.
-    file : TorchFile
-    shared : sequence of str
-        Names of embeddings that two stages may share.
-    bucket_numels : sequence of int or None, elements
-        At which sizes buckets may have ended.
-
-    Raises
-    ------
-    UnsupportedError
-        An older form, or what lies where is not proven.
+    `checkpoint`: of the rank's model alone; `chunks`: names of each chunk's parameters, in the model's order; `shared`:
+    names of embeddings that two stages may share; `bucket_numels` (elements): at which sizes buckets may have ended.
+    Raises UnsupportedError: an older form, or what lies where is not proven.
     """
     rules: list[Rule] = []
     several = file.root if isinstance(file.root, list) else [file.root]

@@ -62,18 +62,8 @@ def by_rule_decays(parameter: Parameter) -> bool:
 def attach(checkpoint: Checkpoint, common: Common, members: Sequence[Sequence[str]] | None = None) -> list[Rule]:
     """Give a checkpoint its param groups, and what else `common.pt` has of optimizers; return the inventory's rules.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        Has its parameters and their slots.
-    common : Common
-    members : sequence of sequence of str, optional
-        The names of each group's parameters, where they are known.
-
-    Raises
-    ------
-    SourceError
-        A step cannot be read.
+    `checkpoint`: has its parameters and their slots; `members`: the names of each group's parameters, where they are
+    known. Raises SourceError: a step cannot be read.
     """
     every = list(optimizers(common.content.get(OPTIMIZER), (OPTIMIZER,)))
     rules = [Rule((*held.steps, STATES, COMMON_STEP), STATE, "the step") for held in every]

@@ -43,17 +43,8 @@ def own_tree(
 ) -> dict[str, object]:
     """Return the tree.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    held : collection of str
-        Keys of metadata, and of the optimizer's, that the other files have.
-    groups : sequence of sequence of str
-        Names of each group's parameters.
-    names : mapping of str to str
-        Names here by those in the files.
-    ranks : mapping of str to int, optional
-        Of legacy files: how many of each kind.
+    `held`: keys of metadata, and of the optimizer's, that the other files have; `groups`: names of each group's
+    parameters; `names`: names here by those in the files; `ranks`: of legacy files: how many of each kind.
     """
     rest = without(checkpoint.metadata, *held)
     others = without(checkpoint.optimizer_metadata, *held)

@@ -66,10 +66,7 @@ def _items(checkpoint: Checkpoint, path: Path) -> Items:
 def read_by(place: Place, items_of: Callable[[Checkpoint, Path], Items]) -> Checkpoint:
     """Read a directory whose tensors and objects are in files of some kind, which are added to the checkpoint's.
 
-    Raises
-    ------
-    SourceError
-        Files are missing or damaged, contradict each other, or hold what is not known.
+    Raises SourceError: files are missing or damaged, contradict each other, or hold what is not known.
     """
     path = place.path
     file = read_torchfile(path / COMMON)

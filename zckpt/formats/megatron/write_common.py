@@ -218,15 +218,8 @@ class Source:
     ) -> TargetFiles:
         """Return all files of the run: with that of what the others have no place for, and that which names it.
 
-        Parameters
-        ----------
-        files : list of TargetFile
-        held : iterable of str
-            Keys of metadata that they have.
-        names : mapping of str to str
-            The checkpoint's names by those in the files.
-        ranks : mapping of str to int, optional
-            Of legacy files: how many of each kind.
+        `held`: keys of metadata that they have; `names`: the checkpoint's names by those in the files; `ranks`: of
+        legacy files: how many of each kind.
         """
         apart = {f"{self.folder}/{key}.pt": value for key, value in self.of_training.items()}
         apart |= {f"latest_{key}.pt": value for key, value in self.of_training.items() if key == TRAIN_STATE}

@@ -53,14 +53,8 @@ def read(place: Place) -> Checkpoint:
 def _items(checkpoint: Checkpoint, path: Path) -> Items:
     """Return the tensors and the objects of a directory by key, and add its files to a checkpoint's.
 
-    Raises
-    ------
-    ShardError
-        A chunk is missing.
-    DamagedFileError
-        An array's description is malformed, or a chunk is of another size.
-    UnsupportedError
-        Chunks are compressed, or otherwise not as they are in memory.
+    Raises ShardError: a chunk is missing; DamagedFileError: an array's description is malformed, or a chunk is of
+    another size; UnsupportedError: chunks are compressed, or otherwise not as they are in memory.
     """
     tensors: dict[str, TensorItem] = {}
     objects: dict[str, ObjectItem] = {}

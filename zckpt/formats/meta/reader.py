@@ -52,18 +52,8 @@ CUTS = {"wo": (1,), "w2": (1,), "tok_embeddings": (0, 1)}
 def read(directory: Path, files: Mapping[int, Path]) -> Checkpoint:
     """Read the structure of a model.
 
-    Parameters
-    ----------
-    directory : Path
-    files : mapping of int to Path
-        By rank.
-
-    Raises
-    ------
-    ShardError
-        A rank's file is missing.
-    SourceError
-        Files are damaged, contradict each other, or hold what no rule is known for.
+    `files`: by rank. Raises ShardError: a rank's file is missing; SourceError: files are damaged, contradict each
+    other, or hold what no rule is known for.
     """
     missing = next((rank for rank in range(max(files)) if rank not in files), None)
     if missing is not None:

@@ -81,10 +81,7 @@ SHARE: ContextVar[tuple[int, int] | None] = ContextVar("share", default=None)
 def headers_shared(rank: int, world_size: int) -> Iterator[None]:
     """Let ranks that open a directory together look at some of its files each; if one refuses, all must.
 
-    Parameters
-    ----------
-    rank, world_size : int
-        Of those who open it.
+    `rank`, `world_size`: of those who open it.
     """
     token = SHARE.set((rank, world_size))
     try:

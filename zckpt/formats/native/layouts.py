@@ -78,10 +78,7 @@ class Layouts:
     def pieces(self, layout: int, key: str, shape: Shape) -> Pieces:
         """Return which file has which elements of a slot: together as many as it has.
 
-        Raises
-        ------
-        DamagedFileError
-            The layout does not fit the slot.
+        Raises DamagedFileError: the layout does not fit the slot.
         """
         if layout >= len(self._layouts):
             raise wrong(f"layout of {key}", f"a number below {len(self._layouts)}", layout)
@@ -124,10 +121,7 @@ Offsets = Mapping[str, Shape]
 def offsets_in(files: Sequence[RankFile], cuts: Sequence[Cut]) -> Offsets:
     """Return where the headers of files, which were read, have the pieces of slots.
 
-    Raises
-    ------
-    DamagedFileError
-        A file does not hold what the document says.
+    Raises DamagedFileError: a file does not hold what the document says.
     """
     return {cut.key: tuple(files[file].take(*cut.tensor(extent)) for file, extent in cut.pieces) for cut in cuts}
 

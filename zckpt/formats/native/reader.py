@@ -80,20 +80,9 @@ LARGE = 1 << 16
 def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of a directory.
 
-    Parameters
-    ----------
-    path : Path
-    names : sequence of str, optional
-        Not needed: the directory has names where any were known.
-
-    Raises
-    ------
-    ShardError
-        A rank's file is missing, or belongs to another checkpoint.
-    DamagedFileError
-        A file is malformed, the files contradict each other, or the save did not finish.
-    UnsupportedError
-        It is of a later version of the format.
+    `names`: not needed: the directory has names where any were known. Raises ShardError: a rank's file is missing, or
+    belongs to another checkpoint; DamagedFileError: a file is malformed, the files contradict each other, or the save
+    did not finish; UnsupportedError: it is of a later version of the format.
     """
     with collector_paused(), _located(path):
         document, nbytes = read_document(path)
@@ -106,16 +95,8 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
 def check_digests(path: Path, *, rank: int = 0, world_size: int = 1) -> list[DamagedFileError]:
     """Return the tensors of a directory that are damaged; the document's own checksum is checked as it is read.
 
-    Parameters
-    ----------
-    path : Path
-    rank, world_size : int
-        Of those who check it together: each reads some of the files, and some of the headers.
-
-    Raises
-    ------
-    SourceError
-        The document or a file's header is damaged, or a file is missing.
+    `rank`, `world_size`: of those who check it together: each reads some of the files, and some of the headers. Raises
+    SourceError: the document or a file's header is damaged, or a file is missing.
     """
     found: list[DamagedFileError] = []
     with headers_shared(rank, world_size):

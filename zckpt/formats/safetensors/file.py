@@ -65,10 +65,7 @@ MAXIMUM_INDEX_NBYTES = 1 << 30
 def read(source: Path) -> Checkpoint:
     """Read the structure of a safetensors file, or of a directory with an index.
 
-    Raises
-    ------
-    DamagedFileError
-        A header or the index is malformed, or sizes disagree.
+    Raises DamagedFileError: a header or the index is malformed, or sizes disagree.
     """
     checkpoint = Checkpoint(str(source), "safetensors")
     index = source / INDEX_NAME

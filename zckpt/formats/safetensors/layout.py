@@ -122,14 +122,8 @@ def lay_out_directory(
 
     A tensor larger than that has a shard to itself. Errors are those of `lay_out`.
 
-    Parameters
-    ----------
-    entries : sequence of Entry
-    maximum : int, bytes
-    indexed : bool
-        Whether one file is a shard, too, and has an index.
-    stem : str
-        What the files' names begin with.
+    `maximum`: bytes; `indexed`: whether one file is a shard, too, and has an index; `stem`: what the files' names begin
+    with.
     """
     check_names([entry.name for entry in entries])
     shards: list[list[Entry]] = [[]]

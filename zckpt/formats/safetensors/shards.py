@@ -56,14 +56,8 @@ def is_sharded(path: Path) -> bool:
 def read(path: Path) -> Checkpoint:
     """Read the structure of a directory of shards.
 
-    Raises
-    ------
-    DamagedFileError
-        A header is malformed.
-    ShardError
-        A shard is missing, as far as the others show it.
-    LayoutError
-        Two pieces begin at the same element of a tensor.
+    Raises DamagedFileError: a header is malformed; ShardError: a shard is missing, as far as the others show it;
+    LayoutError: two pieces begin at the same element of a tensor.
     """
     checkpoint = Checkpoint(str(path), "safetensors")
     tensors: dict[str, Pieces] = {}

@@ -48,16 +48,7 @@ COMPOSERS_STEP = ("timestamp", "Timestamp", "batch")
 def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of a file written by `torch.save`.
 
-    Parameters
-    ----------
-    path : Path
-    names : sequence of str, optional
-        Names of the optimizer's parameters, in its order.
-
-    Raises
-    ------
-    UnsupportedError
-        It holds no state dict.
+    `names`: names of the optimizer's parameters, in its order. Raises UnsupportedError: it holds no state dict.
     """
     file = _read(path)
     checkpoint = Checkpoint(str(path), "torch")

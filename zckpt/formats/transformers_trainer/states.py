@@ -26,14 +26,7 @@ PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
 def scheduler(checkpoint: Checkpoint, notes: list[str], *, name: str = "scheduler.pt") -> object:
     """Return the state of a scheduler: the source's, or one at its step.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        With the param groups of the target.
-    notes : list of str
-        Gets what was written by rule.
-    name : str
-        Of the file.
+    `checkpoint`: with the param groups of the target; `notes`: gets what was written by rule; `name`: of the file.
     """
     count = len(checkpoint.param_groups)
     found: Mapping[object, object] = {}

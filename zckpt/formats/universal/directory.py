@@ -50,10 +50,7 @@ def is_own(name: str) -> bool:
 def parameter_file(parameter: str, stem: str) -> str:
     """Return the name, within the directory, of a file of a parameter.
 
-    Raises
-    ------
-    UnsupportedError
-        The name of the parameter or slot cannot be a file's.
+    Raises UnsupportedError: the name of the parameter or slot cannot be a file's.
     """
     for what, name in (("parameter", parameter), ("slot", stem + SUFFIX)):
         nbytes = len(name.encode(errors="surrogatepass"))
@@ -70,10 +67,7 @@ def find(source: Path, *, tag: str | None = None) -> Path | None:
 
     A run directory that also has `latest` is one of ordinary checkpoints, unless `tag` names a universal one in it.
 
-    Raises
-    ------
-    UnknownFormatError
-        `latest_universal` names nothing.
+    Raises UnknownFormatError: `latest_universal` names nothing.
     """
     if tag is not None:
         named = source / tag if is_name(tag) else None

@@ -74,10 +74,7 @@ class Stored:
 
         State that is not per element keeps its own shape.
 
-        Raises
-        ------
-        LayoutError
-            It does not have as many elements as the parameter.
+        Raises LayoutError: it does not have as many elements as the parameter.
         """
         tensor = self.tensor
         if tensor.shape == shape:
@@ -110,12 +107,7 @@ def read_folder(folder: Path, reader: AlikeReader, known: dict[int, SourceFile],
     Its trees, and what is `known` of its files, are those of others that are alike. `shape`: of the parameter, whose
     master may be lost if it is given.
 
-    Raises
-    ------
-    LayoutError
-        It is not there.
-    DamagedFileError
-        A file of it holds something else.
+    Raises LayoutError: it is not there; DamagedFileError: a file of it holds something else.
     """
     listed = entries_of(folder) if folder.is_dir() else []
     names = [entry.name for entry in listed if entry.name.endswith(SUFFIX) and entry.is_file()]
@@ -204,10 +196,7 @@ class Folders:
 def folders(checkpoint: Checkpoint) -> Iterator[Folder]:
     """Yield the folders of all parameters, in the model's order.
 
-    Raises
-    ------
-    UnsupportedError
-        State that a universal checkpoint cannot hold.
+    Raises UnsupportedError: state that a universal checkpoint cannot hold.
     """
     slices = Slices(checkpoint)
     states: dict[str, dict[str, object]] = {}

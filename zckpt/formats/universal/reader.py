@@ -93,17 +93,8 @@ Held = tuple[int, str, frozenset[str], frozenset[str]]
 def read(directory: Path, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of a universal checkpoint, of zckpt or of DeepSpeed.
 
-    Parameters
-    ----------
-    directory : Path
-        As `find` returns it.
-    names : sequence of str, optional
-        Not used: it has all names.
-
-    Raises
-    ------
-    SourceError
-        A file is missing or damaged, or the files contradict each other.
+    `directory`: as `find` returns it; `names`: not used: it has all names. Raises SourceError: a file is missing or
+    damaged, or the files contradict each other.
     """
     path = directory / FOLDER / OPTIMIZER_NAME
     if not path.is_file():

@@ -81,14 +81,8 @@ class RankFile:
 def read_ranks(checkpoint: Checkpoint, paths: Sequence[Path]) -> list[RankFile]:
     """Read the files of all ranks, and hold against each other what they must agree on.
 
-    Raises
-    ------
-    DamagedFileError
-        A file does not hold one optimizer's state dict.
-    ShardError
-        A file says that it is another rank's, or of another number of ranks.
-    LayoutError
-        Ranks have different param groups.
+    Raises DamagedFileError: a file does not hold one optimizer's state dict; ShardError: a file says that it is another
+    rank's, or of another number of ranks; LayoutError: ranks have different param groups.
     """
     ranks: list[RankFile] = []
     for rank, path in enumerate(paths):
@@ -185,19 +179,8 @@ def attach_named(checkpoint: Checkpoint, state: OptimizerState, path: str, names
 def order_by_names(names: Sequence[str], lengths: Sequence[int], checkpoint: Checkpoint) -> Order:
     """Return a list of names, group by group.
 
-    Parameters
-    ----------
-    names : sequence of str
-        Of all parameters, in the optimizer's order.
-    lengths : sequence of int
-        How many parameters each group has.
-    checkpoint : Checkpoint
-        Has the model's parameters.
-
-    Raises
-    ------
-    UsageError
-        Too few or too many names, or one that the model has not.
+    `names`: of all parameters, in the optimizer's order; `lengths`: how many parameters each group has; `checkpoint`:
+    has the model's parameters. Raises UsageError: too few or too many names, or one that the model has not.
     """
     groups = [[(group, at) for at in range(length)] for group, length in enumerate(lengths)]
     found = Evidence.of(checkpoint, groups, {}).given(names)
@@ -269,17 +252,8 @@ def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
     follows from the sizes of all of them in the optimizer's order: as `metadata.pt` has it where zckpt wrote the
     directory; else by `names`, or as deduced, and then by the sizes that the model has.
 
-    Parameters
-    ----------
-    names : sequence of str, optional
-        Names of the optimizer's parameters, in its order.
-
-    Raises
-    ------
-    SourceError
-        Files are missing or damaged, contradict each other, or do not tell which parameter is which.
-    UsageError
-        `names` do not fit.
+    `names`: names of the optimizer's parameters, in its order. Raises SourceError: files are missing or damaged,
+    contradict each other, or do not tell which parameter is which; UsageError: `names` do not fit.
     """
     if directory.metadata is not None:
         return read_own(directory, directory.metadata, names)

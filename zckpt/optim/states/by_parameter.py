@@ -211,10 +211,8 @@ class OptimizerState:
     def groups(self) -> list[ParamGroup]:
         """Return the param groups as a checkpoint has them, with the names of the parameters that may have state.
 
-        Raises
-        ------
-        UnsupportedError
-            State of the optimizer that belongs to no parameter, or a hyperparameter that no file can hold.
+        Raises UnsupportedError: state of the optimizer that belongs to no parameter, or a hyperparameter that no file
+        can hold.
         """
         if not self.keeps_beside:
             self._declared.refuse(f"{type(self.optimizer).__name__} has no place for it")
@@ -283,12 +281,8 @@ class OptimizerState:
     def restore(self, source: Source) -> None:
         """Find out what the optimizer needs of a checkpoint; nothing is read or changed yet.
 
-        Raises
-        ------
-        UsageError
-            The checkpoint has other parameters or param groups than the optimizer.
-        UnsupportedError
-            State that the optimizer has no way to keep.
+        Raises UsageError: the checkpoint has other parameters or param groups than the optimizer; UnsupportedError:
+        state that the optimizer has no way to keep.
         """
         self.source, self.settings, self.reads, self.notes = source, [], [], []
         with about(source.path):

@@ -137,16 +137,8 @@ def rehearse(
 
     One that cannot be copied, since it holds a lock or a process group, is not asked.
 
-    Parameters
-    ----------
-    state : mapping
-        By parameter, with tensors.
-    settings : sequence of dict
-        Each param group's hyperparameters.
-    called : mapping
-        Names of parameters, for a message.
-    beside : Beside
-        What else is in the state dict.
+    `state`: by parameter, with tensors; `settings`: each param group's hyperparameters; `called`: names of parameters,
+    for a message; `beside`: what else is in the state dict.
     """
     cls = type(optimizer)
     of_torch = cls.load_state_dict is Optimizer.load_state_dict

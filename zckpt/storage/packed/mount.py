@@ -135,10 +135,7 @@ _ADOPTED: dict[str, PackedStore] = {}
 def adopt(path: str, host: str, parts: list[str]) -> Distant:
     """Return a file by a path that another process has made up for it.
 
-    Raises
-    ------
-    SourceError
-        There is no such file in the store.
+    Raises SourceError: there is no such file in the store.
     """
     where = unquote(host)
     store = _ADOPTED.setdefault(where, PackedStore(where))

@@ -94,10 +94,7 @@ class _Made:
 def files_of(path: Path) -> tuple[Filed, ...]:
     """Return all that a checkpoint is: the files, links and directories at or below a path.
 
-    Raises
-    ------
-    SourceError
-        It cannot be read, or something is neither.
+    Raises SourceError: it cannot be read, or something is neither.
     """
     if path.is_file():
         return (_filed(path, path.name),)
@@ -132,10 +129,7 @@ def writing(path: Path, *, kind: str = STORE) -> Iterator[PackedStore]:
 
     What runs that were killed have left in it is removed.
 
-    Raises
-    ------
-    TargetError
-        It cannot be written, something else is there, or another run is packing into it.
+    Raises TargetError: it cannot be written, something else is there, or another run is packing into it.
     """
     with write_errors(path):
         if not os.path.lexists(path / DOCUMENT):

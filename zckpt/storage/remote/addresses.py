@@ -37,10 +37,7 @@ class Address:
 def address_of(url: str) -> Address:
     """Take a URL apart.
 
-    Raises
-    ------
-    UsageError
-        It names nothing that zckpt could go to.
+    Raises UsageError: it names nothing that zckpt could go to.
     """
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()

@@ -99,12 +99,8 @@ class RemoteFile:
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes at byte `offset`.
 
-        Raises
-        ------
-        DamagedFileError
-            The file ends before the buffer is full.
-        SourceError
-            They cannot be had, or the file is another one by now.
+        Raises DamagedFileError: the file ends before the buffer is full; SourceError: they cannot be had, or the file
+        is another one by now.
         """
         end = offset + len(buffer)
         if end > self.nbytes:

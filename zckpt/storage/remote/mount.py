@@ -45,10 +45,7 @@ _LIVE: dict[str, Mount] = {}
 def local_of(url: str) -> Path | None:
     """Return the path of a `file://` URL; None: it is another one.
 
-    Raises
-    ------
-    UsageError
-        It names a file of another machine.
+    Raises UsageError: it names a file of another machine.
     """
     from urllib.parse import unquote, urlsplit
 
@@ -120,10 +117,7 @@ class Mount:
     def check_unchanged(self) -> None:
         """List once more where ranges do not say of which version they are.
 
-        Raises
-        ------
-        ChangedError
-            A file is another one by now, or is gone.
+        Raises ChangedError: a file is another one by now, or is gone.
         """
         if self.store.checks_versions or not self.files:
             return
@@ -181,10 +175,7 @@ class Mount:
 def adopt(path: str) -> Distant:
     """Return a file by a path that another process has made up for it, and make that up here as well.
 
-    Raises
-    ------
-    SourceError
-        It was this process's, and is closed; or the store has it no longer, or in another size.
+    Raises SourceError: it was this process's, and is closed; or the store has it no longer, or in another size.
     """
     head, mark, rest = path.partition(f"/{MARK}")
     name, _, scheme, host, *parts = rest.split("/")
@@ -228,10 +219,7 @@ def _make_file(path: Path, nbytes: int, modified: float | None) -> None:
 def mount_of(path: Path) -> Mount:
     """Return what a path is at, below or beside of.
 
-    Raises
-    ------
-    SourceError
-        It is closed.
+    Raises SourceError: it is closed.
     """
     for one in path.parents:
         if str(one) in _LIVE:

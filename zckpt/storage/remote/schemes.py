@@ -26,12 +26,7 @@ _STORES = {
 def store_of(address: Address) -> Store:
     """Open the store of an address.
 
-    Raises
-    ------
-    UsageError
-        There is no such scheme.
-    MissingPackageError
-        The package for it is not installed.
+    Raises UsageError: there is no such scheme; MissingPackageError: the package for it is not installed.
     """
     module, _, name = _STORES.get(address.scheme, "fsspec_stores:FsspecStore").partition(":")
     found: type[Store] = getattr(import_module(f"zckpt.storage.remote.{module}"), name)
@@ -41,10 +36,7 @@ def store_of(address: Address) -> Store:
 def uploads_of(store: Store, key: str, *, is_directory: bool) -> Uploads:
     """Return how the files of a target get into a store.
 
-    Raises
-    ------
-    TargetError
-        Nothing can be written there.
+    Raises TargetError: nothing can be written there.
     """
     from zckpt.storage.remote.fsspec_stores import FsspecStore
     from zckpt.storage.remote.named_uploads import NamedUploads

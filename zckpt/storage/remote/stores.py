@@ -126,10 +126,7 @@ class Store(ABC):
     def listed(self) -> list[Listed]:
         """List a file, or all files below a directory, in as few requests as the store has.
 
-        Raises
-        ------
-        SourceError
-            There is nothing, or it cannot be listed.
+        Raises SourceError: there is nothing, or it cannot be listed.
         """
         shown = self.address.shown
         entries = attempt(self._find, shown)
@@ -171,12 +168,7 @@ class Store(ABC):
     def fetch(self, one: Listed, offset: int, nbytes: int, shown: str) -> bytes:
         """Return a range of a file, in one request at a time.
 
-        Raises
-        ------
-        ChangedError
-            The file is another one by now.
-        SourceError
-            It cannot be read.
+        Raises ChangedError: the file is another one by now; SourceError: it cannot be read.
         """
 
         def once() -> bytes:
@@ -193,10 +185,7 @@ class Store(ABC):
     def remove(self, key: str) -> None:
         """Remove a file, if it is there.
 
-        Raises
-        ------
-        TargetError
-            The store refuses.
+        Raises TargetError: the store refuses.
         """
         attempt(lambda: self._remove(key), self.address.shown, writing=True)
 

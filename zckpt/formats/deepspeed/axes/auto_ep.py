@@ -62,12 +62,8 @@ class AutoLayer(NamedTuple):
 def auto_layers(model: ModelShard) -> list[AutoLayer]:
     """Return the layers that AutoEP has made; none in almost every checkpoint.
 
-    Raises
-    ------
-    DamagedFileError
-        They are listed in a way that cannot be.
-    UnsupportedError
-        Experts are placed otherwise than in order, or sliced as well.
+    Raises DamagedFileError: they are listed in a way that cannot be; UnsupportedError: experts are placed otherwise
+    than in order, or sliced as well.
     """
     listed = model.content.get(KEY)
     if not listed:
@@ -116,17 +112,8 @@ def check_kind(
 ) -> None:
     """Raise for what is not read of AutoEP.
 
-    Parameters
-    ----------
-    of_experts : sequence
-        The optimizer files of expert ranks, which there are without ZeRO.
-
-    Raises
-    ------
-    ShardError
-        No expert rank's optimizer is there.
-    UnsupportedError
-        Experts of a kind that is not read.
+    `of_experts`: the optimizer files of expert ranks, which there are without ZeRO. Raises ShardError: no expert rank's
+    optimizer is there; UnsupportedError: experts of a kind that is not read.
     """
     layers = auto_layers(models[0])
     if not layers:
@@ -188,12 +175,7 @@ def alone(parameter: Parameter, layer: AutoLayer, number: int) -> Parameter:
 def from_files(weights: Weights, layers: Iterable[AutoLayer], trained: Collection[str]) -> Weights:
     """Return what files hold, and of these layers the weights of all experts.
 
-    Raises
-    ------
-    ShardError
-        The file of an expert is missing.
-    LayoutError
-        Experts are of different shapes.
+    Raises ShardError: the file of an expert is missing; LayoutError: experts are of different shapes.
     """
     found = dict(weights)
     for layer in layers:
@@ -251,13 +233,7 @@ one is, and which of those that have the same. By default as it was, the first."
 def listed_layers(model: ModelShard, places: Places, world_size: int, *, sharded: bool = False) -> dict[str, object]:
     """Return the keys of a model file that list AutoEP's layers as a rank writes them over other ranks; none without.
 
-    Parameters
-    ----------
-    places : Places
-    world_size : int
-        Data-parallel ranks.
-    sharded : bool
-        Whether they are in the sub-groups of ZeRO-3.
+    `world_size`: data-parallel ranks; `sharded`: whether they are in the sub-groups of ZeRO-3.
     """
     if not model.content.get(KEY):
         return {}
@@ -309,10 +285,7 @@ def common(model: ModelShard) -> Mapping[str, object]:
 def listed_entries(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
     """Return what a checkpoint lists of AutoEP's layers; none where it has none.
 
-    Raises
-    ------
-    UnsupportedError
-        It has experts that AutoEP has as one tensor, and what it lists is not of them.
+    Raises UnsupportedError: it has experts that AutoEP has as one tensor, and what it lists is not of them.
     """
     listed = _listed(checkpoint)
     if not listed:

@@ -189,10 +189,7 @@ class _Optimizer(Numbered):
         Its groups say their degree, and not whose experts they have. Of a layer of degree N, the groups of that degree
         have an Nth of the experts on a rank, and no others have any.
 
-        Raises
-        ------
-        UnsupportedError
-            That is not certain.
+        Raises UnsupportedError: that is not certain.
         """
         degrees = sorted(set(self.degrees.values()))
         self.ranks = dict.fromkeys(degrees, 0)
@@ -219,12 +216,7 @@ class _Optimizer(Numbered):
     def name(self, layers: Mapping[str, Collection[int]], names: GivenNames) -> list[str]:
         """Give each number its name; return those of experts whose names are not certain.
 
-        Parameters
-        ----------
-        layers : mapping of str to collection of int
-            Over how many ranks each layer may be spread.
-        names : sequence of str, optional
-            As for `attach_experts`.
+        `layers`: over how many ranks each layer may be spread; `names`: as for `attach_experts`.
         """
         every = self.checkpoint.parameters
         per_rank = {

@@ -74,18 +74,9 @@ class Spread:
     def sharing(self, own: Sequence[OptimizerShard], group: int, names: Sequence[str]) -> list[list[OptimizerShard]]:
         """Return the ranks that share a param group, by their partitions, for each expert rank; of a dense group once.
 
-        Parameters
-        ----------
-        own : sequence of OptimizerShard
-            The data-parallel ranks, in order.
-        names : sequence of str
-            Of the group's parameters.
-
-        Raises
-        ------
-        LayoutError
-            The group is cut over fewer ranks than there are, and it is no group of experts; or that is cut over a
-            number of ranks that does not divide all.
+        `own`: the data-parallel ranks, in order; `names`: of the group's parameters. Raises LayoutError: the group is
+        cut over fewer ranks than there are, and it is no group of experts; or that is cut over a number of ranks that
+        does not divide all.
         """
         count, ranks = own[0].partition_count[group], len(self.members)
         found = f"{count} ranks for {names[0] if names else 'an empty group'}"

@@ -107,17 +107,9 @@ def check_divides(layer: str, count: int, degree: int) -> None:
 def spread_experts(names: Sequence[Sequence[str]], degree: int) -> list[list[str]]:
     """Return the names of experts, under their global numbers, for each rank of another expert-parallel degree.
 
-    Parameters
-    ----------
-    names : sequence of sequence of str
-        For each expert rank of the source, in the optimizer's order.
-
-    Raises
-    ------
-    UsageError
-        The experts of a layer do not divide among the ranks.
-    UnsupportedError
-        They are not layer by layer and expert by expert, so that their order at another degree is not known.
+    `names`: for each expert rank of the source, in the optimizer's order. Raises UsageError: the experts of a layer do
+    not divide among the ranks; UnsupportedError: they are not layer by layer and expert by expert, so that their order
+    at another degree is not known.
     """
     every = [name for of_rank in names for name in of_rank if is_expert(name)]
     totals = experts_per_rank(every)
@@ -191,10 +183,7 @@ def mixed(others: Sequence[str], experts: Sequence[str]) -> UnsupportedError:
 def check_split(groups: Sequence[ParamGroup]) -> None:
     """Raise UnsupportedError where groups share experts that are not in the order in which DeepSpeed splits them.
 
-    Parameters
-    ----------
-    groups : sequence of ParamGroup
-        As `of_experts` orders them.
+    `groups`: as `of_experts` orders them.
     """
     last: dict[tuple[str, str], int] = {}
     for group in groups:

@@ -72,19 +72,9 @@ def known_rules(
 ) -> Mapping[str, object] | None:
     """Return the rules for slices, completed by what is known of these models; as they are for other models.
 
-    Parameters
-    ----------
-    content : mapping
-        What a model file holds, or what is kept of it: `universal_checkpoint_info` and the arguments.
-    shapes : mapping of str to tuple
-        Of the parameters on one tensor-parallel rank of each stage.
-    sliced : bool
-        Whether there are several of these.
-
-    Raises
-    ------
-    UnsupportedError
-        There are slices, and how queries, keys and values lie in them is not known.
+    `content`: what a model file holds, or what is kept of it: `universal_checkpoint_info` and the arguments; `shapes`:
+    of the parameters on one tensor-parallel rank of each stage; `sliced`: whether there are several of these. Raises
+    UnsupportedError: there are slices, and how queries, keys and values lie in them is not known.
     """
     arguments, said = arguments_in(content), plain(node_of(content.get(INFO_KEY)))
     info: Mapping[str, object] | None = said if isinstance(said, dict) else None
@@ -156,17 +146,8 @@ def check_degree(
 ) -> None:
     """Raise where attention cannot be cut for a number of tensor-parallel ranks, or how is not known.
 
-    Parameters
-    ----------
-    content : mapping
-        Of a model file.
-    info : mapping or None
-        The rules that are cut by.
-
-    Raises
-    ------
-    UnsupportedError
-        It is not known, or a head would be on two ranks.
+    `content`: of a model file; `info`: the rules that are cut by. Raises UnsupportedError: it is not known, or a head
+    would be on two ranks.
     """
     every, known = list(names), arguments_in(content)
     first = unknown_order(content, info, every, path)
@@ -198,10 +179,7 @@ def padded_rows(
     Where the rules do not know how many rows are padding, and none is taken off, at least as many as there are. None:
     it is not known.
 
-    Parameters
-    ----------
-    parameters : mapping of str to Parameter
-        Of another format, which keeps no padding: the rows are those that were, if they divide.
+    `parameters`: of another format, which keeps no padding: the rows are those that were, if they divide.
     """
     arguments, known = arguments_in(content) or {}, info or {}
     size, multiple = known.get("original_vocab_size"), arguments.get("make_vocab_size_divisible_by")

@@ -53,10 +53,7 @@ def tied_key(name: str) -> str | None:
 def layer_of(name: str) -> int:
     """Return the number of the layer that a parameter is of.
 
-    Raises
-    ------
-    LayoutError
-        It is of none.
+    Raises LayoutError: it is of none.
     """
     number = name.partition(".")[0]
     if not number.isdecimal() or len(number) > 6:
@@ -72,15 +69,8 @@ def degrees(models: Sequence[ModelShard], layers: Sequence[Shard]) -> tuple[int,
     Newer model files record them; in older ones the layer files tell how many tensor-parallel ranks there are, and
     where there are none, the names in the model files.
 
-    Parameters
-    ----------
-    models : sequence of ModelShard
-        Of each model-parallel rank the first.
-
-    Raises
-    ------
-    LayoutError
-        They do not multiply to the number of model-parallel ranks.
+    `models`: of each model-parallel rank the first. Raises LayoutError: they do not multiply to the number of
+    model-parallel ranks.
     """
     recorded, mp_ranks = models[0].content.get("checkpoint_parallel_dimensions"), len(models)
     if isinstance(recorded, dict) and type(recorded.get("tp_degree")) is int and recorded["tp_degree"] > 0:
@@ -118,21 +108,9 @@ def stage_weights(files: Files, models: Sequence[ModelShard], tp: int) -> tuple[
 
     What no stage's groups or buffers name (frozen parameters) goes to the first stage.
 
-    Parameters
-    ----------
-    files : sequence of (Shard, TorchFile)
-        The layer files.
-    models : sequence of ModelShard
-        By model-parallel rank.
-    tp : int
-        Tensor-parallel degree.
-
-    Raises
-    ------
-    UnsupportedError
-        A layer's weights could be those of several tied layers.
-    ShardError
-        A layer's file is missing: what a stage has trained is in none.
+    `files`: the layer files; `models`: by model-parallel rank; `tp`: tensor-parallel degree. Raises UnsupportedError: a
+    layer's weights could be those of several tied layers; ShardError: a layer's file is missing: what a stage has
+    trained is in none.
     """
     found: dict[int, Weights] = {rank: {} for rank in range(len(models))}
     copies: list[Copy] = []
@@ -173,10 +151,7 @@ def with_shapes(
 
     Those of BF16_Optimizer do at stage 0, too, with numbers of elements: shapes are those of the layers' weights.
 
-    Raises
-    ------
-    UnsupportedError
-        A tied layer could be several of the files'.
+    Raises UnsupportedError: a tied layer could be several of the files'.
     """
     found = []
     for model in models:
@@ -212,15 +187,8 @@ def with_shapes(
 def layer_names(shard: Shard, file: TorchFile, models: Sequence[ModelShard]) -> dict[str, str]:
     """Return the model's name for each tensor of a layer file, by its key there.
 
-    Parameters
-    ----------
-    models : sequence of ModelShard
-        One for each stage, of the file's tensor-parallel rank.
-
-    Raises
-    ------
-    UnsupportedError
-        The weights could be those of several tied layers.
+    `models`: one for each stage, of the file's tensor-parallel rank. Raises UnsupportedError: the weights could be
+    those of several tied layers.
     """
     known: dict[str, Shape | None] = {}
     for model in models:
@@ -270,12 +238,7 @@ def align_groups(stages: Sequence[Sequence[ParamGroup]]) -> list[list[ParamGroup
 def join(stages: Sequence[Rank]) -> Rank:
     """Return one state for all stages; of a tied layer, the first stage's.
 
-    Raises
-    ------
-    LayoutError
-        A parameter that is not tied is in two stages.
-    ShardError
-        Stages have taken other steps.
+    Raises LayoutError: a parameter that is not tied is in two stages; ShardError: stages have taken other steps.
     """
     from zckpt.formats.deepspeed.axes.gpt_model import SHARED, is_gpt
 

@@ -35,15 +35,8 @@ def stage_states(
 
     Of a checkpoint that is no pipeline's there is one stage. The ranks' numbers are still those of the source.
 
-    Parameters
-    ----------
-    degree : int
-        Tensor-parallel ranks of the target.
-
-    Raises
-    ------
-    UsageError, UnsupportedError, LayoutError
-        As `local_states` and `stages_of`.
+    `degree`: tensor-parallel ranks of the target. Raises UsageError, UnsupportedError, LayoutError: as `local_states`
+    and `stages_of`.
     """
     if degree < 1:
         raise UsageError("unusable --tensor-parallel-size", expected="at least 1", found=degree)

@@ -69,10 +69,7 @@ def known_orders(checkpoint: Checkpoint) -> Orders:
 def untold_orders(source: Sequence[Rank], target: Sequence[Rank], orders: Orders) -> list[str]:
     """Say, for each param group of the target, which order of its parameters no stage of the source shows.
 
-    Parameters
-    ----------
-    orders : Orders
-        As `known_orders` returns them: of these groups the source's stages are there.
+    `orders`: as `known_orders` returns them: of these groups the source's stages are there.
     """
     group_of: dict[str, int] = {}
     shown: list[Sequence[Sequence[str]]] = []

@@ -126,10 +126,7 @@ def balanced(weights: Sequence[int], stages: int) -> Numbers:
 def parse_layers(text: str | None) -> list[Layer]:
     """Return the layers that a text lists: `Embedding=embed,Block*24,relu,LayerNorm,Embedding=embed`; of None, none.
 
-    Raises
-    ------
-    UsageError
-        It is not such a list.
+    Raises UsageError: it is not such a list.
     """
     found: list[Layer] = []
     for item in () if text is None else text.split(","):
@@ -158,10 +155,7 @@ def uses_of(layers: Iterable[Layer]) -> dict[str, Numbers]:
 def _dealt(method: str, layers: Sequence[Layer], count: int, weights: Weights) -> Stages:
     """Return the stages that a method makes of layers.
 
-    Raises
-    ------
-    UsageError
-        It names layers of a type and is no regular expression, or matches none of them.
+    Raises UsageError: it names layers of a type and is no regular expression, or matches none of them.
     """
     uses = uses_of(layers)
     if method.lower() == UNIFORM:
@@ -237,17 +231,9 @@ def stages_of(
 ) -> Stages | None:
     """Return how the target's stages have the layers; None if each stage keeps what it has.
 
-    Parameters
-    ----------
-    source, target : sequence of Rank
-        Of each stage of the source the state of one tensor-parallel rank, as the source and as the target slices it.
-
-    Raises
-    ------
-    UsageError
-        Options that cannot be, or contradict the files.
-    UnsupportedError
-        Neither files nor options say it.
+    `source`, `target`: of each stage of the source the state of one tensor-parallel rank, as the source and as the
+    target slices it. Raises UsageError: options that cannot be, or contradict the files; UnsupportedError: neither
+    files nor options say it.
     """
     count, bounds = _asked(options, len(source))
     asked = options.partition_method, bounds, options.pipeline_layers
@@ -407,14 +393,8 @@ def _layers_told(
 ) -> tuple[list[Layer], str] | None:
     """Return the layers of a pipeline of Megatron-DeepSpeed's models, and how it deals them; None where not known.
 
-    Parameters
-    ----------
-    content : mapping
-        Of a model file.
-    names : sequence of str
-        Of the parameters of all stages.
-    first_use : mapping of str to sequence of int
-        The layers whose files have a tied layer, by its key.
+    `content`: of a model file; `names`: of the parameters of all stages; `first_use`: the layers whose files have a
+    tied layer, by its key.
     """
     arguments = arguments_in(content)
     if arguments is None or not is_gpt(names):

@@ -56,23 +56,10 @@ SHOWN_NAMES = 8
 def merge(states: Sequence[Rank], rules: Rules | None, *, padded: bool = False) -> Rank:
     """Return one state for all tensor-parallel ranks.
 
-    Parameters
-    ----------
-    states : sequence of Rank
-        By tensor-parallel rank.
-    rules : Rules or None
-        None if the checkpoint has none.
-    padded : bool
-        Whether vocabularies keep their padding rows, which depend on the tensor-parallel degree.
-
-    Raises
-    ------
-    UnsupportedError
-        There are slices and no rules.
-    LayoutError
-        The ranks do not fit together.
-    ShardError
-        They have taken other steps, or have other hyperparameters.
+    `states`: by tensor-parallel rank; `rules`: None if the checkpoint has none; `padded`: whether vocabularies keep
+    their padding rows, which depend on the tensor-parallel degree. Raises UnsupportedError: there are slices and no
+    rules; LayoutError: the ranks do not fit together; ShardError: they have taken other steps, or have other
+    hyperparameters.
     """
     first = states[0]
     names = list(first.parameters)
@@ -216,10 +203,7 @@ def check_slices(target: Target) -> int:
     long. But slices of a trained parameter are not all alike, and copies of one are. At the source's own degree nothing
     is put together.
 
-    Raises
-    ------
-    WeightMismatchError
-        Copies of a parameter differ, or what no rule names is the same on every rank.
+    Raises WeightMismatchError: copies of a parameter differ, or what no rule names is the same on every rank.
     """
     origin, tp = target.origin, target.checkpoint.topology.tp
     if origin.rules is None or tp in (1, target.tp):

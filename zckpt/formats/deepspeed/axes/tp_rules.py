@@ -220,17 +220,8 @@ class Rules:
     def rule(self, name: str, shapes: Sequence[Shape], *, padded: bool = False) -> Rule:
         """Return how the slices of a parameter, of these shapes by rank, make it up.
 
-        Parameters
-        ----------
-        padded : bool
-            Whether a vocabulary keeps its padding rows.
-
-        Raises
-        ------
-        LayoutError
-            The shapes do not fit the rule.
-        UnsupportedError
-            The checkpoint says that no rule describes it.
+        `padded`: whether a vocabulary keeps its padding rows. Raises LayoutError: the shapes do not fit the rule;
+        UnsupportedError: the checkpoint says that no rule describes it.
         """
         if (mapped := self.mapped(name)) is not None:
             local = [mapped.local(rank) for rank in range(len(mapped.shares))]
@@ -286,12 +277,8 @@ class Rules:
     def cut(self, name: str, shape: Shape, ranks: int) -> Rule:
         """Return how a whole parameter is cut: every rank gets an equal share of each sub-parameter.
 
-        Raises
-        ------
-        LayoutError
-            A sub-parameter does not divide among the ranks.
-        UnsupportedError
-            It is cut in a way that is known for the source's ranks only.
+        Raises LayoutError: a sub-parameter does not divide among the ranks; UnsupportedError: it is cut in a way that
+        is known for the source's ranks only.
         """
         mapped, (kind, dim, _, _) = self.mapped(name), self.named(name)
         if mapped is not None and (mapped.kind == REPLICATED or len(mapped.shares) == ranks):
@@ -351,12 +338,7 @@ class Rules:
     def mapped(self, name: str) -> Rule | None:
         """Return how the slices of a parameter make it up, as its map says; None if no map speaks of it.
 
-        Raises
-        ------
-        UnsupportedError
-            Its map is none that can be followed.
-        LayoutError
-            Its map contradicts itself.
+        Raises UnsupportedError: its map is none that can be followed; LayoutError: its map contradicts itself.
         """
         if name not in self._mapped:
             its = self._by_name.get(name)
@@ -554,10 +536,8 @@ def map_entry(rule: Rule, degree: int) -> dict[str, object]:
 def read_rules(path: Path) -> dict[str, object]:
     """Return the rules in a JSON file.
 
-    Raises
-    ------
-    UsageError
-        It cannot be read, has a key that is none of `universal_checkpoint_info`, or a rule that cannot be used.
+    Raises UsageError: it cannot be read, has a key that is none of `universal_checkpoint_info`, or a rule that cannot
+    be used.
     """
     info = given_json(path)
     if not isinstance(info, dict):

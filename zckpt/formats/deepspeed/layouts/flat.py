@@ -122,15 +122,8 @@ class Partitions:
     def cut(self, keys: set[str]) -> tuple[Slots, list[Padding], list[PaddingSpan]]:
         """Return the slots of the parameters, the padding of each rank, and where all of it lies, zero or not.
 
-        Parameters
-        ----------
-        keys : set of str
-            Per-element state, from `element_slots`.
-
-        Raises
-        ------
-        LayoutError
-            Sizes, paddings or mappings disagree with the shapes.
+        `keys`: per-element state, from `element_slots`. Raises LayoutError: sizes, paddings or mappings disagree with
+        the shapes.
         """
         paddings: list[Padding] = []
         padded: list[PaddingSpan] = []
@@ -273,19 +266,8 @@ class Partitions:
 def flat_groups(model: ModelShard, members: Sequence[OptimizerShard], held: Weights, spread: Spread) -> list[Shapes]:
     """Return shapes by name for each group, in the order of its flat buffer.
 
-    Parameters
-    ----------
-    members : sequence of OptimizerShard
-        All data-parallel ranks, in order.
-    held : mapping of str to Slot
-        Weights, for files without `param_shapes`.
-    spread : Spread
-        The ranks over which experts are spread.
-
-    Raises
-    ------
-    LayoutError
-        The groups do not follow from what the files hold.
+    `members`: all data-parallel ranks, in order; `held`: weights, for files without `param_shapes`; `spread`: the ranks
+    over which experts are spread. Raises LayoutError: the groups do not follow from what the files hold.
     """
     first, shapes = members[0], model.param_shapes
     if shapes is None and model.reorders:

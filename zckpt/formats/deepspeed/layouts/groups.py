@@ -75,10 +75,7 @@ def tied_names(
 def complete_aliases(parameters: Mapping[str, Parameter]) -> None:
     """Give tied parameters the shape and dtype of their owners.
 
-    Raises
-    ------
-    LayoutError
-        There is no owner.
+    Raises LayoutError: there is no owner.
     """
     for name, parameter in parameters.items():
         if parameter.tied_to is None:

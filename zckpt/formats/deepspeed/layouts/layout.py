@@ -59,18 +59,9 @@ class Layout:
     def fill(self, shared: Mapping[str, str], spread: Spread) -> None:
         """Put together what the files say.
 
-        Parameters
-        ----------
-        shared : mapping of str to str
-            Tied parameters, alias to owner, that another model-parallel rank's file lists: DeepSpeed lets the first
-            rank of all list them, and the others none.
-        spread : Spread
-            The ranks over which experts are spread.
-
-        Raises
-        ------
-        LayoutError
-            The files contradict each other.
+        `shared`: tied parameters, alias to owner, that another model-parallel rank's file lists: DeepSpeed lets the
+        first rank of all list them, and the others none; `spread`: the ranks over which experts are spread. Raises
+        LayoutError: the files contradict each other.
         """
         self.read(spread)
         if self.rank.transposed:

@@ -41,19 +41,9 @@ class Cut:
 def cut_parameters(shapes: Shapes, members: Sequence[OptimizerShard], keys: Mapping[int, Set[str]]) -> Cut:
     """Return what the shards of ranks make up.
 
-    Parameters
-    ----------
-    shapes : dict of str to tuple
-        All trained parameters, in the order of the sub-groups.
-    members : sequence of OptimizerShard
-        The ranks that share the parameters, in order.
-    keys : mapping of int to set of str
-        Per-element state of each sub-group.
-
-    Raises
-    ------
-    LayoutError
-        The shards of a rank do not add up to its sub-groups.
+    `shapes`: all trained parameters, in the order of the sub-groups; `members`: the ranks that share the parameters, in
+    order; `keys`: per-element state of each sub-group. Raises LayoutError: the shards of a rank do not add up to its
+    sub-groups.
     """
     world, walk = len(members), _walk(shapes, members[0], len(members))
     for member in members[1:]:
@@ -193,10 +183,7 @@ def frozen_weight(name: str, dtype: str, models: Sequence[ModelShard]) -> Slot |
 
     `dtype`: of one without elements, of which there are no shards.
 
-    Raises
-    ------
-    LayoutError
-        A shard is missing or of the wrong size.
+    Raises LayoutError: a shard is missing or of the wrong size.
     """
     held, shape = [model.frozen_fragments.get(name) for model in models], models[0].frozen.get(name)
     shards = [tensor for tensor in held if tensor is not None]

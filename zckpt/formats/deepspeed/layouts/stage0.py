@@ -101,17 +101,8 @@ class Numbered:
     ) -> bool:
         """Give a checkpoint's parameters the optimizer's state; False: the order in flat masters is not certain.
 
-        Parameters
-        ----------
-        names : sequence of str, optional
-            Of all that the optimizer has, in its order, from the user.
-        orders : callable
-            In which groups may have their parameters, as for `Evidence.certain`.
-
-        Raises
-        ------
-        UsageError
-            `names` do not fit the file.
+        `names`: of all that the optimizer has, in its order, from the user; `orders`: in which groups may have their
+        parameters, as for `Evidence.certain`. Raises UsageError: `names` do not fit the file.
         """
         path, state = self.file.path, self.state
         if self.flats is not None:

@@ -121,13 +121,8 @@ def _check(checkpoint: Checkpoint, options: RecutOptions) -> None:
 def regrouped(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Target | None:
     """Return the target, of which each rank numbers its own parameters; None where only data-parallel ranks change.
 
-    Raises
-    ------
-    UsageError
-        The options cannot be.
-    UnsupportedError
-        The names of the source's optimizers are not known, or their state cannot be cut; or something else than
-        ranks is to change.
+    Raises UsageError: the options cannot be; UnsupportedError: the names of the source's optimizers are not known, or
+    their state cannot be cut; or something else than ranks is to change.
     """
     _check(checkpoint, options)
     if all(getattr(options, one) in (None, _degrees(checkpoint).get(one)) for one in _OF_MODEL_PARALLEL):

@@ -73,10 +73,7 @@ def joined(states: Mapping[object, dict[object, object]], found: Mapping[Place, 
 def check(found: Mapping[Place, Place], partitions: int, count: int, own: Collection[str]) -> None:
     """Raise UnsupportedError where a number that several partitions share would have to be for others.
 
-    Parameters
-    ----------
-    own : collection of str
-        Keys of what is each rank's own, and refused or carried as such.
+    `own`: keys of what is each rank's own, and refused or carried as such.
     """
     across = sorted({key for (index, key), (owner, _) in found.items() if index != owner} - set(own))
     if across and partitions != count:

@@ -119,12 +119,8 @@ class Codes(NamedTuple):
 def cut_codes(target: Target) -> str | None:
     """Cut quantised state for a target's ranks, if that can be; else return what to do instead, if there is something.
 
-    Raises
-    ------
-    UnsupportedError
-        It is not known what the state is.
-    DamagedFileError
-        Codes, scales and map do not belong together.
+    Raises UnsupportedError: it is not known what the state is; DamagedFileError: codes, scales and map do not belong
+    together.
     """
     checkpoint = target.checkpoint
     values = checkpoint.per_rank

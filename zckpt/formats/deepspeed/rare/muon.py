@@ -44,14 +44,8 @@ def keeps_whole_matrices(
 ) -> bool:
     """Tell whether DeepSpeed keeps the momentum of a group as whole matrices.
 
-    Parameters
-    ----------
-    hyperparameters : mapping
-        Of the param group.
-    config : mapping
-        DeepSpeed's configuration.
-    partition : bool
-        Whether the training is one of ZeRO-3 or of BF16_Optimizer.
+    `hyperparameters`: of the param group; `config`: DeepSpeed's configuration; `partition`: whether the training is one
+    of ZeRO-3 or of BF16_Optimizer.
     """
     device = section(section(config, "zero_optimization"), "offload_optimizer").get("device")
     return uses_muon(hyperparameters) and not partition and device in (None, "none")

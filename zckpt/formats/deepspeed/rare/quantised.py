@@ -131,12 +131,8 @@ def _with_floats(
 def moments_of(value: RankValue, what: str) -> dict[str, Moment]:
     """Return the moments in a rank's quantised state of a partition, by the names that they have as floats.
 
-    Raises
-    ------
-    UnsupportedError
-        It is quantised in a way that is not known.
-    DamagedFileError
-        Codes, scales and map do not belong together.
+    Raises UnsupportedError: it is quantised in a way that is not known; DamagedFileError: codes, scales and map do not
+    belong together.
     """
     if value.key == NESTED:
         pieces = pieces_of(value.value, what)

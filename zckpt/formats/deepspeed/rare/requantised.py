@@ -37,14 +37,8 @@ SMALLEST_NUMEL = 4096
 def decide_requantised(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     """Return the target for a checkpoint with 8-bit state: cut as it is if blocks allow it, else quantised anew.
 
-    Raises
-    ------
-    UsageError
-        There is no such state.
-    UnsupportedError
-        It is not certain what it is of, or it is of a kind that is not made anew.
-    DamagedFileError
-        Codes, scales and map do not belong together.
+    Raises UsageError: there is no such state; UnsupportedError: it is not certain what it is of, or it is of a kind
+    that is not made anew; DamagedFileError: codes, scales and map do not belong together.
     """
     if not any(map(is_quantised, checkpoint.per_rank)):
         raise UsageError(

@@ -49,17 +49,8 @@ def notes(config: Mapping[str, object], stage: int) -> list[str]:
 def are_transposed(weights: Mapping[str, Slot], groups: Sequence[Shapes]) -> bool:
     """Tell whether the flat buffers of a ZenFlow training hold matrices column by column.
 
-    Parameters
-    ----------
-    weights : mapping of str to Slot
-        As the model's files have them.
-    groups : sequence of dict of str to tuple
-        Shapes of the parameters of each group.
-
-    Raises
-    ------
-    LayoutError
-        The weights do not say so, or contradict each other.
+    `weights`: as the model's files have them; `groups`: shapes of the parameters of each group. Raises LayoutError: the
+    weights do not say so, or contradict each other.
     """
     matrices = [
         (name, shape) for group in groups for name, shape in group.items() if len(shape) == 2 and min(shape) > 1
