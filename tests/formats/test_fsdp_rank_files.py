@@ -609,6 +609,50 @@ def test_the_model_that_verl_saves_once_more_is_a_copy(dtype, written, tmp_path)
     assert zckpt.open(folder).duplicates == checkpoint.duplicates
 
 
+FLAT = {"fsdp_version": 1, "groups": "one", "units": "model.layers.*"}
+
+
+def assert_slots_are_those_of(folder: Path, name: str, names: list[str] | None = None, *, ties: bool = True) -> None:
+    found, expected = zckpt.open(folder, names=names), zckpt.open(FIXTURES / name)
+    for parameter in expected.parameters.values():
+        for slot in ("exp_avg", "exp_avg_sq"):
+            if slot in parameter.slots:
+                assert torch.equal(found.read(parameter.name, slot), expected.read(parameter.name, slot))
+        assert not ties or found.parameters[parameter.name].tied_to == parameter.tied_to
+    assert not found.unnamed
+
+
+@pytest.mark.parametrize("place", ["huggingface", ""])
+def test_a_whole_model_is_that_of_ranks_optimizers(place, written, tmp_path):
+    source = written(LLAMA, world_size=2, groups="one")
+    folder, expected = copied(source, tmp_path / "run"), zckpt.open(source)
+    (folder / place).mkdir(exist_ok=True)
+    zckpt.consolidate(folder, folder / place / "model.safetensors")
+    for path in folder.glob("model_world_*"):
+        path.unlink()
+    checkpoint = zckpt.open(folder)
+    assert any("give --names FILE" in warning for warning in checkpoint.warnings)  # safetensors have no order
+    assert_slots_are_those_of(folder, LLAMA, expected.param_groups[0].parameters, ties=False)
+    (folder / place / "config.json").write_text('{"model_type": "llama", "transformers_version": "4.57.6"}')
+    assert_slots_are_those_of(folder, LLAMA, ties=False)
+    checkpoint = zckpt.open(folder)
+    assert checkpoint.step == expected.step
+    assert all(torch.equal(checkpoint.read(n, "weight"), expected.read(n, "weight")) for n in expected.parameters)
+    assert not take_inventory(checkpoint).left_out
+    assert zckpt.verify(folder, deep=True).sound
+    zckpt.convert(folder, tmp_path / "three", to="fsdp-rank-files", world_size=3)
+    assert_slots_are_those_of(tmp_path / "three", LLAMA, ties=False)
+
+
+def test_pieces_of_fsdp1_beside_a_whole_model_are_refused(written, tmp_path):
+    folder = copied(written(LLAMA, world_size=3, **FLAT), tmp_path / "run")
+    zckpt.consolidate(folder, folder / "model.safetensors")
+    for path in folder.glob("model_world_*"):
+        path.unlink()
+    with refusing(UnsupportedError, "beside a whole model, .*: expected DTensors, or the model's files of ranks"):
+        zckpt.open(folder)
+
+
 def test_what_is_not_certain_keeps_its_number(written, tmp_path):
     folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
 
@@ -625,19 +669,6 @@ def test_what_is_not_certain_keeps_its_number(written, tmp_path):
         zckpt.convert(folder, tmp_path / "other", to="fsdp-rank-files")
     names = zckpt.open(FIXTURES / LLAMA).param_groups[0].parameters[:3]
     assert zckpt.open(folder, names=names).param_groups[0].parameters == names
-
-
-FLAT = {"fsdp_version": 1, "groups": "one", "units": "model.layers.*"}
-
-
-def assert_slots_are_those_of(folder: Path, name: str, names: list[str] | None = None) -> None:
-    found, expected = zckpt.open(folder, names=names), zckpt.open(FIXTURES / name)
-    for parameter in expected.parameters.values():
-        for slot in ("exp_avg", "exp_avg_sq"):
-            if slot in parameter.slots:
-                assert torch.equal(found.read(parameter.name, slot), expected.read(parameter.name, slot))
-        assert found.parameters[parameter.name].tied_to == parameter.tied_to
-    assert not found.unnamed
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -4,7 +4,7 @@ RUN/latest_checkpointed_iteration.txt            verl: the step that was saved l
 RUN/global_step_N/data.pt, trainer_state.pt      of all of the training; verl's SFT trainer: data_R.pt of rank R
 RUN/global_step_N/ROLE/                          actor, critic, policy, ...; or the files are in global_step_N itself
     {model,optim,extra_state}_world_size_W_rank_R.pt
-    fsdp_config.json, huggingface/
+    fsdp_config.json, huggingface/                       where no rank has the model, it is there, or here (AReaL)
 
 STATE/pytorch_model_fsdp[_I]_rankR.bin, optimizer_I_rankR.bin        Accelerate, without DCP
 """
@@ -29,6 +29,7 @@ from zckpt.storage.nodes import ADVICE, on_each, wherever
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
+    from zckpt.formats.transformers_trainer.directory import Directory as ModelDirectory
     from zckpt.torchfile import Place
 
 FORMAT = "fsdp-rank-files"
@@ -58,7 +59,7 @@ class Directory:
 
     path: Path  # the folder that they are in
     world_size: int
-    models: tuple[Path, ...]  # by rank; the last may be empty
+    models: tuple[Path, ...]  # by rank; this and the last may be empty
     optimizers: tuple[Path, ...] = ()
     extras: dict[str, tuple[Path, ...]] = field(default_factory=dict)
     """Files of each rank that hold other state, by its key; those of verl and SkyRL, under "", have several."""
@@ -72,6 +73,7 @@ class Directory:
     places: tuple[Place, Place] = ((), ())
     """The keys under which files have the model and the optimizer, where they hold more than one of both."""
     format: str = FORMAT
+    whole: ModelDirectory | None = None  # where the model is, if no rank's file has any of it
 
 
 def rank_name(kind: str, world_size: int, rank: int) -> str:
@@ -189,7 +191,8 @@ def _read(path: Path, beside: tuple[Path, ...], trackers: tuple[Path, ...]) -> D
     size = said  # 0 for Accelerate's, whose names do not have it
     files = by_size.pop(size)
     world_size = size or 1 + max(rank for ranks in files.values() for rank in ranks)
-    if MODEL not in files:
+    whole = None if MODEL in files else _whole_model(path)
+    if MODEL not in files and whole is None:
         raise UnsupportedError(
             "holds rank files of an optimizer without the model's, which have the names and shapes of the parameters",
             path=path,
@@ -200,8 +203,17 @@ def _read(path: Path, beside: tuple[Path, ...], trackers: tuple[Path, ...]) -> D
     others = tuple(one for kinds in by_size.values() for found in kinds.values() for one in found.values())
     return Directory(
         path, world_size, ranks[MODEL], ranks[OPTIMIZER], {"": ranks[EXTRA]}, beside, trackers, others, step, config,
-        path / OWN_NAME if is_file(path / OWN_NAME) else None,
+        path / OWN_NAME if is_file(path / OWN_NAME) else None, whole=whole,
     )  # fmt: skip
+
+
+def _whole_model(path: Path) -> ModelDirectory | None:
+    """Return a model in files of its own: verl's, if it is told to write no other, and AReaL's."""
+    from zckpt.formats.transformers_trainer.directory import Directory as ModelDirectory
+    from zckpt.formats.transformers_trainer.directory import first_model
+
+    found = ((folder, first_model(folder, files_in(folder, lenient=True))) for folder in (path / HUGGINGFACE, path))
+    return next((ModelDirectory(folder, (model,)) for folder, model in found if model is not None), None)
 
 
 def complete(path: Path, kind: str, found: dict[int, Path], world_size: int) -> tuple[Path, ...]:

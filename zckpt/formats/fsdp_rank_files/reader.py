@@ -28,7 +28,7 @@ from zckpt.formats.fsdp_rank_files.directory import (
 )
 from zckpt.formats.fsdp_rank_files.held import elements, is_share, shares, versions_with, with_shares
 from zckpt.formats.fsdp_rank_files.kept import KEY, KEYS, OF_ITS_RANK, RULE, of_rank, recorded_names
-from zckpt.formats.fsdp_rank_files.readings import attach
+from zckpt.formats.fsdp_rank_files.readings import attach, beside_whole
 from zckpt.formats.fsdp_rank_files.units import units_in
 from zckpt.formats.lost import is_lost
 from zckpt.formats.remainder import as_masters, restore_from
@@ -57,6 +57,11 @@ def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
     checkpoint = Checkpoint(str(directory.path), directory.format)
     checkpoint.world_size = directory.world_size
     model = read_models(checkpoint, directory.models, directory.places[0])
+    weights = None
+    if directory.whole is not None:
+        from zckpt.formats.transformers_trainer.reader import read_model
+
+        weights = read_model(checkpoint, directory.whole.models[0], "", directory.whole)
     own = read_torchfile(directory.own) if directory.own is not None else None
     _describe_mesh(checkpoint, model)
     _keep_rest(checkpoint, model, directory)
@@ -66,12 +71,13 @@ def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
             note_not_used(checkpoint, names)
             known = recorded_names(own, list(checkpoint.parameters))
         optimizer = read_optimizers(checkpoint, directory.optimizers, directory.places[1])
-        attach(checkpoint, model, optimizer, known, ties_are_known=own is not None)
+        reading = beside_whole(optimizer, weights, known) if weights is not None else None
+        attach(checkpoint, model, optimizer, known, ties_are_known=own is not None, reading=reading)
     if own is None:
         tie_as_configured(checkpoint, model, directory.path)
     # verl saves the model once more, whole, beside the files of ranks if it is told to.
     folder = directory.path / HUGGINGFACE
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    files = sorted(folder.iterdir()) if folder.is_dir() and weights is None else []
     note_models(checkpoint, [path for path in files if COPIED.fullmatch(path.name) and is_file(path)], folder)
     if is_file(directory.path / ADAPTER):
         note_adapter(checkpoint, directory.path / ADAPTER)

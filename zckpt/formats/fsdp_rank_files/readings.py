@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
+from typing import TYPE_CHECKING
 
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.evidence import NAMES_ADVICE, Evidence, factored_shape, keep_number, note_numbers, shown_shape, ways
@@ -26,7 +27,7 @@ from zckpt.formats.fsdp_rank_files.across import add
 from zckpt.formats.fsdp_rank_files.contents import MEMBERS, Key, Model, Optimizer, Ties, equal_names, tie
 from zckpt.formats.fsdp_rank_files.held import PLAIN, Held
 from zckpt.formats.fsdp_rank_files.units import members_of, units_in, usual_wrappings
-from zckpt.formats.torch_files.optimizer import shared_values
+from zckpt.formats.torch_files.optimizer import OptimizerState, shared_values
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.immutable import immutable
 from zckpt.state import Checkpoint, GivenNames, PaddingSpan, Parameter, ParamGroup, Shape, Slot, are_distinct, without
@@ -34,6 +35,10 @@ from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.names import aligned
 from zckpt.state.spans import CutSpans
 from zckpt.state.views import concat, reshape
+from zckpt.torchfile import MetaTensor
+
+if TYPE_CHECKING:
+    from zckpt.formats.transformers_trainer.readings import Weights
 
 WHOLE, PIECES, FLAT = "whole", "pieces", "flat"
 
@@ -87,6 +92,32 @@ def readings(
         found=f"{count} numbers for {len(solver.owners)} parameters",
         advice=ADVICE,
     )
+
+
+def beside_whole(optimizer: Optimizer, weights: Weights, names: GivenNames) -> Reading | None:
+    """Return the reading of numbers whose model lies beside in one piece, in no order; None of names.
+
+    Raises UnsupportedError: ranks have pieces of which nothing says what they are; UsageError: `names` do not fit.
+    """
+    from zckpt.formats.transformers_trainer.readings import read_names
+
+    keys = [key for group in optimizer.keys for key in group]
+    if any(isinstance(key, str) for key in keys):
+        return None
+    held = {key: {slot: one.first for slot, one in optimizer.cut(key).items()} for key in keys}
+    if any(one.kind == PLAIN for slots in held.values() for one in slots.values()):
+        raise UnsupportedError(
+            "pieces of an optimizer's state beside a whole model, which says nothing of how FSDP1 has cut it",
+            path=optimizer.files.paths[0],
+            expected="DTensors, or the model's files of ranks",
+            advice="add the model's files of ranks from the same run",
+        )
+    state: dict[int, dict[str, object]] = {
+        int(key): {slot: MetaTensor(one.dtype, one.shape, ()) for slot, one in slots.items()}
+        for key, slots in held.items()
+    }
+    found = read_names(OptimizerState(state, optimizer.groups), weights, names)
+    return Reading(WHOLE, _one_each(found.items()))
 
 
 @dataclass
@@ -301,16 +332,17 @@ def _one_each(pairs: Iterable[tuple[Key, str]]) -> dict[Key, tuple[str, ...]]:
 
 
 def attach(
-    checkpoint: Checkpoint, model: Model, optimizer: Optimizer, names: GivenNames, *, ties_are_known: bool
-) -> None:
+    checkpoint: Checkpoint, model: Model, optimizer: Optimizer, names: GivenNames, *, ties_are_known: bool,
+    reading: Reading | None = None,
+) -> None:  # fmt: skip
     """Give a checkpoint's parameters the optimizer's slots, and the checkpoint its param groups.
 
     `checkpoint`: has the model's parameters; `names`: in the optimizer's order; `ties_are_known`: whether a file says
-    which names are of one parameter: then equal bytes do not. Raises SourceError, UsageError: as `readings`; or the
-    files do not hold every element once.
+    which names are of one parameter: then equal bytes do not; `reading`: where it is known. Raises SourceError,
+    UsageError: as `readings`; or the files do not hold every element once.
     """
     copies = shard_groups(model, len(optimizer.files.paths))
-    reading = readings(checkpoint, model, optimizer, copies[0], names)
+    reading = reading or readings(checkpoint, model, optimizer, copies[0], names)
     for alias, owner in () if ties_are_known else reading.ties:
         tie(checkpoint, alias, owner)
     checkpoint.is_numbered = names is None and all(isinstance(key, int) for group in optimizer.keys for key in group)

@@ -139,10 +139,10 @@ def find(search: Search) -> Directory | NearMiss | None:
         return None
     if is_file(path / LEROBOTS_OPTIMIZER):
         folder = path / "pretrained_model"
-        model = _first(folder, files_in(folder, lenient=True))
+        model = first_model(folder, files_in(folder, lenient=True))
         lost = NearMiss("is LeRobot's, without the model's files", _ADD_MODEL, expected=f"{folder}/model.safetensors")
         return Directory(path, (model,), (path / LEROBOTS_OPTIMIZER,)) if model else lost
-    first = _first(path, names)
+    first = first_model(path, names)
     numbered = {int(match[1] or 0): path / name for name in sorted(names) if (match := _OPTIMIZER.fullmatch(name))}
     optimizers = tuple(numbered[number] for number in sorted(numbered))  # `.bin` before `.pt`, which is the Trainer's
     beside = [path / name for name in names if _OF_A_LOOP.fullmatch(name)]
@@ -154,7 +154,7 @@ def find(search: Search) -> Directory | NearMiss | None:
     is_state = "random_states_0.pkl" in names and bool(optimizers)
     if first is None and (PIPELINE_NAME in names or is_state):  # of diffusers, whose models are called as their folders
         folders = {entry.name: Path(entry.path) for entry in entries if entry.is_dir()}
-        found = {name: _first(folder, files_in(folder, lenient=True)) for name, folder in folders.items()}
+        found = {name: first_model(folder, files_in(folder, lenient=True)) for name, folder in folders.items()}
         models = tuple(ModelFiles(name, one.path) for name, one in sorted(found.items()) if one is not None)
         if models:
             return Directory(path, models, optimizers if is_state else (), own)
@@ -169,7 +169,9 @@ def find(search: Search) -> Directory | NearMiss | None:
         parts = [Part(path / name, is_last=stem != "vit") for stem, name in sorted(apart.items())]
     if not further and MODULES_NAME in names:
         places = {int(m[1]): Path(one.path) for one in entries if one.is_dir() and (m := _MODULE.fullmatch(one.name))}
-        files = {number: _first(folder, files_in(folder, lenient=True)) for number, folder in sorted(places.items())}
+        files = {
+            number: first_model(folder, files_in(folder, lenient=True)) for number, folder in sorted(places.items())
+        }
         parts += [Part(one.path, f"{number}.") for number, one in files.items() if one is not None]
     if plain and not further and not optimizers and STATE_NAME not in names and own is None and not parts:
         return None
@@ -215,7 +217,8 @@ def by_content(path: Path) -> Directory | None:
     return Directory(path, (ModelFiles(model.stem, model),), (optimizer,))
 
 
-def _first(path: Path, names: Collection[str]) -> ModelFiles | None:
+def first_model(path: Path, names: Collection[str]) -> ModelFiles | None:
+    """Return the model of a folder, given the names of its files."""
     for stem, suffix in _STEMS:
         for name in (f"{stem}{suffix}", f"{stem}{suffix}.index.json"):
             if name in names:
