@@ -57,7 +57,7 @@ def read_optimizer(checkpoint: Checkpoint, path: Path) -> OptimizerState:
 def carry_beside(checkpoint: Checkpoint, directory: Path) -> None:
     """Keep what lies beside a model and an optimizer, under the names of its files; not what cannot be read."""
     beside = [Path(entry.path) for folder in FOLDERS for entry in entries_of(directory / folder, lenient=True)]
-    for path in (one for one in beside if _CARRIED.fullmatch(one.name)):
+    for path in (one for one in beside if _CARRIED.fullmatch(one.name) and one.stem not in checkpoint.metadata):
         with suppress(SourceError):
             if path.suffix == ".json":
                 checkpoint.metadata[path.stem] = json_object(path, "content", most=MOST_NBYTES)
