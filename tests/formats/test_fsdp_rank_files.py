@@ -622,14 +622,16 @@ def assert_slots_are_those_of(folder: Path, name: str, names: list[str] | None =
     assert not found.unnamed
 
 
-@pytest.mark.parametrize("place", ["huggingface", ""])
-def test_a_whole_model_is_that_of_ranks_optimizers(place, written, tmp_path):
+@pytest.mark.parametrize(("place", "name"), [("huggingface", "{}"), ("", "{}"), ("", "adam_rank{}.pt")])
+def test_a_whole_model_is_that_of_ranks_optimizers(place, name, written, tmp_path):
     source = written(LLAMA, world_size=2, groups="one")
     folder, expected = copied(source, tmp_path / "run"), zckpt.open(source)
     (folder / place).mkdir(exist_ok=True)
     zckpt.consolidate(folder, folder / place / "model.safetensors")
     for path in folder.glob("model_world_*"):
         path.unlink()
+    for rank, path in enumerate(sorted(folder.glob("optim_world_*"))):
+        path.rename(folder / name.format(path.name if name == "{}" else rank))
     checkpoint = zckpt.open(folder)
     assert any("give --names FILE" in warning for warning in checkpoint.warnings)  # safetensors have no order
     assert_slots_are_those_of(folder, LLAMA, expected.param_groups[0].parameters, ties=False)
@@ -642,6 +644,18 @@ def test_a_whole_model_is_that_of_ranks_optimizers(place, written, tmp_path):
     assert zckpt.verify(folder, deep=True).sound
     zckpt.convert(folder, tmp_path / "three", to="fsdp-rank-files", world_size=3)
     assert_slots_are_those_of(tmp_path / "three", LLAMA, ties=False)
+
+
+def test_a_loops_whole_model_says_the_order(written, tmp_path):
+    source = written(LLAMA, world_size=2, groups="one")
+    folder, expected = tmp_path / "run", zckpt.open(source)
+    folder.mkdir()
+    for rank in (0, 1):
+        shutil.copyfile(source / f"optim_world_size_2_rank_{rank}.pt", folder / f"optimizer_rank{rank}.pt")
+    torch.save(
+        {name: expected.read(name, "weight") for name in expected.param_groups[0].parameters}, folder / "model.pt"
+    )
+    assert_slots_are_those_of(folder, LLAMA, ties=False)
 
 
 def test_pieces_of_fsdp1_beside_a_whole_model_are_refused(written, tmp_path):

@@ -191,7 +191,7 @@ def _read(path: Path, beside: tuple[Path, ...], trackers: tuple[Path, ...]) -> D
     size = said  # 0 for Accelerate's, whose names do not have it
     files = by_size.pop(size)
     world_size = size or 1 + max(rank for ranks in files.values() for rank in ranks)
-    whole = None if MODEL in files else _whole_model(path)
+    whole = None if MODEL in files else whole_model(path)
     if MODEL not in files and whole is None:
         raise UnsupportedError(
             "holds rank files of an optimizer without the model's, which have the names and shapes of the parameters",
@@ -207,12 +207,13 @@ def _read(path: Path, beside: tuple[Path, ...], trackers: tuple[Path, ...]) -> D
     )  # fmt: skip
 
 
-def _whole_model(path: Path) -> ModelDirectory | None:
-    """Return a model in files of its own: verl's, if it is told to write no other, and AReaL's."""
+def whole_model(path: Path) -> ModelDirectory | None:
+    """Return a model in files of its own beside ranks' optimizers: verl's, if it is told to write no other, AReaL's."""
     from zckpt.formats.transformers_trainer.directory import Directory as ModelDirectory
-    from zckpt.formats.transformers_trainer.directory import first_model
+    from zckpt.formats.transformers_trainer.directory import model_beside_optimizer
 
-    found = ((folder, first_model(folder, files_in(folder, lenient=True))) for folder in (path / HUGGINGFACE, path))
+    folders = path / HUGGINGFACE, path
+    found = ((folder, model_beside_optimizer(folder, files_in(folder, lenient=True))) for folder in folders)
     return next((ModelDirectory(folder, (model,)) for folder, model in found if model is not None), None)
 
 

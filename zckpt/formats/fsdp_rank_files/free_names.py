@@ -14,7 +14,7 @@ from pathlib import Path
 
 from zckpt.errors import ShardError, SourceError, UnsupportedError, about, listed
 from zckpt.formats.format import Search
-from zckpt.formats.fsdp_rank_files.directory import MODEL, OPTIMIZER, Directory, complete
+from zckpt.formats.fsdp_rank_files.directory import MODEL, OPTIMIZER, Directory, complete, whole_model
 from zckpt.formats.fsdp_rank_files.held import RankReader, is_share, shares, with_shares
 from zckpt.formats.lost import tensor_of
 from zckpt.formats.suffixes import READ_SUFFIXES
@@ -75,7 +75,8 @@ def find(search: Search, first: str | None = None) -> Directory | None:
                 )
             kind[rank] = Path(file.path)
     world_size = max(sizes)
-    if len(sizes) > 1 or any(len(known) > 1 for known in places) or not kinds[0]:
+    whole = None if kinds[0] else whole_model(search.path)
+    if len(sizes) > 1 or any(len(known) > 1 for known in places) or not (kinds[0] or whole):
         raise UnsupportedError(
             "holds rank files that are not from one save",
             path=search.path,
@@ -87,7 +88,7 @@ def find(search: Search, first: str | None = None) -> Directory | None:
         complete(search.path, kind, found, world_size) for kind, found in zip((MODEL, OPTIMIZER), kinds, strict=True)
     )
     model, optimizer = (next(iter(known), ()) for known in places)
-    return Directory(search.path, world_size, models, optimizers, places=(model, optimizer))
+    return Directory(search.path, world_size, models, optimizers, places=(model, optimizer), whole=whole)
 
 
 def led(error: SourceError, path: Path) -> SourceError:

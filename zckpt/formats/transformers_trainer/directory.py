@@ -147,9 +147,7 @@ def find(search: Search) -> Directory | NearMiss | None:
     optimizers = tuple(numbered[number] for number in sorted(numbered))  # `.bin` before `.pt`, which is the Trainer's
     beside = [path / name for name in names if _OF_A_LOOP.fullmatch(name)]
     if len(beside) == 1 and not numbered.keys() - {0} and "metadata.pt" not in names:
-        pairs = [ModelFiles(stem, path / f"{stem}{end}") for stem, end in _BESIDE_OPTIMIZER if f"{stem}{end}" in names]
-        first = first or (pairs[0] if len(pairs) == 1 else None)
-        optimizers = tuple(beside)
+        first, optimizers = first or model_beside_optimizer(path, names), tuple(beside)
     own = path / OWN_NAME if OWN_NAME in names else None
     is_state = "random_states_0.pkl" in names and bool(optimizers)
     if first is None and (PIPELINE_NAME in names or is_state):  # of diffusers, whose models are called as their folders
@@ -226,6 +224,12 @@ def first_model(path: Path, names: Collection[str]) -> ModelFiles | None:
     shards = sorted(name for name in names if SHARD.fullmatch(name))
     is_alone = bool(shards) and all(name.endswith(".bin") for name in shards)
     return ModelFiles("model", path / shards[0]) if is_alone else None
+
+
+def model_beside_optimizer(path: Path, names: Collection[str]) -> ModelFiles | None:
+    """Return the model of a folder where an optimizer is, as a program or a loop of one's own may call it."""
+    found = [ModelFiles(stem, path / f"{stem}{end}") for stem, end in _BESIDE_OPTIMIZER if f"{stem}{end}" in names]
+    return first_model(path, names) or (found[0] if len(found) == 1 else None)
 
 
 def _near(path: Path, names: set[str], entries: Iterable[os.DirEntry[str]], *, has_optimizer: bool) -> NearMiss | None:
