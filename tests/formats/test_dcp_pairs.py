@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 import zckpt
 from tests.refusals import refusing
@@ -75,6 +76,31 @@ def test_an_adapter_is_read_with_its_optimizer(tmp_path):
     for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=True):
         assert not one.requires_grad or torch.equal(one, other), name
         assert all(torch.equal(its.state[other][key], value) for key, value in optimizer.state[one].items()), name
+
+
+def test_values_with_folders_of_their_own_are_carried(tmp_path):
+    """As Cosmos has it: `model`, `optim`, `scheduler` and `trainer` by DCP, for each iteration."""
+    model, optimizer = trained(lambda: nn.Linear(3, 2))
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    parts = {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, optimizer, options=options),
+        "scheduler": {"last_epoch": 7},
+        "trainer": {"iteration": 7, "grad_scaler": {"scale": 2.0}, "rng": torch.arange(5)},
+    }
+    for name, part in parts.items():
+        dcp.save(part, checkpoint_id=tmp_path / "checkpoints" / "iter_000000007" / name)
+    (tmp_path / "checkpoints" / "latest_checkpoint.txt").write_text("iter_000000007")
+    checkpoint = zckpt.open(tmp_path / "checkpoints")
+    for name, one in model.named_parameters():
+        assert torch.equal(checkpoint.read(name, "weight"), one)
+        assert torch.equal(checkpoint.read(name, "exp_avg"), optimizer.state[one]["exp_avg"])
+    assert {*checkpoint.metadata} == {"scheduler", "trainer"}
+    assert not take_inventory(checkpoint).left_out
+    assert zckpt.verify(tmp_path / "checkpoints", deep=True).sound
+    zckpt.convert(tmp_path / "checkpoints", tmp_path / "dcp", to="dcp")
+    found = zckpt.diff(tmp_path / "checkpoints", tmp_path / "dcp")
+    assert found.equal
 
 
 @pytest.mark.parametrize(("made", "file"), [

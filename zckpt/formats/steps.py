@@ -1,7 +1,7 @@
 """Which checkpoint of a run was saved last, where a program keeps one beside the other and names them by their step.
 
 RUN/step-N/                           torchtitan: a DCP directory for each step; it goes on from the last that is whole
-RUN/stepN/                            OLMo-core: the same, of DCP in a folder below
+RUN/stepN/, iter_N/                   OLMo-core, Cosmos: the same, of DCP in folders below
 RUN/epE-baB/                          Composer, sharded: the same, by epoch and batch
 RUN/epE-baB-rank0.pt                  Composer, whole: a file of torch.save
 RUN/latest-rank0.pt -> epE-baB...     Composer's link to the one that it saved last
@@ -28,6 +28,7 @@ POINTER = "last_checkpoint"
 
 _TITAN = re.compile(r"step-([0-9]{1,18})")
 _OLMO = re.compile(r"step([0-9]{1,18})")
+_COSMOS = re.compile(r"iter_([0-9]{1,18})")
 _COMPOSER = re.compile(r"ep([0-9]{1,18})-ba([0-9]{1,18})")
 _COMPOSER_FILE = re.compile(r"ep([0-9]{1,18})-ba([0-9]{1,18})-rank0\.pt")
 
@@ -60,7 +61,7 @@ def last_folder(run: Path, is_whole: Callable[[Path], bool]) -> LastStep | NearM
     names = [entry.name for entry in entries_of(run)]
     by_program = [
         {name: _order(match) for name in names if (match := pattern.fullmatch(name)) and (run / name).is_dir()}
-        for pattern in (_TITAN, _COMPOSER, _OLMO)
+        for pattern in (_TITAN, _COMPOSER, _OLMO, _COSMOS)
     ]
     whole = [{name: at for name, at in found.items() if is_whole(run / name)} for found in by_program]
     if not any(whole):

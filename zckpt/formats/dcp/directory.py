@@ -11,6 +11,7 @@ DIR/{model,weights,...}/, {optim,optimizer}/.metadata     NeMo Automodel, NeMo R
                                                           each, or below it, the model's of DCP or safetensors,
                                                           or an adapter's
 DIR/pretrained_model/..., training_state/optimizer_0/     LeRobot: the same two
+DIR/model/, optim/, scheduler/, trainer/                  Cosmos: values, too, have a folder each
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MEGATRON_MARK = b'"sharded_backend"'
 
 HEAD_NBYTES = 4096
 
-OLMO_NAME = "model_and_optim"
+OLMO_NAME, MODEL = "model_and_optim", "model"
 
 _OWN = re.compile(r"\.metadata|zckpt\.pt|__(0|[1-9][0-9]*)_(0|[1-9][0-9]*)\.distcp")
 _FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_([0-9]{1,4})")
@@ -87,15 +88,15 @@ def find(path: Path) -> Directory | None:
 
 
 def _pair(path: Path) -> dict[str, Path]:
-    """Return the folders of an optimizer and of its model, which may lie around it; none if there are not just two."""
+    """Return the folders of an optimizer and of its model, which may lie around it, and of values beside `model`."""
     below = {one.name: one for one in folders_in(path)}
     optimizer = {name: found for name, one in below.items() if _OPTIMIZER.fullmatch(name) and (found := _part(one))}
     if len(optimizer) != 1 or not is_whole(next(iter(optimizer.values()))):
         return {}
-    models = {"model": path} if is_model(path) else {
+    models = {MODEL: path} if is_model(path) else {
         name: found for name, one in below.items() if name not in optimizer and (found := _part(one))
     }  # fmt: skip
-    return {**models, **optimizer} if len(models) == 1 else {}
+    return {**models, **optimizer} if len(models) == 1 or MODEL in models else {}
 
 
 def _part(folder: Path) -> Path | None:
