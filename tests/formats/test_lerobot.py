@@ -24,7 +24,12 @@ OPTIMIZER = "training_state/optimizer_state.safetensors"
 
 @pytest.fixture
 def saved(tmp_path):
-    return Path(shutil.copytree(OTHER / "lerobot_adamw" / "ckpt", tmp_path / "checkpoints" / "000003"))
+    """A step, whose optimizer has two param groups, so that shapes do not tell its numbers."""
+    found = Path(shutil.copytree(OTHER / "lerobot_adamw" / "ckpt", tmp_path / "checkpoints" / "000003"))
+    beside = found / "training_state" / "optimizer_param_groups.json"
+    [group] = json.loads(beside.read_text())
+    beside.write_text(json.dumps([{**group, "params": [0, 1]}, {**group, "params": [2, 3, 4, 5, 6], "name": "other"}]))
+    return found
 
 
 def model() -> torch.nn.Module:
@@ -45,6 +50,11 @@ def test_every_element_is_where_it_was(saved, tmp_path):
     zckpt.convert(saved, tmp_path / "zckpt", to="zckpt", names=NAMES)
     assert zckpt.diff(checkpoint, tmp_path / "zckpt").equal
     assert {*zckpt.open(tmp_path / "zckpt").metadata} == CARRIED
+
+
+def test_where_one_order_fits_numbers_have_names():
+    checkpoint = zckpt.open(OTHER / "lerobot_adamw" / "ckpt")
+    assert (checkpoint.param_groups[0].parameters, checkpoint.warnings) == (NAMES, [])
 
 
 def test_a_live_model_says_whose_the_state_is(saved):
