@@ -16,10 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.overrides import TorchFunctionMode
 
 from tests.megatron_families import FAMILIES
@@ -357,6 +361,54 @@ def saved(rank: int, world: int, spec: Spec, run: Path) -> None:
     live = Live(spec)
     live.train_at_random(2)
     live.save(run)
+
+
+def saved_by_torch(rank: int, world: int, spec: Spec, run: Path) -> dict[str, torch.Tensor]:
+    """Train a model under torch's FSDP2 and save it by torch's DCP (`--ckpt-format torch_dcp`); return what it has."""
+    patch()
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(3)
+    live: Any = object.__new__(Live)
+    live.spec, live.state = spec, parallel_state
+    model = live._model()
+    model.config.transformer_impl = "local"  # so that it does not shard linear layers within sharded layers
+    with mock.patch.object(fsdp.DeviceMesh, "from_group", return_value=init_device_mesh("cpu", (world,))):
+        wrapped = fsdp.TorchFullyShardedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    options = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1, bf16=spec.bf16, clip_grad=0.0,
+                              params_dtype=spec.dtype)  # fmt: skip
+    optimizer = get_megatron_optimizer(options, [wrapped])
+    noise = torch.Generator().manual_seed(5)
+    for _ in range(2):
+        for one in model.parameters():
+            drawn = torch.randn(one.shape, generator=noise).to(one.dtype)
+            one.grad = distribute_tensor(drawn, one.device_mesh, one.placements)
+        optimizer.step()
+    content = {
+        "args": argparse.Namespace(ckpt_format="torch_dcp", num_layers=spec.layers),
+        "checkpoint_version": 3.0,
+        "iteration": 2,
+        "model": wrapped.state_dict_for_save_checkpoint(),
+        "optimizer": optimizer.state_dict(),
+    }
+    folder = run / "iter_0000002"
+    dcp.save(state_dict=content, storage_writer=dcp.FileSystemWriter(str(folder)))
+    if rank == 0:
+        (run / "latest_checkpointed_iteration.txt").write_text("2")
+    [only] = getattr(optimizer, "chained_optimizers", [optimizer])
+    names = {one: name for name, one in model.named_parameters()}
+    found = {f"weight/{name}": one for one, name in names.items()}
+    for ones, masters in zip(only.float16_groups, only.fp32_from_float16_groups, strict=True):
+        for one, master in zip(ones, masters, strict=True):
+            found[f"master/{names[one]}"] = master
+            found |= {f"{slot}/{names[one]}": value for slot, value in only.optimizer.state[master].items()}
+    return {key: getattr(one.detach(), "full_tensor", one.detach)() for key, one in found.items()}
 
 
 def loaded(

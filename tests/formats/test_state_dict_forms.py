@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import shutil
 from collections import defaultdict
@@ -778,3 +779,61 @@ def test_a_model_that_is_carried_into_dcp_is_no_part_of_the_model_there(tmp_path
     its = torch.optim.AdamW(again.parameters())
     zckpt.load(tmp_path / "dcp", model=again, optimizer=its)
     assert torch.equal(its.state[again.weight]["exp_avg"], optimizers["G"].state[models["G"].weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("is_dcp", [False, True])
+@pytest.mark.parametrize("key", ["fp32_from_fp16_params", "fp32_from_fp16", "fp32_groups"])
+def test_masters_beside_an_optimizer_are_its_parameters(key, is_dcp, tmp_path):
+    """Of Megatron's and Apex's optimizers of 16 bits. Where shapes leave a choice, masters tell which is which."""
+    path, model, masters, optimizer = mixed(tmp_path, key, is_dcp=is_dcp)
+    opened = zckpt.open(path)
+    for (name, weight), master in zip(model.named_parameters(), masters, strict=True):
+        assert torch.equal(opened.read(name, "weight"), weight)
+        assert torch.equal(opened.read(name, "master"), master)
+        assert torch.equal(opened.read(name, "exp_avg"), optimizer.state[master]["exp_avg"])
+    assert not opened.unnamed
+    assert key not in str(list(opened.metadata))
+    assert zckpt.verify(path).sound
+    items = zckpt.inspect(path, include_inventory=True).as_dict()["inventory"]["items"]
+    assert [one for one in items if one["fate"] == "left out"] == []
+    zckpt.convert(path, tmp_path / "again", to="dcp", verify=True)
+    assert zckpt.diff(path, tmp_path / "again").equal
+    zckpt.strip(path, tmp_path / "kept", keep_slots=["exp_avg"])
+    assert torch.equal(zckpt.open(tmp_path / "kept").read("0.weight", "master"), masters[0])
+    zckpt.strip(path, tmp_path / "small", optimizer=True)
+    slots = {slot for one in zckpt.open(tmp_path / "small").parameters.values() for slot in one.slots}
+    assert slots == {"weight"} if is_dcp else {"weight", "master"}  # without which its own program would not load it
+
+
+@pytest.mark.parametrize("is_dcp", [False, True])
+@pytest.mark.parametrize("lacks", ["a master", "a list"])
+def test_masters_of_only_some_parameters_are_carried(lacks, is_dcp, tmp_path):
+    path, *_ = mixed(tmp_path, "fp32_from_fp16_params", is_dcp=is_dcp, lacks=lacks)
+    opened = zckpt.open(path)
+    assert all("master" not in one.slots for one in opened.parameters.values())
+    assert "optimizer" in str(list(opened.metadata))
+
+
+def mixed(
+    tmp_path: Path, key: str, *, is_dcp: bool, lacks: str = ""
+) -> tuple[Path, nn.Module, list[torch.Tensor], torch.optim.Optimizer]:
+    """Save a bfloat16 model that an optimizer of masters in two groups has trained."""
+    model = body(5, 4, 4, 4, 1).bfloat16()
+    masters = [one.detach().float() for one in model.parameters()]
+    groups = [[one for one in masters if one.dim() == axes] for axes in (2, 1)]
+    optimizer = torch.optim.AdamW([{"params": its, "weight_decay": 0.1 * at} for at, its in enumerate(groups)])
+    for _ in range(2):
+        for one in masters:
+            one.grad = torch.randn_like(one)
+        optimizer.step()
+    for one, master in zip(model.parameters(), masters, strict=True):
+        one.data.copy_(master)
+    lists = groups[:1] if lacks == "a list" else [groups[0], groups[1][1:]] if lacks else groups
+    held = {"optimizer": optimizer.state_dict(), key: lists, "loss_scaler": argparse.Namespace(cur_scale=2.0)}
+    content = {"model": model.state_dict(), "optimizer": held, "iteration": 2}
+    path = tmp_path / ("dcp" if is_dcp else "file.pt")
+    if is_dcp:
+        dcp.save(content, checkpoint_id=path)
+    else:
+        torch.save(content, path)
+    return path, model, masters, optimizer

@@ -9,7 +9,7 @@ import torch
 
 import zckpt
 from tests import gloo
-from tests.megatron_core import Spec, filed, legacy_loaded, legacy_saved, loaded, saved
+from tests.megatron_core import Spec, filed, legacy_loaded, legacy_saved, loaded, saved, saved_by_torch
 from tests.truth import Truth, assert_same
 
 pytestmark = pytest.mark.interop
@@ -50,6 +50,20 @@ def test_an_optimizer_without_masters_is_none_within_another(tmp_path):
     [[(theirs, before), (ours, after)]] = gloo.run(loaded, 1, [(spec, one) for one in folders], fresh=True)
     assert_equal_state(ours, theirs)
     assert after == before
+
+
+@pytest.mark.parametrize("spec", [Spec(), Spec(llama=False, groups=4)], ids=["llama", "gpt"])
+def test_what_its_fsdp2_saved_by_torchs_dcp_is_loaded_as_its_own_format(spec, tmp_path):
+    """Masters lie in lists beside an optimizer that numbers its parameters; norms alike are told by what these are."""
+    truth = gloo.run(saved_by_torch, 2, spec, tmp_path / "run", fresh=True)[0]
+    source = zckpt.open(tmp_path / "run")
+    found = {f"{slot}/{one.name}": source.read(one.name, slot) for one in source.tensors() for slot in one.slots}
+    assert_equal_state(found, truth)
+    zckpt.convert(source, tmp_path / "again", to="megatron", verify=True)
+    [[(state, losses)]] = gloo.run(loaded, 1, [(spec, tmp_path / "again" / STEP)], fresh=True)
+    kept = {f"{slot}/{filed(name)}": one for key, one in truth.items() for slot, _, name in [key.partition("/")]}
+    assert_equal_state(state, {key: one for key, one in kept.items() if not key.startswith("step/")})
+    assert all(0 < one < 10 for one in losses)
 
 
 @pytest.mark.nightly

@@ -22,8 +22,9 @@ from zckpt.formats.torch_files.attach import attach as attach_state
 from zckpt.formats.torch_files.attach import names_of
 from zckpt.formats.torch_files.optimizer import OptimizerState, joined, parse, unflattened
 from zckpt.formats.torch_files.tensors import TensorItem, with_scalars
+from zckpt.formats.torch_files.writer import in_pieces
 from zckpt.immutable import mutable
-from zckpt.state import WEIGHT, Checkpoint, GivenNames, by_key, list_of
+from zckpt.state import MASTER, WEIGHT, Checkpoint, GivenNames, by_key, list_of
 from zckpt.torchfile import FromFile, has_tensors
 
 
@@ -83,7 +84,8 @@ def read_optimizer(part: OptimizerPart, names: Collection[str], source: str, war
                 raise UnsupportedError(f"state of parameters that are in no param group: {shown}")
             tree[GROUPS][0][PARAMS] = [*members, *absent]
             warnings.append(f"no param group lists {shown}, which have state; they are added to the only group")
-        return Optimizer(part.path, part.names, where, parse(tree, where), others)
+        masters = [in_pieces(item.key, item.slot(MASTER)) for item in part.masters.values()]
+        return Optimizer(part.path, part.names, where, parse(tree, where, masters), others)
 
 
 def hyperparameters(content: Mapping[str | int, Node]) -> dict[str, object]:
@@ -132,10 +134,10 @@ def attach(
         found = dict(state.names)
         if not one.state.names:
             own = {number: name for (at, number), name in given.items() if numbered[at] is one}
-            own = own or names_of(checkpoint, one.state, taken=before, orders=orders)
+            own = own or names_of(checkpoint, one.state, one.where, taken=before, orders=orders)
             alike = _alike(checkpoint) if len(own) < (count := len(one.state.every_number)) else []
             if alike and count == len(checkpoint.parameters) - len(alike[1:]):
-                own = names_of(checkpoint, one.state, taken=alike[1:], orders=orders)
+                own = names_of(checkpoint, one.state, one.where, taken=alike[1:], orders=orders)
                 said = f"{listed(alike[1:])} has the elements of {alike[0]}, and is taken for another name of it"
                 checkpoint.warnings.append(said)
             before |= set(own.values())

@@ -35,7 +35,7 @@ from zckpt.formats.remainder import names_of_models, of_modules
 from zckpt.formats.safetensors import file as safetensors
 from zckpt.formats.safetensors import shards
 from zckpt.formats.suffixes import OWN_NAME
-from zckpt.formats.torch_files.optimizer import looks_like_optimizer, optimizer_rules
+from zckpt.formats.torch_files.optimizer import MASTERS, looks_like_optimizer, optimizer_rules
 from zckpt.formats.torch_files.reader import COMPOSERS_STEP, STEP_KEYS
 from zckpt.formats.torch_files.tensors import TensorItem, carried, describe, holds_tensors, scalars_in
 from zckpt.immutable import immutable
@@ -150,7 +150,8 @@ def fill(
         return
     for one in optimizers:
         checkpoint.optimizer_metadata.update({key: carry(node) for key, node in one.others.items()})
-    for at, node in _rest(root, (), {*model_paths}, {*optimizer_paths}):
+    masters = {(*one.path[:-1], key) for one in optimizers if one.state.masters for key in MASTERS}
+    for at, node in _rest(root, (), {*model_paths}, {*optimizer_paths, *masters}):
         checkpoint.metadata[joined(at)] = carry(node)
 
 

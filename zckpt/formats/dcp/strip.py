@@ -134,6 +134,8 @@ def _state(part: OptimizerPart, names: frozenset[str]) -> Iterator[tuple[str, st
         for parameter, its in state.items():
             for slot, node in its.items() if isinstance(its, dict) else (("", its),):
                 yield str(parameter), str(slot), node
+    for parameter, item in part.masters.items():
+        yield str(parameter), MASTER, item
 
 
 def without_items(within: str, metadata: Metadata, dropped: Dropped, request: Request) -> Iterator[Rewritten]:

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field, replace
+from itertools import chain
 from typing import TypeGuard
 
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
 from zckpt.formats.torch_files.content import EXTRA_STATE
+from zckpt.formats.torch_files.optimizer import MASTERS
 from zckpt.formats.torch_files.tensors import TensorItem, carried, holds_tensors, slot_of
 from zckpt.formats.torch_files.writer import in_pieces
 from zckpt.immutable import immutable
@@ -148,16 +150,13 @@ OPTIMIZER = "optimizer"
 
 @immutable
 class OptimizerPart:
-    """An optimizer found in the saved dict.
-
-    `is_flat`: whether keys are joined, as `flatten_optimizer_state_dict` joins them; `names`: of its parameters; empty
-    where it only numbers them.
-    """
+    """An optimizer found in the saved dict."""
 
     path: Keys
     node: Branch
-    is_flat: bool
-    names: frozenset[str]
+    is_flat: bool  # whether keys are joined, as `flatten_optimizer_state_dict` joins them
+    names: frozenset[str]  # of its parameters; empty where it only numbers them
+    masters: Mapping[object, TensorItem] = field(default_factory=dict)  # by number or name, of those beside it
 
 
 @immutable(eq=False)
@@ -193,7 +192,19 @@ def _optimizers(node: Node, path: Keys, seen: set[int], tensors: set[str]) -> It
             yield OptimizerPart(path, content, is_flat, frozenset(names))
             return
     for step, child in content.items():
-        yield from _optimizers(child, (*path, step), seen, tensors)
+        for part in _optimizers(child, (*path, step), seen, tensors):
+            yield replace(part, masters=_masters(part.node, content)) if part.path == (*path, step) else part
+
+
+def _masters(optimizer: Branch, outer: Branch) -> dict[object, TensorItem]:
+    """Return the masters that a dict has beside its optimizer, by number or name; none if some parameter has none."""
+    groups = map(branch, (branch(optimizer.get(GROUPS)) or {}).values())
+    labels = [list_of(getattr((group or {}).get(PARAMS), "node", None)) for group in groups]
+    lists = next((its for key in MASTERS if (its := branch(outer.get(key)))), {})
+    every = [branch(its) or {} for _, its in sorted(lists.items())]
+    items = [item for its in every for _, item in sorted(its.items()) if isinstance(item, TensorItem)]
+    is_each = list(map(len, every)) == list(map(len, labels)) and len(items) == sum(map(len, labels))
+    return dict(zip(chain(*labels), items, strict=True)) if is_each else {}
 
 
 def _nested_names(node: Branch) -> list[str] | None:

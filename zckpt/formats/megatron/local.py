@@ -16,17 +16,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zckpt.compare.weights import rounds_to
-from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about, listed
+from zckpt.errors import LayoutError, UnsupportedError, about, listed
 from zckpt.evidence import Evidence, in_order
 from zckpt.formats.megatron.buckets import Buffer, Member, gathered, gathered_rules, lay_out, unproven
 from zckpt.formats.megatron.names import is_expert
 from zckpt.formats.megatron.optimizer import EXPERTS, MASTERS, Held
 from zckpt.formats.torch_files.attach import attach
-from zckpt.formats.torch_files.optimizer import OptimizerState, joined, optimizer_rules, parse
+from zckpt.formats.torch_files.optimizer import OptimizerState, joined, masters_of, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, by_key, dict_of
 from zckpt.state.inventory import ANY, IMPLIED, REST, Rule
-from zckpt.torchfile import Tensor, TorchFile
+from zckpt.torchfile import TorchFile
 
 GRADIENTS = "gradients"
 """Under which the details have their types by the weights', where they are not float32."""
@@ -41,17 +41,11 @@ def attach_plain(checkpoint: Checkpoint, every: Sequence[Held], path: str) -> tu
     """
     several = []
     for one in every:
-        state, lists = parse(one.node, path), one.outer.get(MASTERS)
-        if lists is not None and (not isinstance(lists, list) or len(lists) != len(state.groups)):
-            raise DamagedFileError("masters and param groups disagree", expected=f"{len(state.groups)} lists")
-        masters: dict[int, Tensor] = {}  # by number; each group has one for each of its parameters but those of 32 bits
-        for numbers, of_group in zip(state.numbers, lists or (), strict=lists is not None):
-            own = [one for one in of_group if isinstance(one, Tensor)] if isinstance(of_group, list) else []
-            if len(own) != len(numbers) or len(own) != len(of_group):
-                raise UnsupportedError("has masters for only some parameters of a group",
-                                       expected=f"{len(numbers)} tensors", found=len(own))  # fmt: skip
-            masters |= dict(zip(numbers, own, strict=True))
-        several.append((None, "", OptimizerState(state.state, state.groups, masters)))
+        state = parse(one.node, path, masters_of(one.outer, one.node))
+        if one.outer.get(MASTERS) is not None and len(state.masters) < len(state.every_number):
+            raise UnsupportedError("does not have a master for each parameter of each group",
+                                   expected=f"{len(state.groups)} lists of tensors")  # fmt: skip
+        several.append((None, "", state))
     whole = joined(several)
     certain = _names(checkpoint, whole)
     unknown = [number for number in whole.every_number if number not in certain]

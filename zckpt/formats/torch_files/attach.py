@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -46,9 +46,6 @@ from zckpt.torchfile import (
     node_of,
 )
 
-Sample = Callable[[Tensor, str], bool]
-"""Whether a master rounds to the model's tensor of this name, as far as a sample of both can tell."""
-
 
 def attach(
     checkpoint: Checkpoint,
@@ -56,7 +53,6 @@ def attach(
     path: str,
     *,
     names: GivenNames = None,
-    sample: Sample | None = None,
     certain: Mapping[int, str] | None = None,
     orders: Orders = in_order_or_sorted,
     known: Collection[str] = ("params", "param_names"),
@@ -75,8 +71,6 @@ def attach(
         The file that holds it.
     names : sequence of str, optional
         Names by number, from the user.
-    sample : callable, optional
-        Tells by values whether a master belongs to a weight.
     certain : mapping of int to str, optional
         The names that are certain, by number, where they have been found already.
     orders : callable
@@ -96,7 +90,7 @@ def attach(
     found = {} if labels else certain
     if found is None:
         with about(path):
-            found = names_of(checkpoint, optimizer, names, sample=sample, orders=orders)
+            found = names_of(checkpoint, optimizer, path, names, orders=orders)
     labels |= without(optimizer.names, *found)
     for group, numbers in zip(optimizer.groups, optimizer.numbers, strict=True):
         index, members = len(checkpoint.param_groups), []
@@ -206,14 +200,15 @@ Fewer may have been written one by one, in any order.
 def names_of(
     checkpoint: Checkpoint,
     optimizer: OptimizerState,
+    path: str,
     names: GivenNames = None,
     *,
     taken: Collection[str] = (),
-    sample: Sample | None = None,
     orders: Orders | None = in_order_or_sorted,
 ) -> dict[int, str]:
     """Return the names that are certain, by number; parameters are as of `attach`, those `taken` are another's.
 
+    Where shapes leave a choice, a sample of masters tells: each rounds to its weight.
     `orders`: none where the checkpoint has the parameters in an order that is not the model's.
     """
     numbers = optimizer.every_number
@@ -243,8 +238,10 @@ def names_of(
 
     @cache
     def rounds(number: int, name: str) -> bool:
-        master = optimizer.masters.get(number)
-        return master is None or sample is None or sample(master, name)
+        from zckpt.compare.weights import rounds_to
+
+        master, weight = optimizer.masters.get(number), checkpoint.parameters[name].weight
+        return master is None or (weight is not None and rounds_to(slot_of(MASTER, master, path), weight))
 
     said = replace(said, factored=False, rules=(is_of, rounds))
     found = said.alone() if orders is None else said.certain(orders)
@@ -252,8 +249,7 @@ def names_of(
     if is_all and not optimizer.masters and not any(optimizer.state.values()):
         return dict(zip(numbers, said.candidates, strict=True))  # any order is right of what has no state
     pairs = sum(count**2 for count in Counter(shapes.values()).values())
-    has_masters = sample is not None and optimizer.masters.keys() >= {*numbers}
-    if len(found) < len(numbers) and has_masters and pairs <= MOST_PAIRS:
+    if len(found) < len(numbers) and optimizer.masters.keys() >= {*numbers} and pairs <= MOST_PAIRS:
         found |= said.alone()
     return found
 

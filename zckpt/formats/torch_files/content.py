@@ -28,6 +28,7 @@ from typing import Any, TypeGuard
 from zckpt.errors import about, listed
 from zckpt.evidence import MOST_PERMUTED, NAMES_ADVICE, agree, greatest, may_be_trained, orders_of_models
 from zckpt.formats.torch_files.optimizer import (
+    MASTERS,
     STATE_KEY,
     OptimizerState,
     as_torchs,
@@ -35,8 +36,9 @@ from zckpt.formats.torch_files.optimizer import (
     joined,
     looks_flattened,
     looks_like_optimizer,
+    masters_of,
     optimizer_rules,
-    parse_either,
+    parse_held,
     with_rest,
 )
 from zckpt.formats.torch_files.tensors import identity_of
@@ -165,7 +167,8 @@ class Content:
                 rest[key] = value
             elif key in gone and (key,) not in inner and isinstance(value, (Mapping, list, tuple)):  # beside those read
                 several = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
-                beside = {step: one for step, one in several.items() if (key, step) not in inner}
+                masters = MASTERS if any(one.state.masters for one in self.optimizers) else ()
+                beside = {step: one for step, one in without(several, *masters).items() if (key, step) not in inner}
                 rest.update({key: beside} if beside else {})
         return rest
 
@@ -375,8 +378,10 @@ def _optimizers(base: Node, at: Place, path: Path) -> dict[object, list[Held]]:
         taken = {step: one for step, one in inside.items() if _is_optimizer(one)}
         if taken and (len(taken) == len(inside) or all(map(is_leaf, without(inside, *taken).values()))):
             found[key] = [_held(one, (*at, key, *step), path, *map(str, step)) for step, one in taken.items()]
-        elif words(key) & _OPTIMIZERS and innermost(value):
+        elif words(key) & _OPTIMIZERS and (way := innermost(value)):
             found[key] = [_held(value, (*at, key), path)]
+            if len(way) == 1 and masters_of(value, value_at(value, way)):  # of which a plain optimizer takes all
+                found[key][0].path += way
     return found
 
 
@@ -386,7 +391,7 @@ def _is_optimizer(node: object) -> bool:
 
 def _held(node: object, place: Place, path: Path, name: str = "") -> Held:
     with about(path):
-        state = parse_either(value_at(node, innermost(node)), str(path), carries=True)
+        state = parse_held(node, str(path))
         return Held(place, state, looks_flattened(node), name)
 
 

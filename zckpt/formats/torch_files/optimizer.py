@@ -30,6 +30,7 @@ from zckpt.state import (
     are_distinct,
     are_texts,
     dict_of,
+    list_of,
     number_of,
     without,
 )
@@ -62,6 +63,9 @@ OPTIMIZERS = "optimizers"
 BESIDE = "beside_state"
 """Under which optimizer metadata have what its state dict has beside state of parameters; `optim/states/beside`."""
 
+
+MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16", "fp32_groups")
+"""Under which Megatron, Apex's FP16_Optimizer and DeepSpeed's have a list of masters for each param group of theirs."""
 
 LBFGS = frozenset({"old_dirs", "old_stps", "prev_flat_grad"})
 
@@ -162,7 +166,7 @@ def with_rest(optimizer: OptimizerState, node: object, *others: object) -> Optim
     def rest_of(tree: Mapping[Any, Any], at: Place) -> dict[Any, Any]:
         if not at:
             return without(tree, STATE_KEY, GROUPS_KEY, FORM_KEY, *others) | optimizer.rest
-        return {**tree, at[0]: rest_of(tree[at[0]], at[1:])}
+        return {**without(tree, *(MASTERS if optimizer.masters else ())), at[0]: rest_of(tree[at[0]], at[1:])}
 
     at = innermost(node)
     if not at and not looks_like_optimizer(node):
@@ -173,7 +177,7 @@ def with_rest(optimizer: OptimizerState, node: object, *others: object) -> Optim
 def innermost(node: object, deep: int = 4) -> Place:
     """Return the keys that lead to the state dict of the optimizer that another holds, as SAM and Lookahead do.
 
-    Not where lists lie beside it, or objects: those of DeepSpeed, Megatron and Apex are masters, or partitions.
+    Not where lists lie beside it, or objects, and no masters: those of DeepSpeed are partitions.
     """
     others = without(node, STATE_KEY, GROUPS_KEY).items() if isinstance(node, dict) and deep else ()
     held = [(key, *at) for key, one in others if (at := innermost(one, deep - 1)) or looks_like_optimizer(one)]
@@ -186,8 +190,18 @@ def innermost(node: object, deep: int = 4) -> Place:
     if looks_like_optimizer(node):
         is_its = sizes(node) == sizes(value_at(node, held[0]))
     else:
-        is_its = all(isinstance(one, dict) or is_leaf(one) for _, one in others)
+        has_masters = bool(masters_of(value_at(node, held[0][:-1]), value_at(node, held[0])))
+        is_its = has_masters or all(isinstance(one, dict) or is_leaf(one) for _, one in others)
     return held[0] if is_its else ()
+
+
+def masters_of(outer: object, optimizer: object) -> list[Tensor]:
+    """Return the masters beside an optimizer, in the order of its groups; none if some parameter has none."""
+    lists = list_of(next((one for key in MASTERS if (one := dict_of(outer).get(key)) is not None), None))
+    groups = list_of(dict_of(optimizer).get(GROUPS_KEY))
+    every = [one for its in lists for one in list_of(its)]
+    is_each = [len(list_of(its)) for its in lists] == [len(list_of(dict_of(group).get("params"))) for group in groups]
+    return every if is_each and all(isinstance(one, Tensor) for one in every) else []
 
 
 def optimizer_rules(*path: str, rest: Mapping[Any, Any] = EMPTY, at: Place = ()) -> tuple[Rule, ...]:
@@ -291,6 +305,15 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = (), *, carries: b
 def parse_either(node: object, path: str, *, carries: bool = False) -> OptimizerState:
     """Bring a state dict to one form, whether or not its keys are joined; errors are those of `parse`."""
     return parse(unflattened(node, path) if looks_flattened(node) else node, path, carries=carries)
+
+
+def parse_held(node: object, path: str) -> OptimizerState:
+    """Bring an optimizer to one form, or the one that it holds, with masters beside that; errors as of `parse`."""
+    at = innermost(node)
+    if not at:
+        return parse_either(node, path, carries=True)
+    held = value_at(node, at)
+    return parse(held, path, masters_of(value_at(node, at[:-1]), held), carries=True)
 
 
 def check_hyperparameters(mine: Sequence[Mapping[str, Any]], its: Sequence[Mapping[str, Any]], rank: int) -> None:

@@ -21,7 +21,7 @@ from zckpt.formats.remainder import KEY, names_in, remainder_rules, restore
 from zckpt.formats.safetensors.file import refuse_twice
 from zckpt.formats.torch_files.attach import attach
 from zckpt.formats.torch_files.content import content_of, dtypes_of, is_state_dict
-from zckpt.formats.torch_files.optimizer import OptimizerState, innermost, optimizer_rules, parse, with_rest
+from zckpt.formats.torch_files.optimizer import OptimizerState, optimizer_rules, parse_held, with_rest
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
 from zckpt.state import WEIGHT, Checkpoint, GivenNames, Parameter, dict_of, without
 from zckpt.state.inventory import CARRIED, IMPLIED, Rule
@@ -175,8 +175,7 @@ def read_optimizer(checkpoint: Checkpoint, path: Path) -> OptimizerState:
     """Read a file of an optimizer by itself, and add it to a checkpoint's files; errors are those of `parse`."""
     file = read_torchfile(path)
     refuse_share(file)
-    held = value_at(file.root, innermost(file.root))
-    state = with_rest(parse(held, str(path), carries=True), file.root)
+    state = with_rest(parse_held(file.root, str(path)), file.root)
     rules = optimizer_rules(rest=state.rest, at=state.at.get(None, ()))
     checkpoint.files.append(describe(file, "optimizer", rules=rules))
     return state

@@ -111,15 +111,7 @@ class Numbered:
             if found is not None:
                 attach(checkpoint, found[0], path, certain=found[1])
             return found is not None
-
-        def rounds_to_weight(master: Tensor, name: str) -> bool:
-            from zckpt.compare.weights import rounds_to
-
-            weight = checkpoint.parameters[name].weight
-            return weight is not None and rounds_to(slot_of(MASTER, master, path), weight)
-
-        sample = rounds_to_weight if state.masters else None
-        attach(checkpoint, state, path, names=names, sample=sample, orders=orders)
+        attach(checkpoint, state, path, names=names, orders=orders)
         return True
 
     def _unflattened(
