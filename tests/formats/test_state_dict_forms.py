@@ -806,6 +806,18 @@ def test_masters_beside_an_optimizer_are_its_parameters(key, is_dcp, tmp_path):
 
 
 @pytest.mark.parametrize("is_dcp", [False, True])
+@pytest.mark.parametrize("lacks", ["its weight", "its shape"])
+def test_masters_that_no_weight_tells_keep_their_number(lacks, is_dcp, tmp_path):
+    path, model, masters, _ = mixed(tmp_path, "fp32_from_fp16_params", is_dcp=is_dcp, lacks=lacks)
+    opened = zckpt.open(path)
+    assert "master" not in opened.parameters["0.weight"].slots
+    assert opened.unnamed["0"].slots.keys() >= {"master", "exp_avg"}
+    assert torch.equal(opened.read("1.weight", "master"), masters[2])
+    zckpt.strip(path, tmp_path / "small", optimizer=True)
+    assert torch.equal(zckpt.open(tmp_path / "small").read("0.weight", "weight"), model[0].weight)
+
+
+@pytest.mark.parametrize("is_dcp", [False, True])
 @pytest.mark.parametrize("lacks", ["a master", "a list"])
 def test_masters_of_only_some_parameters_are_carried(lacks, is_dcp, tmp_path):
     path, *_ = mixed(tmp_path, "fp32_from_fp16_params", is_dcp=is_dcp, lacks=lacks)
@@ -828,7 +840,12 @@ def mixed(
         optimizer.step()
     for one, master in zip(model.parameters(), masters, strict=True):
         one.data.copy_(master)
-    lists = groups[:1] if lacks == "a list" else [groups[0], groups[1][1:]] if lacks else groups
+    lists = {
+        "a list": groups[:1],
+        "a master": [groups[0], groups[1][1:]],
+        "its weight": [[masters[0] + 1, *groups[0][1:]], groups[1]],
+        "its shape": [[masters[0].flatten(), *groups[0][1:]], groups[1]],
+    }.get(lacks, groups)
     held = {"optimizer": optimizer.state_dict(), key: lists, "loss_scaler": argparse.Namespace(cur_scale=2.0)}
     content = {"model": model.state_dict(), "optimizer": held, "iteration": 2}
     path = tmp_path / ("dcp" if is_dcp else "file.pt")

@@ -96,7 +96,7 @@ def _without_masters(file: TorchFile) -> Edited:
 
 def _dropped(checkpoint: Checkpoint, metadata: Metadata, request: Request) -> Dropped:
     """Return the items that go."""
-    masters = any(p.master and not p.weight for p in checkpoint.parameters.values())
+    masters = any(p.master and not p.weight for p in checkpoint.all_parameters)
     names = frozenset(checkpoint.wrapped.get(name, name) for name in checkpoint.parameters) | {*checkpoint.parameters}
     items, tensors = read_items(metadata), metadata.tensors
     if items.quantised:
@@ -135,7 +135,7 @@ def _state(part: OptimizerPart, names: frozenset[str]) -> Iterator[tuple[str, st
             for slot, node in its.items() if isinstance(its, dict) else (("", its),):
                 yield str(parameter), str(slot), node
     for parameter, item in part.masters.items():
-        yield str(parameter), MASTER, item
+        yield parameter, MASTER, item
 
 
 def without_items(within: str, metadata: Metadata, dropped: Dropped, request: Request) -> Iterator[Rewritten]:

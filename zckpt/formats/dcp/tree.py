@@ -28,7 +28,7 @@ from zckpt.formats.torch_files.optimizer import MASTERS
 from zckpt.formats.torch_files.tensors import TensorItem, carried, holds_tensors, slot_of
 from zckpt.formats.torch_files.writer import in_pieces
 from zckpt.immutable import immutable
-from zckpt.state import list_of, without
+from zckpt.state import is_floating, list_of, without
 from zckpt.torchfile import FromFile, Tensor, TorchFile, each, node_of
 
 Leaf = TensorItem | ObjectItem
@@ -156,7 +156,7 @@ class OptimizerPart:
     node: Branch
     is_flat: bool  # whether keys are joined, as `flatten_optimizer_state_dict` joins them
     names: frozenset[str]  # of its parameters; empty where it only numbers them
-    masters: Mapping[object, TensorItem] = field(default_factory=dict)  # by number or name, of those beside it
+    masters: Mapping[str, TensorItem] = field(default_factory=dict)  # by number or name, of those beside it
 
 
 @immutable(eq=False)
@@ -196,15 +196,20 @@ def _optimizers(node: Node, path: Keys, seen: set[int], tensors: set[str]) -> It
             yield replace(part, masters=_masters(part.node, content)) if part.path == (*path, step) else part
 
 
-def _masters(optimizer: Branch, outer: Branch) -> dict[object, TensorItem]:
+def _masters(optimizer: Branch, outer: Branch) -> dict[str, TensorItem]:
     """Return the masters that a dict has beside its optimizer, by number or name; none if some parameter has none."""
-    groups = map(branch, (branch(optimizer.get(GROUPS)) or {}).values())
-    labels = [list_of(getattr((group or {}).get(PARAMS), "node", None)) for group in groups]
-    lists = next((its for key in MASTERS if (its := branch(outer.get(key)))), {})
-    every = [branch(its) or {} for _, its in sorted(lists.items())]
-    items = [item for its in every for _, item in sorted(its.items()) if isinstance(item, TensorItem)]
-    is_each = list(map(len, every)) == list(map(len, labels)) and len(items) == sum(map(len, labels))
-    return dict(zip(chain(*labels), items, strict=True)) if is_each else {}
+    groups = [branch(group) or {} for group in _elements(optimizer.get(GROUPS))]
+    labels = [list_of(getattr(group.get(PARAMS), "node", None)) for group in groups]
+    lists = [_elements(its) for its in _elements(next((outer[key] for key in MASTERS if key in outer), None))]
+    items = [item for its in lists for item in its if isinstance(item, TensorItem) and is_floating(item.dtype)]
+    is_each = list(map(len, lists)) == list(map(len, labels)) and len(items) == sum(map(len, labels))
+    return dict(zip(map(str, chain(*labels)), items, strict=True)) if is_each else {}
+
+
+def _elements(node: Node) -> list[Node]:
+    """Return what a list has, in its order; of anything else nothing."""
+    node = branch(node)
+    return [one for _, one in sorted(node.items())] if is_list(node) else []
 
 
 def _nested_names(node: Branch) -> list[str] | None:

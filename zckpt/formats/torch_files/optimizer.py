@@ -30,6 +30,7 @@ from zckpt.state import (
     are_distinct,
     are_texts,
     dict_of,
+    is_floating,
     list_of,
     number_of,
     without,
@@ -201,7 +202,7 @@ def masters_of(outer: object, optimizer: object) -> list[Tensor]:
     groups = list_of(dict_of(optimizer).get(GROUPS_KEY))
     every = [one for its in lists for one in list_of(its)]
     is_each = [len(list_of(its)) for its in lists] == [len(list_of(dict_of(group).get("params"))) for group in groups]
-    return every if is_each and all(isinstance(one, Tensor) for one in every) else []
+    return every if is_each and all(isinstance(one, Tensor) and is_floating(one.dtype) for one in every) else []
 
 
 def optimizer_rules(*path: str, rest: Mapping[Any, Any] = EMPTY, at: Place = ()) -> tuple[Rule, ...]:
