@@ -58,7 +58,7 @@ class Dcp(Strippable):
     reads = (
         (
             "torch.distributed.checkpoint",
-            "DDP, FSDP1, FSDP2, tensor parallel, torchrec; flattened, raw and nested keys",
+            "DDP, FSDP1, FSDP2, tensor parallel, torchrec; flattened, raw and nested keys; Megatron's `torch_dcp`",
         ),
         ("Trainer, Lightning, Accelerate", "the DeepSpeed and DCP directories inside their own"),
         (
