@@ -103,6 +103,13 @@ def test_values_with_folders_of_their_own_are_carried(tmp_path):
     assert found.equal
 
 
+def test_iterations_of_megatron_are_not_those_of_cosmos(tmp_path):
+    """Whose tracker is lost: which of them was saved last, it said."""
+    dcp.save({"model": nn.Linear(3, 2).state_dict()}, checkpoint_id=tmp_path / "run" / "iter_0000007")
+    with refusing(UnknownFormatError, "iter_0000007"):
+        zckpt.open(tmp_path / "run")
+
+
 @pytest.mark.parametrize(("made", "file"), [
     (lambda: nn.Linear(4, 4, bias=False), "model.safetensors"), (Lora, "adapter_model.safetensors"),
 ])  # fmt: skip

@@ -36,6 +36,12 @@ SILENT = {
         "*/rng_state_*.pth",
         "*/train/rank*.pt",
     ): "no file says how many ranks there were; of one before others a warning says it",
+    (
+        "removed",
+        "other/lerobot_adamw/*/rng_state.*",
+        "other/lerobot_adamw/*/scheduler_state.json",
+        "other/lerobot_adamw/*/training_step.json",
+    ): "a training may have none",
     ("removed", "*/scheduler.*", "*/training_args.bin", "*/trainer_state.json"): "a training may have none",
     (
         "removed",

@@ -13,7 +13,6 @@ Source: LeRobot 0.4 and its main branch of August 2026, `optim/optimizers.py`, `
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError, SourceError
@@ -21,7 +20,7 @@ from zckpt.formats.safetensors.file import read_header, rules_of, source_file
 from zckpt.formats.torch_files.optimizer import GROUPS_KEY, STATE_KEY, OptimizerState, parse
 from zckpt.formats.torch_files.writer import in_pieces, view
 from zckpt.state import Checkpoint, Slot, dict_of
-from zckpt.state.inventory import CARRIED, STATE, Claim
+from zckpt.state.inventory import CARRIED, LEFT_OUT, STATE, Claim
 from zckpt.state.names import is_number
 from zckpt.storage.files import entries_of, json_object, json_of
 from zckpt.torchfile import FromFile, Storage, Tensor
@@ -58,7 +57,7 @@ def carry_beside(checkpoint: Checkpoint, directory: Path) -> None:
     """Keep what lies beside a model and an optimizer, under the names of its files; not what cannot be read."""
     beside = [Path(entry.path) for folder in FOLDERS for entry in entries_of(directory / folder, lenient=True)]
     for path in (one for one in beside if _CARRIED.fullmatch(one.name) and one.stem not in checkpoint.metadata):
-        with suppress(SourceError):
+        try:
             if path.suffix == ".json":
                 checkpoint.metadata[path.stem] = json_object(path, "content", most=MOST_NBYTES)
                 checkpoint.claims[str(path)] = Claim(CARRIED, path.stem)
@@ -66,6 +65,8 @@ def carry_beside(checkpoint: Checkpoint, directory: Path) -> None:
             tensors = _tensors(checkpoint, path, "metadata")
             held = {key: in_pieces(key, slot) for key, slot in tensors.items()}
             checkpoint.metadata[path.stem] = FromFile(held, str(path))
+        except SourceError as error:
+            checkpoint.claims[str(path)] = Claim(LEFT_OUT, f"it cannot be read: {error.message}")
 
 
 def _tensors(checkpoint: Checkpoint, path: Path, role: str) -> dict[str, Slot]:

@@ -28,7 +28,7 @@ POINTER = "last_checkpoint"
 
 _TITAN = re.compile(r"step-([0-9]{1,18})")
 _OLMO = re.compile(r"step([0-9]{1,18})")
-_COSMOS = re.compile(r"iter_([0-9]{1,18})")
+COSMOS = re.compile(r"iter_([0-9]{1,18})")
 _COMPOSER = re.compile(r"ep([0-9]{1,18})-ba([0-9]{1,18})")
 _COMPOSER_FILE = re.compile(r"ep([0-9]{1,18})-ba([0-9]{1,18})-rank0\.pt")
 
@@ -61,7 +61,7 @@ def last_folder(run: Path, is_whole: Callable[[Path], bool]) -> LastStep | NearM
     names = [entry.name for entry in entries_of(run)]
     by_program = [
         {name: _order(match) for name in names if (match := pattern.fullmatch(name)) and (run / name).is_dir()}
-        for pattern in (_TITAN, _COMPOSER, _OLMO, _COSMOS)
+        for pattern in (_TITAN, _COMPOSER, _OLMO, COSMOS)
     ]
     whole = [{name: at for name, at in found.items() if is_whole(run / name)} for found in by_program]
     if not any(whole):

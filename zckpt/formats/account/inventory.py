@@ -135,7 +135,7 @@ FOREIGN_RULES = (
         r"[^/]*\.(?:json|txt|model|jinja|jsonl)|[^/]+\.tiktoken", re.IGNORECASE), written=True),
     Foreign("digests of a checkpoint", re.compile(r"fingerprint\.json"), written=True),
     Foreign("a configuration of the model", re.compile(
-        r"(?:config|generation_config|adapter_config|(?:pre)?processor_config|quantize_config|model_index|args)\.json"),
+        r"(?:config|generation_config|train_config|adapter_config|(?:pre)?processor_config|quantize_config|model_index|args)\.json"),
         written=True),
     Foreign("the version of OLMo-core's files", re.compile(r"\.metadata\.json"), written=True),
     Foreign("another configuration", re.compile(r"[^/]+_config\.json")),

@@ -19,7 +19,7 @@ from zckpt.formats.dcp.directory import Directory, find, is_own, is_whole, lacks
 from zckpt.formats.format import ROOTS, TAG, Found, Job, NearMiss, Search, Strippable, Survey, TargetFiles
 from zckpt.formats.latest import is_tag
 from zckpt.formats.options import dtype_option, option
-from zckpt.formats.steps import LastStep, last_folder
+from zckpt.formats.steps import COSMOS, LastStep, last_folder
 from zckpt.immutable import immutable
 from zckpt.storage.ownership import Owned
 
@@ -43,11 +43,17 @@ def _find(path: Path, tag: str | None) -> Directory | NearMiss | None:
     if not path.is_dir() or not (tag is None or is_tag(tag)):
         return None
     directory = find(path if tag is None else path / tag)
-    last = last_folder(path, lambda one: find(one) is not None) if directory is None and tag is None else None
+    last = last_folder(path, _is_step) if directory is None and tag is None else None
     if not isinstance(last, LastStep):
         return directory or last
     directory = find(last.path)
     return None if directory is None else replace(directory, unfinished=last.unfinished)
+
+
+def _is_step(folder: Path) -> bool:
+    """Tell whether a folder of a run is a checkpoint; Megatron's are called like Cosmos's, and have a `.metadata`."""
+    found = find(folder)
+    return found is not None and not ("" in found.folders and COSMOS.fullmatch(folder.name))
 
 
 class Dcp(Strippable):
