@@ -17,7 +17,7 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE
 from zckpt.formats.dcp.directory import Directory, find, is_own, is_whole, lacks_metadata, rank_of
 from zckpt.formats.format import ROOTS, TAG, Found, Job, NearMiss, Search, Strippable, Survey, TargetFiles
-from zckpt.formats.latest import is_tag
+from zckpt.formats.latest import TRACKER, folder_of, is_name, is_tag, latest_name
 from zckpt.formats.options import dtype_option, option
 from zckpt.formats.steps import COSMOS, LastStep, last_folder
 from zckpt.immutable import immutable
@@ -42,7 +42,10 @@ def _find(path: Path, tag: str | None) -> Directory | NearMiss | None:
     """Return the checkpoint that a path is, or that is the last one of a run, or the one of that tag."""
     if not path.is_dir() or not (tag is None or is_tag(tag)):
         return None
+    named = latest_name(path, TRACKER) if tag is None else None  # Megatron's, of `torch_dcp`
     directory = find(path if tag is None else path / tag)
+    if directory is None and named is not None and is_name(folder_of(named)):
+        directory = find(path / folder_of(named))
     last = last_folder(path, _is_step) if directory is None and tag is None else None
     if not isinstance(last, LastStep):
         return directory or last

@@ -19,14 +19,11 @@ from zckpt.errors import ShardError, UnknownFormatError, UnsupportedError
 from zckpt.formats.dcp.directory import HEAD_NBYTES, MEGATRON_MARK, rank_of
 from zckpt.formats.dcp.directory import NAME as METADATA_NAME
 from zckpt.formats.format import NearMiss, Search
-from zckpt.formats.latest import is_name, latest_name
+from zckpt.formats.latest import TRACKER, folder_of, is_name, latest_name
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.immutable import immutable
 from zckpt.storage.files import is_file, json_object, read_head
 from zckpt.storage.nodes import on_each, wherever
-
-TRACKER = "latest_checkpointed_iteration.txt"
-"""Names the iteration of a run that was saved last."""
 
 MARK = "metadata.json"
 COMMON = "common.pt"
@@ -63,7 +60,6 @@ METADATA_NBYTES = 1 << 28
 RELEASE = "release"
 """The directory of a model that no training has saved."""
 
-_ITERATION = re.compile("[0-9]{1,18}")
 _WRITTEN = re.compile(
     rf"{re.escape(TRACKER)}|latest_{TRAIN_STATE}\.pt|(?:iter_[0-9]+|{RELEASE})/"
     r"(?:\.metadata|metadata\.json|common\.pt|zckpt\.pt|__[0-9]+_0\.distcp|"
@@ -142,11 +138,6 @@ def folders(directory: Path) -> dict[str, Path]:
     names = sorted(path.name for one in on_each(directory) for path in one.iterdir() if FOLDER.fullmatch(path.name))
     files = {name: wherever(directory / name / FILE) for name in names}
     return {name: path.parent for name, path in files.items() if is_file(path)}
-
-
-def folder_of(text: str) -> str:
-    """Return the name of the directory that a run's file names: an iteration, or a name."""
-    return f"iter_{int(text):07d}" if _ITERATION.fullmatch(text) else text
 
 
 def names_own(name: str) -> bool:

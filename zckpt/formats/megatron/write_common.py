@@ -21,6 +21,7 @@ from zckpt.evidence import refuse_ungrouped, refuse_unnamed
 from zckpt.formats.companions import copy_of, files_below
 from zckpt.formats.consolidated.tensors import model_tensors
 from zckpt.formats.format import TargetFiles
+from zckpt.formats.latest import TRACKER, folder_of
 from zckpt.formats.megatron.directory import (
     AS_IT_IS,
     FOLDER,
@@ -28,9 +29,7 @@ from zckpt.formats.megatron.directory import (
     OF_TRAINING,
     OPTIMIZER_FILE,
     RELEASE,
-    TRACKER,
     TRAIN_STATE,
-    folder_of,
 )
 from zckpt.formats.megatron.keys import check_names
 from zckpt.formats.megatron.names import is_expert
