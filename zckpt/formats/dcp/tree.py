@@ -24,11 +24,11 @@ from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
 from zckpt.formats.torch_files.content import EXTRA_STATE
-from zckpt.formats.torch_files.optimizer import MASTERS
+from zckpt.formats.torch_files.optimizer import MASTERS, masters_of
 from zckpt.formats.torch_files.tensors import TensorItem, carried, holds_tensors, slot_of
 from zckpt.formats.torch_files.writer import in_pieces
 from zckpt.immutable import immutable
-from zckpt.state import is_floating, list_of, without
+from zckpt.state import list_of, without
 from zckpt.torchfile import FromFile, Tensor, TorchFile, each, node_of
 
 Leaf = TensorItem | ObjectItem
@@ -200,10 +200,9 @@ def _masters(optimizer: Branch, outer: Branch) -> dict[str, TensorItem]:
     """Return the masters that a dict has beside its optimizer, by number or name; none if some parameter has none."""
     groups = [branch(group) or {} for group in _elements(optimizer.get(GROUPS))]
     labels = [list_of(getattr(group.get(PARAMS), "node", None)) for group in groups]
-    lists = [_elements(its) for its in _elements(next((outer[key] for key in MASTERS if key in outer), None))]
-    items = [item for its in lists for item in its if isinstance(item, TensorItem) and is_floating(item.dtype)]
-    is_each = list(map(len, lists)) == list(map(len, labels)) and len(items) == sum(map(len, labels))
-    return dict(zip(map(str, chain(*labels)), items, strict=True)) if is_each else {}
+    beside = {key: list(map(_elements, _elements(outer[key]))) for key in MASTERS if key in outer}
+    items = masters_of(beside, {GROUPS: [{PARAMS: its} for its in labels]})
+    return dict(zip(map(str, chain(*labels)), items, strict=bool(items)))
 
 
 def _elements(node: Node) -> list[Node]:

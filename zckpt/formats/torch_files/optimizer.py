@@ -196,13 +196,17 @@ def innermost(node: object, deep: int = 4) -> Place:
     return held[0] if is_its else ()
 
 
-def masters_of(outer: object, optimizer: object) -> list[Tensor]:
+def masters_of(outer: object, optimizer: object) -> list[Any]:
     """Return the masters beside an optimizer, in the order of its groups; none if some parameter has none."""
     lists = list_of(next((one for key in MASTERS if (one := dict_of(outer).get(key)) is not None), None))
     groups = list_of(dict_of(optimizer).get(GROUPS_KEY))
     every = [one for its in lists for one in list_of(its)]
     is_each = [len(list_of(its)) for its in lists] == [len(list_of(dict_of(group).get("params"))) for group in groups]
-    return every if is_each and all(isinstance(one, Tensor) and is_floating(one.dtype) for one in every) else []
+    return (
+        every
+        if is_each and all(isinstance(one, (Tensor, TensorItem)) and is_floating(one.dtype) for one in every)
+        else []
+    )
 
 
 def optimizer_rules(*path: str, rest: Mapping[Any, Any] = EMPTY, at: Place = ()) -> tuple[Rule, ...]:
