@@ -46,7 +46,7 @@ def test_formats_are_listed_with_their_options():
     stage = next(option for option in found["deepspeed"]["options"] if option["name"] == "stage")
     assert stage == {"name": "stage", "type": "int", "default": None, "choices": [1, 2, 3],
                      "help": "ZeRO stage. Required unless SOURCE states one, which is the default."}  # fmt: skip
-    assert {name for name, one in found.items() if one["reshard"]} == {"deepspeed", "megatron"}
+    assert {name for name, one in found.items() if one["reshard"]} == {"deepspeed", "megatron", "nanochat"}
     assert {name for name, one in found.items() if one["written"]} == set(WRITTEN)
     text = succeeded("formats").stdout
     assert all(name in text for name in BUILT_IN)
@@ -111,7 +111,8 @@ def test_every_format_states_what_a_stranger_needs():
         lays_out = type(one).lay_out not in {Format.lay_out, InFolder.lay_out}
         if isinstance(one, InFolder):
             lays_out = lays_out or find_spec(f"{type(one).__module__}.writer") is not None
-        assert (one.owns is not None) == bool(one.writes) == lays_out
+        assert bool(one.writes) == lays_out
+        assert (one.owns is not None) == bool(one.writes or one.recut_options)
         assert all(option.help.endswith(".") for option in options_of(one.options))
 
 

@@ -710,6 +710,7 @@ TARGETS: dict[str, Target] = {
         fixtures("other/trainer_ds2_gpt2:checkpoint-4", "other/accel_ds2_bf16:state"), (*READ, resumed)
     ),
     "nanotron": Checkpoints(fixtures("other/nanotron_zero1_tp2_dp2:ckpt"), READ),
+    "nanochat": Checkpoints(fixtures("other/nanochat_dp2:ckpt"), (*READ, resharded)),
     "others": Checkpoints(
         both(_meta, fixtures("colossalai/ckpt", "torch_checkpointing/ckpt", root=ROOT / "tests/formats")),
         (*READ, converted),

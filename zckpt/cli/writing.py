@@ -140,7 +140,8 @@ def reshard_command() -> None:
     resumes from TARGET. Names do not change (`convert --to deepspeed` changes them), except that a pipeline becomes
     one model with --rename or --map.
 
-    It also reshards Megatron's legacy files (mp_rank_TT_PPP) for other tensor-, pipeline- and expert-parallel ranks.
+    It also reshards Megatron's legacy files (mp_rank_TT_PPP) for other tensor-, pipeline- and expert-parallel ranks,
+    and nanochat's for another number of ranks.
     """
 
 

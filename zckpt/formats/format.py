@@ -223,7 +223,7 @@ class Format(Protocol):
     """The same for `recut`; None: `reshard` refuses the format."""
 
     owns: Owned | None = None
-    """Which directories hold nothing but its files, so that they may be replaced; None: it is not written."""
+    """Which directories hold nothing but its files, so that they may be replaced; None: nothing is written in it."""
 
     family: str = ""
     """Formats of one family keep the names that wrappers gave to parameters, as their programs look for them."""
@@ -347,7 +347,8 @@ class Format(Protocol):
             It cannot be cut for others.
         """
         raise UnsupportedError(
-            "only DeepSpeed's checkpoints (except universal ones) and Megatron's legacy files can be resharded",
+            "only checkpoints of DeepSpeed (except universal ones) and nanochat, and Megatron's legacy files, can be "
+            "resharded",
             path=job.checkpoint.source,
             found=self.name,
             advice="use `zckpt convert`; any number of ranks can load its targets",

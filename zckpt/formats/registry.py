@@ -28,6 +28,7 @@ BUILT_IN = {
     "torch-checkpointing": "zckpt.formats.torch_checkpointing",  # ranks' files under any names are torch's
     "colossalai": "zckpt.formats.colossalai",
     "nanotron": "zckpt.formats.nanotron",
+    "nanochat": "zckpt.formats.nanochat",  # its ranks' files are like those of zero-redundancy
     "transformers-trainer": "zckpt.formats.transformers_trainer",  # models by themselves are the next one's
     "accelerate": "zckpt.formats.accelerate",  # which leaves its directories to the formats of their files
     "safetensors": "zckpt.formats.safetensors",  # sure of files and shards; of directories the next three may be sure

@@ -30,7 +30,7 @@ def reshard(
     fingerprint: bool = False,
     **given: Unpack[Resharded],
 ) -> Written:
-    """Reshard a DeepSpeed checkpoint, or Megatron's legacy files, for other ranks; stock programs load the result.
+    """Reshard DeepSpeed's or nanochat's checkpoints, or Megatron's legacy files; their programs load the result.
 
     Names do not change, except that renaming turns a DeepSpeed pipeline into one model; `convert` changes names.
 

@@ -14,6 +14,8 @@ Whole parameters (torch's ZeroRedundancyOptimizer): each belongs to one rank, th
     | a a a a a a |   | b b b b | d |   | c c c | e e |
          rank 0           rank 1            rank 2
 
+Rows and stacks (nanochat): parameters in equal rows, small ones whole; matrices of one shape in a padded stack.
+
 Even (zckpt's own files): all tensors end to end, cut into as many bytes for each file.
 
     | a a a a b b | b b b b c d | d d d |
@@ -283,6 +285,27 @@ def greedy_order(held: Sequence[Sequence[Sequence[int]]]) -> list[list[tuple[int
             heapq.heapreplace(ranks, (size + int(last), rank))
         found.append(assigned)
     return found
+
+
+SMALL_NUMEL = 1024
+"""Elements; of a parameter that has fewer, each rank has all rows."""
+
+
+def rows_of_rank(shape: tuple[int, ...], world_size: int) -> int | None:
+    """Return how many rows of a parameter each rank has; None: all of them.
+
+    Raises LayoutError: ranks cannot have equally many. Source: `MuonAdamW._reduce_adamw` (nanochat, July 2026).
+    """
+    if world_size == 1 or math.prod(shape) < SMALL_NUMEL:
+        return None
+    if shape[0] % world_size:
+        raise LayoutError("rows cannot be shared evenly", expected=f"a multiple of {world_size}", found=shape[0])
+    return shape[0] // world_size
+
+
+def stack_of_rank(count: int, world_size: int) -> int:
+    """Return how many of so many matrices each rank has, the last ones perhaps fewer, and padding in their place."""
+    return -(-count // world_size)
 
 
 @immutable

@@ -1,0 +1,196 @@
+"""nanochat: what its own model, optimizer and functions saved on two ranks, cut for other numbers; and every damage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import zckpt
+from tests.refusals import refusing
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnknownFormatError, UnsupportedError, UsageError
+from zckpt.formats.account import take_inventory
+
+SAVED = Path(__file__).parents[2] / "fixtures" / "other" / "nanochat_dp2"
+TRUTH = load_file(SAVED / "truth.safetensors")
+with safe_open(SAVED / "truth.safetensors", "pt") as file:
+    ORDER = file.metadata()["order"].split()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return Path(shutil.copytree(SAVED / "ckpt", tmp_path / "d3"))
+
+
+def rank_file(directory, rank):
+    return directory / f"optim_000003_rank{rank}.pt"
+
+
+def change(directory, ranks, edit):
+    """Edit the optimizer's state dict of some ranks."""
+    for rank in ranks:
+        state = torch.load(rank_file(directory, rank), weights_only=True)
+        edit(state)
+        torch.save(state, rank_file(directory, rank))
+
+
+def test_every_element_is_where_it_was(saved, tmp_path):
+    checkpoint = zckpt.open(saved)
+    assert {f"{slot}/{one.name}" for one in checkpoint.parameters.values() for slot in one.slots} == TRUTH.keys()
+    for key, tensor in TRUTH.items():
+        slot, _, name = key.partition("/")
+        assert torch.equal(checkpoint.read(name, slot), tensor), key
+    assert [name for group in checkpoint.param_groups for name in group.parameters] == ORDER
+    assert [group.hyperparameters["kind"] for group in checkpoint.param_groups] == ["adamw"] * 6 + ["muon"] * 5
+    assert checkpoint.param_groups[0].state == {"step": 3}
+    assert (checkpoint.step, checkpoint.world_size, checkpoint.metadata["meta"]["val_bpb"]) == (3, 2, 1.5)
+    assert not take_inventory(checkpoint).left_out
+    assert zckpt.verify(saved, deep=True).sound
+    zckpt.convert(saved, tmp_path / "zckpt", to="zckpt")
+    assert zckpt.diff(saved, tmp_path / "zckpt").equal
+    zckpt.consolidate(saved, tmp_path / "m.safetensors")
+    model = load_file(tmp_path / "m.safetensors")
+    assert all(torch.equal(one, TRUTH[f"weight/{name}"]) for name, one in model.items())
+    assert len(model) == len(ORDER)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_each_rank_gets_its_share(world_size, saved, tmp_path):
+    """Rows of AdamW's moments from 1,024 elements on, and matrices of each stack with zeros behind the last."""
+    target = tmp_path / "target"
+    zckpt.reshard(saved, target, world_size=world_size, verify=True)
+    names = [f"optim_000003_rank{rank}.pt" for rank in range(world_size)]
+    assert sorted(path.name for path in target.iterdir()) == ["meta_000003.json", "model_000003.pt", *names]
+    for name in ("meta_000003.json", "model_000003.pt"):
+        assert (target / name).read_bytes() == (saved / name).read_bytes()
+    groups = torch.load(rank_file(saved, 0), weights_only=True)["param_groups"]
+    for rank in range(world_size):
+        own = torch.load(rank_file(target, rank), weights_only=True)
+        assert own["param_groups"] == groups
+        for group in groups:
+            numbers = group["params"]
+            if group["kind"] == "muon":
+                assert not own["state"].keys() & {*numbers[1:]}
+                for slot, found in own["state"][numbers[0]].items():
+                    whole = torch.stack([TRUTH[f"{slot}/{ORDER[number]}"] for number in numbers])
+                    length = -(-len(numbers) // world_size)
+                    padded = torch.cat([whole, torch.zeros(length * world_size - len(whole), *whole.shape[1:])])
+                    assert torch.equal(found, padded[rank * length :][:length])
+                continue
+            for number in numbers:
+                assert own["state"][number].pop("step") == 3
+                for slot, found in own["state"][number].items():
+                    whole = TRUTH[f"{slot}/{ORDER[number]}"]
+                    expected = whole if whole.numel() < 1024 else whole.chunk(world_size)[rank]
+                    assert torch.equal(found, expected)
+    assert zckpt.diff(saved, target).equal
+
+
+def test_rows_are_shared_evenly_or_not_at_all(saved, tmp_path):
+    with refusing(LayoutError, "rows cannot be shared evenly: expected a multiple of 3, found 64"):
+        zckpt.reshard(saved, tmp_path / "target", world_size=3)
+    with refusing(UsageError, "world"):
+        zckpt.reshard(saved, tmp_path / "target", world_size=0)
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_model_by_itself_is_any_numbers(saved, tmp_path):
+    for rank in (0, 1):
+        rank_file(saved, rank).unlink()
+    assert torch.equal(zckpt.open(saved).read("lm_head.weight"), TRUTH["weight/lm_head.weight"])
+    with refusing(UnsupportedError, "any number of ranks can load it"):
+        zckpt.reshard(saved, tmp_path / "target", world_size=2)
+
+
+def test_the_last_step_is_read_or_that_of_the_tag(saved, tmp_path):
+    for path in [*saved.iterdir()]:
+        shutil.copy(path, saved / path.name.replace("000003", "000012"))
+    later = json.loads((saved / "meta_000012.json").read_text()) | {"step": 12}
+    (saved / "meta_000012.json").write_text(json.dumps(later))
+    shutil.copy(saved / "model_000003.pt", saved / "model_000020.pt")  # a save that did not end
+    assert zckpt.open(saved).step == 12
+    assert zckpt.open(saved, tag="3").step == 3
+    assert not take_inventory(zckpt.open(saved)).left_out
+    zckpt.reshard(saved, tmp_path / "target", world_size=1, tag="000003")
+    assert sorted(path.name for path in (tmp_path / "target").iterdir()) == [
+        "meta_000003.json", "model_000003.pt", "optim_000003_rank0.pt"
+    ]  # fmt: skip
+    with refusing(UnknownFormatError, "holds no such step: expected 000003, 000012, found 20"):
+        zckpt.open(saved, tag="20")
+
+
+def test_a_compiled_models_names_are_its_own(saved, tmp_path):
+    model = torch.load(saved / "model_000003.pt", weights_only=True)
+    torch.save({f"_orig_mod.{name}": one for name, one in model.items()}, saved / "model_000003.pt")
+    assert [name for group in zckpt.open(saved).param_groups for name in group.parameters] == ORDER
+    zckpt.reshard(saved, tmp_path / "target", world_size=4)
+    assert zckpt.diff(saved, tmp_path / "target").equal
+
+
+def test_names_may_be_given(saved):
+    """Two parameters of one shape in another order, as a fork may have them."""
+    given = [*ORDER]
+    given[0], given[1] = given[1], given[0]
+    checkpoint = zckpt.open(saved, names=given)
+    assert torch.equal(checkpoint.read(ORDER[1], "exp_avg"), TRUTH[f"exp_avg/{ORDER[0]}"])
+    given[0], given[2] = given[2], given[0]
+    with refusing(LayoutError, "a rank's exp_avg of"):
+        zckpt.open(saved, names=given)
+
+
+@pytest.mark.parametrize(("rank", "said"), [
+    (0, "the optimizer file of rank 0 is missing"),
+    (1, "a rank's exp_avg of lm_head.weight is not its share"),
+])  # fmt: skip
+def test_a_lost_file_is_noticed(rank, said, saved):
+    rank_file(saved, rank).unlink()
+    with refusing((ShardError, LayoutError), said):
+        zckpt.open(saved)
+
+
+def _longer(state):
+    state["state"][9]["momentum_buffer"] = torch.zeros(5, 1, 12)
+
+
+def _other_matrix(state):
+    state["state"][9]["momentum_buffer"] = torch.zeros(1, 2, 12)
+
+
+def _beside(state):
+    state["state"][10] = {"momentum_buffer": torch.zeros(1, 1, 12)}
+
+
+@pytest.mark.parametrize(("edit", "ranks", "kind", "said"), [
+    (lambda one: one["param_groups"][0].update(kind="sgd"), (0, 1), UnsupportedError, "groups of adamw and muon"),
+    (lambda one: one["param_groups"][0].update(kind="muon"), (0, 1), UnsupportedError, "not those that nanochat"),
+    (lambda one: one["param_groups"][0].update(lr=1.0), (1,), LayoutError, "lr"),
+    (lambda one: one["state"][0].update(step=4), (1,), LayoutError, "ranks have different state of parameter 0"),
+    (lambda one: one["state"].pop(9), (1,), LayoutError, "ranks have different state of parameter 9"),
+    (lambda one: one["state"][9].update(step=4), (0, 1), LayoutError, "other state than stacks"),
+    (_beside, (0, 1), LayoutError, "other state than stacks"),
+    (_longer, (1,), LayoutError, "is not its share"),
+    (_other_matrix, (0, 1), LayoutError, "momentum_buffer is not of transformer.h.0.attn.ve_gate.weight"),
+])  # fmt: skip
+def test_what_is_not_nanochats_is_refused(edit, ranks, kind, said, saved):
+    change(saved, ranks, edit)
+    with refusing(kind, said):
+        zckpt.open(saved)
+
+
+def test_metadata_are_json(saved):
+    (saved / "meta_000003.json").write_text("{")
+    with refusing(DamagedFileError, "unreadable nanochat's metadata"):
+        zckpt.open(saved)
+
+
+def test_copies_on_other_ranks_are_held_against_the_first(saved):
+    def edit(state):
+        state["state"][7]["exp_avg"] += 1
+
+    change(saved, (1,), edit)
+    assert not zckpt.verify(saved, deep=True).sound
