@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tests.pairwise import some
 from tests.refusals import refusing
 from zckpt.errors import TargetError
 from zckpt.operations.unpack import unpack
+from zckpt.storage.packed.index import Filed, read_index
 
 MADE = {
     "step-1": "s2_bf16_dp2/global_step5",
@@ -270,6 +272,43 @@ def test_a_damaged_chunk_is_named_and_costs_the_checkpoints_that_need_it_only(ma
             assert contents(tmp_path / name) == contents(made / "run" / name)
     with refusing(zckpt.DamagedFileError, "are damaged"):
         unpack(copied / last, tmp_path / "out")
+
+
+def rewritten(store: Path, number: int, **changed) -> None:
+    """Let the index of a checkpoint say something else, as who makes a hostile store would."""
+    path = store / f"{number:06d}.index"
+    path.write_bytes(replace(read_index(path), **changed).to_bytes())
+
+
+@pytest.mark.parametrize("kind", ["link", "folder"])
+def test_bytes_are_written_to_files_only(copied, tmp_path, kind):
+    (tmp_path / "mine").write_bytes(b"mine")
+    files = list(read_index(copied / "000001.index").files)
+    at = next(at for at, one in enumerate(files) if one.kind == "file" and one.nbytes)
+    files[at] = replace(files[at], kind=kind, target=str(tmp_path / "mine"))
+    rewritten(copied, 1, files=tuple(files))
+    with refusing(zckpt.DamagedFileError, "the index of a checkpoint in this store is damaged"):
+        unpack(copied / "step-1", tmp_path / "out")
+    assert (tmp_path / "mine").read_bytes() == b"mine"
+
+
+def test_a_checkpoint_that_is_a_file_has_no_other(copied, tmp_path):
+    rewritten(copied, 1, is_file=True)
+    with refusing(zckpt.DamagedFileError, "the index of a checkpoint in this store is damaged"):
+        unpack(copied, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["step-1/out", "step-1/out/more", "latest"])
+def test_no_link_of_a_checkpoint_leads_another_out_of_the_target(copied, tmp_path, name):
+    (tmp_path / "mine").mkdir()
+    (copied / "latest").write_text("step-1")
+    link = Filed("out", "link", 0o777, 0, 0, str(tmp_path / "mine"))
+    rewritten(copied, 1, files=(*read_index(copied / "000001.index").files, link))
+    rewritten(copied, 2, name=name)
+    with refusing(zckpt.DamagedFileError, "two checkpoints of the store have files in one place"):
+        unpack(copied, tmp_path / "out")
+    assert not list((tmp_path / "mine").iterdir())
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

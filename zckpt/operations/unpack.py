@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
 from zckpt.engine import Reporter, reporting
-from zckpt.errors import SourceError
+from zckpt.errors import DamagedFileError, SourceError
 from zckpt.formats.units import TRACKERS
 from zckpt.immutable import immutable
 from zckpt.operations.options import Place
@@ -101,21 +102,29 @@ def write_files(
 
     `prove`: sees what has no name yet; what it raises leaves none.
 
-    Raises SourceError: what they are made of is damaged; TargetError: the target exists or cannot be written.
+    Raises SourceError: what they are made of is damaged, or some would lie in one place; TargetError: the target exists
+    or cannot be written.
     """
-    is_file = [*numbers] == [""] and store.index(numbers[""]).is_file
-    every = {*beside} | {
-        os.path.join(front, one.name) if not store.index(number).is_file or front == "" else front  # noqa: PTH118
-        for front, number in numbers.items()
-        for one in store.index(number).files
-        if one.kind != "folder"
-    }
-    owned = None if is_file else Owned(lambda name: name in every)
-    nbytes = sum(one.nbytes for number in numbers.values() for one in store.index(number).files)
+    indexes = {front: store.index(number) for front, number in numbers.items()}
+    every = [
+        (front if index.is_file else os.path.join(front, one.name), one)  # noqa: PTH118
+        for front, index in indexes.items()
+        for one in index.files
+    ]
+    names = Counter([*beside, *(at for at, one in every if one.kind != "folder")])
+    folders = {at for at, one in every if one.kind == "folder"}
+    folders |= {front for front, index in indexes.items() if not index.is_file}
+    for at in (*names, *folders):  # a link in the place of a folder would lead out of the target
+        if names[at] + (at in folders) > 1 or any(str(above) in names for above in PurePosixPath(at).parents):
+            raise DamagedFileError(
+                "two checkpoints of the store have files in one place", path=store.path, found=at,
+                advice="give `zckpt unpack` STORE/NAME, to restore each one by itself",
+            )  # fmt: skip
+    owned = None if [*names] == [""] else Owned(lambda name: name in names)
     check_target(path, overwrite=overwrite, owned=owned)
     with (
         written([path], overwrite=overwrite, owned=owned) as [partial],
-        reporting(reporter, nbytes) as progress,
+        reporting(reporter, nbytes_of(one for _, one in every)) as progress,
     ):
         for front, number in numbers.items():
             _write(store, number, partial / front, progress.advance)
@@ -123,13 +132,10 @@ def write_files(
             (partial / name).write_bytes(data)
         if prove is not None:
             prove(partial)
-        for front, number in numbers.items():
-            index = store.index(number)
-            for one in sorted(index.files, key=lambda one: (one.kind == "folder", -one.name.count("/"))):
-                at = partial / front if index.is_file else partial / front / one.name
-                if one.kind != "link":
-                    at.chmod(one.mode)
-                os.utime(at, ns=(one.modified_ns, one.modified_ns), follow_symlinks=False)
+        for at, one in sorted(every, key=lambda pair: (pair[1].kind == "folder", -pair[0].count("/"))):
+            if one.kind != "link":
+                (partial / at).chmod(one.mode)
+            os.utime(partial / at, ns=(one.modified_ns, one.modified_ns), follow_symlinks=False)
 
 
 def _write(store: PackedStore, number: int, path: Path, advance: Callable[[int], None]) -> None:

@@ -176,7 +176,10 @@ def _is_sound(index: Index) -> bool:
     names = [one.name for one in index.files]
     if not all(map(is_inside, [index.name, *names])) or len({*names}) != count:
         return False
-    if any(one.kind not in ("file", "link", "folder") or one.nbytes < 0 for one in index.files):
+    kinds = [one.kind for one in index.files]
+    if not {*kinds} <= {"file", "link", "folder"} or (index.is_file and kinds != ["file"]):
+        return False
+    if any(one.nbytes < 0 or (one.nbytes and one.kind != "file") for one in index.files):
         return False
     ends_there = {one.name for one in index.files if one.kind != "folder"}
     if any(str(above) in ends_there for name in names for above in PurePosixPath(name).parents):
