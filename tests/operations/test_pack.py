@@ -327,6 +327,15 @@ def test_a_patch_is_applied_to_the_same_state_in_any_format(made, a, b, tmp_path
     assert done.stored_nbytes < done.nbytes
 
 
+def test_a_patch_to_a_link_has_the_bytes_of_its_file(tmp_path):
+    for name, fixture in (("a", "s2_bf16_dp2"), ("b", "s2_bf16_dp4")):
+        zckpt.consolidate(FIXTURES / fixture, tmp_path / f"{name}.safetensors")
+    (tmp_path / "link.safetensors").symlink_to("b.safetensors")
+    zckpt.patch(tmp_path / "a.safetensors", tmp_path / "link.safetensors", tmp_path / "patch")
+    zckpt.apply(tmp_path / "a.safetensors", tmp_path / "patch", tmp_path / "made.safetensors")
+    assert (tmp_path / "made.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
 def test_a_patch_to_another_base_is_refused(made, tmp_path):
     zckpt.patch(made / "run" / "step-1", made / "run" / "step-2", tmp_path / "p")
     other = FIXTURES / "s2_fp16_dp2"

@@ -97,7 +97,7 @@ def files_of(path: Path) -> tuple[Filed, ...]:
     Raises SourceError: it cannot be read, or something is neither.
     """
     if path.is_file():
-        return (_filed(path, path.name),)
+        return (_filed(path.resolve(), path.name),)  # of a link, what it leads to, whose bytes are read
     return tuple(_below(path, ""))
 
 
