@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -107,64 +107,59 @@ def write_files(
     """
     indexes = {front: store.index(number) for front, number in numbers.items()}
     every = [
-        (front if index.is_file else os.path.join(front, one.name), one)  # noqa: PTH118
+        (front if index.is_file else os.path.join(front, one.name), one, (numbers[front], count))  # noqa: PTH118
         for front, index in indexes.items()
-        for one in index.files
+        for count, one in enumerate(index.files)
     ]
-    names = Counter([*beside, *(at for at, one in every if one.kind != "folder")])
-    folders = {at for at, one in every if one.kind == "folder"}
+    names = Counter([*beside, *(at for at, one, _ in every if one.kind != "folder")])
+    folders = {at for at, one, _ in every if one.kind == "folder"}
     folders |= {front for front, index in indexes.items() if not index.is_file}
-    for at in (*names, *folders):  # a link in the place of a folder would lead out of the target
-        if names[at] + (at in folders) > 1 or any(str(above) in names for above in PurePosixPath(at).parents):
+    for name in (*names, *folders):  # a link in the place of a folder would lead out of the target
+        if names[name] + (name in folders) > 1 or any(str(above) in names for above in PurePosixPath(name).parents):
             raise DamagedFileError(
-                "two checkpoints of the store have files in one place", path=store.path, found=at,
+                "two checkpoints of the store have files in one place", path=store.path, found=name,
                 advice="give `zckpt unpack` STORE/NAME, to restore each one by itself",
             )  # fmt: skip
     owned = None if [*names] == [""] else Owned(lambda name: name in names)
     check_target(path, overwrite=overwrite, owned=owned)
-    with (
-        written([path], overwrite=overwrite, owned=owned) as [partial],
-        reporting(reporter, nbytes_of(one for _, one in every)) as progress,
-    ):
-        for front, number in numbers.items():
-            _write(store, number, partial / front, progress.advance)
-        for name, data in beside.items():
-            (partial / name).write_bytes(data)
-        if prove is not None:
-            prove(partial)
-        for at, one in sorted(every, key=lambda pair: (pair[1].kind == "folder", -pair[0].count("/"))):
-            if one.kind != "link":
-                (partial / at).chmod(one.mode)
-            os.utime(partial / at, ns=(one.modified_ns, one.modified_ns), follow_symlinks=False)
 
-
-def _write(store: PackedStore, number: int, path: Path, advance: Callable[[int], None]) -> None:
-    index = store.index(number)
-    (path.parent if index.is_file else path).mkdir(parents=True, exist_ok=True)
-    places = [path if index.is_file else path / one.name for one in index.files]
-    for at, one in zip(places, index.files, strict=True):
-        if one.kind == "folder":
-            at.mkdir(exist_ok=True)
-        elif one.kind == "link":
-            at.symlink_to(one.target)
-        else:
-            with at.open("wb") as out:
-                os.truncate(out.fileno(), one.nbytes)
-    jobs = [
-        (count, offset, min(AT_ONCE_NBYTES, one.nbytes - offset))
-        for count, one in enumerate(index.files)
-        for offset in range(0, one.nbytes, AT_ONCE_NBYTES)
-    ]
-
-    def copy(job: Sequence[int]) -> int:
-        file, offset, nbytes = job
+    def copy(job: tuple[Path, int, int, int, int]) -> int:
+        at, number, file, offset, nbytes = job
         data = bytearray(nbytes)
         store.read_into(number, file, offset, memoryview(data))
-        with places[file].open("r+b") as out:
+        with at.open("r+b") as out:
             out.seek(offset)
             out.write(data)
         return nbytes
 
-    with closing(ahead(copy, jobs)) as copies:
-        for done in copies:
-            advance(done)
+    with (
+        written([path], overwrite=overwrite, owned=owned) as [partial],
+        reporting(reporter, nbytes_of(one for _, one, _ in every)) as progress,
+    ):
+        for front in numbers:
+            (partial / front if front in folders else (partial / front).parent).mkdir(parents=True, exist_ok=True)
+        for name, one, _ in every:
+            at = partial / name
+            if one.kind == "folder":
+                at.mkdir(exist_ok=True)
+            elif one.kind == "link":
+                at.symlink_to(one.target)
+            else:
+                with at.open("wb") as out:
+                    os.truncate(out.fileno(), one.nbytes)
+        jobs = (
+            (partial / at, *where, offset, min(AT_ONCE_NBYTES, one.nbytes - offset))
+            for at, one, where in every
+            for offset in range(0, one.nbytes, AT_ONCE_NBYTES)
+        )
+        with closing(ahead(copy, jobs)) as copies:
+            for done in copies:
+                progress.advance(done)
+        for name, data in beside.items():
+            (partial / name).write_bytes(data)
+        if prove is not None:
+            prove(partial)
+        for name, one, _ in sorted(every, key=lambda each: (each[1].kind == "folder", -each[0].count("/"))):
+            if one.kind != "link":
+                (partial / name).chmod(one.mode)
+            os.utime(partial / name, ns=(one.modified_ns, one.modified_ns), follow_symlinks=False)
