@@ -1,4 +1,4 @@
-"""The verbs about the checkpoints of a run: `list`, `prune`, and `verify --watch`."""
+"""The verbs about the checkpoints of a run that do more than read: `prune`, and `verify --watch`."""
 
 from __future__ import annotations
 
@@ -8,50 +8,14 @@ from typing import Any
 import click
 
 import zckpt
-from zckpt.cli.options import PLACE, barless_option, json_option, page_options, takes
-from zckpt.cli.streams import check_file, json_text, reporter, write_file
+from zckpt.cli.options import PLACE, json_option
+from zckpt.cli.streams import json_text
 from zckpt.cli.verbs import flag, verb
 from zckpt.errors import TargetError
-from zckpt.operations.options import Copying
 
 STANDARD_ERROR = 2
 
 run_argument = click.argument("run", type=PLACE)
-
-
-@verb("list")
-@run_argument
-@flag("--deep", help="Read every byte of each to check that it is sound.")
-@flag("--fingerprint", help="Compute fingerprints that are not recorded, to find equal checkpoints.")
-@json_option
-@page_options
-@barless_option
-@takes(Copying)
-def list_command(
-    run: Path,
-    deep: bool,
-    fingerprint: bool,
-    as_json: bool,
-    html: Path | None,
-    overwrite: bool,
-    quiet: bool,
-    shared: dict[str, Any],
-) -> None:
-    """List the checkpoints of a run, of any formats: step, date, size, ranks, which are sound, which is latest.
-
-    Reads the structure and a sample of the weights of each, or with --deep every byte.
-    """
-    from zckpt.report.history import render
-
-    check_file(html, overwrite=overwrite)
-    found = zckpt.history(
-        run, deep=deep, fingerprint=fingerprint, reporter=reporter("list", quiet=quiet), **shared
-    ).as_dict()
-    if html is not None:
-        from zckpt.report.page.history import history_page
-
-        write_file(html, history_page(found), overwrite=overwrite)
-    click.echo(json_text(found) if as_json else render(found))
 
 
 @verb("prune")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 import zckpt
-from zckpt.cli.history import watched
+from zckpt.cli.history import run_argument, watched
 from zckpt.cli.options import (
     FILE,
     PLACE,
@@ -29,7 +29,7 @@ from zckpt.immutable import immutable
 from zckpt.operations.options import Compared, Copying, ReadCopied, Reading, Renaming, Salvaged, only
 
 if TYPE_CHECKING:
-    from zckpt.state import Checkpoint
+    from zckpt.state import Checkpoint, Document
 
 PICTURES = (".svg", ".png")
 
@@ -39,14 +39,14 @@ class _Shown:
     """What a verb has found, how it is shown, and what the command ends with."""
 
     checkpoints: Sequence[Checkpoint]
-    document: dict[str, Any]
-    text: Callable[[], str]
-    page: Callable[[], str]
+    document: Document
+    text: Callable[[Document], str]
+    page: Callable[[Document], str]
     status: int = 0
 
 
 def _shows(command: Callable[..., _Shown]) -> Callable[..., int]:
-    """Let a command print what it has found, and write a page of it if that is asked for."""
+    """Let a command show its progress, print what it has found, and write a page of it if that is asked for."""
 
     @wraps(command)
     def run(
@@ -55,17 +55,22 @@ def _shows(command: Callable[..., _Shown]) -> Callable[..., int]:
         html: Path | None,
         overwrite: bool,
         quiet: bool = False,
+        barless: bool = False,
+        shared: dict[str, Any],
         **given: Any,  # noqa: ANN401  # what click gives
     ) -> int:
         check_file(html, overwrite=overwrite)
-        shown = command(quiet=quiet, **given)
-        _say_what_is_cached(shown.checkpoints, direct=given["shared"].get("direct", False), quiet=quiet)
+        if "memory" in shared:  # elements are read
+            name = str(click.get_current_context().command.name)
+            shared = {**shared, "reporter": reporter(name, quiet=quiet or barless)}
+        shown = command(shared=shared, **given)
+        _say_what_is_cached(shown.checkpoints, direct=shared.get("direct", False), quiet=quiet)
         if html is not None:
-            write_file(html, shown.page(), overwrite=overwrite)
+            write_file(html, shown.page(shown.document), overwrite=overwrite)
         if as_json:
             click.echo(json_text(shown.document))
         elif not quiet:
-            click.echo(shown.text())
+            click.echo(shown.text(shown.document))
         return shown.status
 
     return run
@@ -95,7 +100,6 @@ def inspect_command(
     parameters: bool,
     files: bool,
     with_globals: bool,
-    quiet: bool,  # noqa: ARG001
     shared: dict[str, Any],
 ) -> _Shown:
     """Show what is in a checkpoint: format, topology, slots, groups, padding, files. Reads no tensor.
@@ -107,22 +111,42 @@ def inspect_command(
         for source in sources
     ]
 
-    def text() -> str:
+    def text(_document: Document) -> str:
         from zckpt.report.inspection import render, render_several
 
-        if len(sources) > 1 and not (parameters or files or with_globals):
-            return render_several(documents)
         listed = {"parameters": parameters, "files": files, "with_globals": with_globals}
+        if len(sources) > 1 and not any(listed.values()):
+            return render_several(documents)
         return "\n\n".join(render(one, **listed) for one in documents)
 
-    def page() -> str:
+    def page(document: Document) -> str:
         from zckpt.report.page import inspect_page
 
         if len(sources) > 1:
             raise UsageError("a page shows one checkpoint", found=f"{len(sources)} given")
-        return inspect_page(documents[0], zckpt.map(sources[0], **shared).as_dict())
+        return inspect_page(document, zckpt.map(sources[0], **shared).as_dict())
 
     return _Shown([], documents[0] if len(sources) == 1 else {"checkpoints": documents}, text, page)
+
+
+@verb("list")
+@run_argument
+@flag("--deep", help="Read every byte of each to check that it is sound.")
+@flag("--fingerprint", help="Compute fingerprints that are not recorded, to find equal checkpoints.")
+@json_option
+@page_options
+@barless_option
+@takes(Copying)
+@_shows
+def list_command(*, run: Path, shared: dict[str, Any], **given: Any) -> _Shown:  # noqa: ANN401  # what click gives
+    """List the checkpoints of a run, of any formats: step, date, size, ranks, which are sound, which is latest.
+
+    Reads the structure and a sample of the weights of each, or with --deep every byte.
+    """
+    from zckpt.report.history import render
+    from zckpt.report.page.history import history_page
+
+    return _Shown([], zckpt.history(run, **given, **shared).as_dict(), render, history_page)
 
 
 @verb("diff")
@@ -153,7 +177,6 @@ def diff_command(
     only: str | None,
     series: bool,
     limit: int,
-    quiet: bool,
     shared: dict[str, Any],
     shared_b: dict[str, Any],
     **two: Any,  # noqa: ANN401  # what click gives, of two checkpoints
@@ -167,7 +190,7 @@ def diff_command(
     if only and slots:
         raise UsageError("--only and --slots exclude each other", expected="one of them")
     slots = ["weight"] if only else slots
-    common: dict[str, Any] = {"slots": slots, "parameters": parameters, "reporter": reporter("diff", quiet=quiet)}
+    common: dict[str, Any] = {"slots": slots, "parameters": parameters}
     of_each = {*Copying.__annotations__, "names", "tp_rules"}
     for name, value in shared.items():
         (common if name in of_each else two)[name] = value
@@ -183,33 +206,26 @@ def diff_command(
 
             if common.pop("names") or common.pop("tp_rules"):
                 raise UsageError("--names and --tp-rules do not apply to two runs")
-            parted = zckpt.parting(*sources, **common).as_dict()
-            return _Shown(
-                [], parted, lambda: render_parting(parted, limit=limit), _no_page, int(bool(parted["changed"]))
-            )
+            parted = zckpt.parting(*sources, **common)
+            text = partial(render_parting, limit=limit)
+            return _Shown([], parted.as_dict(), text, _no_page, int(bool(parted.changed)))
         from zckpt.report.difference import render_series
         from zckpt.report.page import series_page
 
         moved = zckpt.series(sources, **common)
-        found = moved.as_dict()
-        return _Shown(
-            moved.checkpoints,
-            found,
-            lambda: render_series(found, width=width(), limit=limit),
-            lambda: series_page(found),
-        )
+        text = partial(render_series, width=width(), limit=limit)
+        return _Shown(moved.checkpoints, moved.as_dict(), text, series_page)
     if len(sources) != 2:
         raise UsageError("diff compares two checkpoints", expected="A B", found=f"{len(sources)} given")
     from zckpt.report.difference import render
     from zckpt.report.page import diff_page
 
     done = zckpt.diff(sources[0], sources[1], **two, **common)
-    document = done.as_dict()
-    text = lambda: render(document, width=width(), paint=paint(), limit=limit)  # noqa: E731
-    return _Shown([done.a, done.b], document, text, lambda: diff_page(document), 0 if done.equal else 1)
+    text = partial(render, width=width(), paint=paint(), limit=limit)
+    return _Shown([done.a, done.b], done.as_dict(), text, diff_page, int(not done.equal))
 
 
-def _no_page() -> str:
+def _no_page(_document: Document) -> str:
     raise UsageError("there is no page for two runs; give two checkpoints, or several of one run")
 
 
@@ -261,7 +277,7 @@ def fingerprint_command(
     output: Path | None,
     overwrite: bool,
     as_json: bool,
-    quiet: bool,
+    barless: bool,
     shared: dict[str, Any],
 ) -> None:
     """Print a digest of a checkpoint's logical state, the same for every format, stage and world size.
@@ -280,29 +296,29 @@ def fingerprint_command(
     target = output or (digests_path(checkpoint) if write else None)
     check_file(target, overwrite=overwrite)
     others = {key: value for key, value in shared.items() if key not in Reading.__annotations__}
-    found = zckpt.fingerprint(checkpoint, reporter=reporter("fingerprint", quiet=quiet), **others)
-    _say_what_is_cached([checkpoint], direct=shared["direct"], quiet=quiet)
+    found = zckpt.fingerprint(checkpoint, reporter=reporter("fingerprint", quiet=barless), **others)
+    _say_what_is_cached([checkpoint], direct=shared["direct"], quiet=barless)
     if target is not None:
         write_file(target, bytes_of(found), overwrite=overwrite)
     click.echo(json_text(found.as_dict()) if as_json else found.text)
 
 
 @_shows
-def _verified(*, source: Path, deep: bool, against: Path | None, quiet: bool, shared: dict[str, Any]) -> _Shown:
-    found = zckpt.verify(source, deep=deep, against=against, reporter=reporter("verify", quiet=quiet), **shared)
-    document, checkpoint = found.as_dict(), found.checkpoint
+def _verified(*, source: Path, shared: dict[str, Any], **given: Any) -> _Shown:  # noqa: ANN401  # what click gives
+    found = zckpt.verify(source, **given, **shared)
+    checkpoint = found.checkpoint
 
-    def text() -> str:
+    def text(document: Document) -> str:
         from zckpt.report.verification import render
 
         return render(document, width=width(), paint=paint())
 
-    def page() -> str:
+    def page(document: Document) -> str:
         from zckpt.report.page import verify_page
 
         return verify_page(document, None if checkpoint is None else zckpt.map(checkpoint).as_dict())
 
-    return _Shown([] if checkpoint is None else [checkpoint], document, text, page, 0 if found.sound else 1)
+    return _Shown([] if checkpoint is None else [checkpoint], found.as_dict(), text, page, int(not found.sound))
 
 
 @verb("verify")
@@ -449,7 +465,7 @@ def stats_command(
     as_json: bool,
     html: Path | None,
     overwrite: bool,
-    quiet: bool,
+    barless: bool,
     shared: dict[str, Any],
     **given: Any,  # noqa: ANN401  # what click gives
 ) -> None:
@@ -462,7 +478,7 @@ def stats_command(
     from zckpt.report.figures import comma_separated, render
 
     check_file(html, overwrite=overwrite)
-    document = zckpt.stats(source, reporter=reporter("stats", quiet=quiet), **given, **shared).as_dict()
+    document = zckpt.stats(source, reporter=reporter("stats", quiet=barless), **given, **shared).as_dict()
     if html is not None:
         from zckpt.report.page import stats_page
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from zckpt.errors import UnsupportedError, UsageError, about
 from zckpt.formats.floats import with_floats
-from zckpt.formats.format import Job
+from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.options import choose
 from zckpt.formats.registry import get
 from zckpt.operations.convert import round_means, under_names
@@ -17,6 +19,7 @@ from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, Renamed, Resharded, Unpack, naming_of, others, shares
 from zckpt.operations.proof import slots_proof
 from zckpt.operations.target import Written, write_from
+from zckpt.state import Checkpoint
 from zckpt.state.names import as_filed
 
 
@@ -70,7 +73,7 @@ def reshard(
     if given["dequantize"] and options.get("requantize"):
         raise UsageError("--dequantize and --requantize exclude each other", expected="one of them")
     whole = opened(source, **given)
-    own, path, origin = get(whole.format), Path(target), Path(whole.named)
+    own, path = get(whole.format), Path(target)
     if not naming.changes:
         whole = as_filed(whole)
     elif not own.renames(whole):
@@ -88,13 +91,21 @@ def reshard(
         dropped = (*values, *check_nothing_lost([whole], drop))
         round_means(checkpoint)
         checkpoint, notes = under_names(checkpoint, naming)
-    asked = {"world_size": world_size, **options}
-    chosen = choose(own.recut_options, asked, own.name) if own.recut_options is not None else None
-    with about(checkpoint.source):
-        laid = own.recut(Job(checkpoint, origin, path, chosen, tuple(Path(root) for root in checkpoint.roots)))
+    laid = recut(checkpoint, path, {"world_size": world_size, **options})
     if not naming.changes:
         dropped = (*values, *check_nothing_lost([whole], drop, copied=laid.copied))
     laid = replace(laid, notes=(*notes, *laid.notes))
     proof = slots_proof(checkpoint, laid, how, drop, verify=verify, records=fingerprint)
-    inside = [checkpoint.source, str(origin), *checkpoint.roots]
+    inside = [checkpoint.source, str(Path(checkpoint.named)), *checkpoint.roots]
     return write_from(Written, checkpoint, laid, path, how, owns=own.owns, inside=inside, proof=proof, dropped=dropped)
+
+
+def recut(checkpoint: Checkpoint, target: Path, options: Mapping[str, Any]) -> TargetFiles:
+    """Return the files of a checkpoint for other ranks, as its own format lays them out.
+
+    Raises UsageError: an option cannot be used; SourceError: it cannot be resharded.
+    """
+    own = get(checkpoint.format)
+    chosen = choose(own.recut_options, options, own.name) if own.recut_options is not None else None
+    with about(checkpoint.source):
+        return own.recut(Job(checkpoint, Path(checkpoint.named), target, chosen, tuple(map(Path, checkpoint.roots))))

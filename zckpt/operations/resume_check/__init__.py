@@ -27,6 +27,7 @@ from zckpt.operations.convert import ADAPTERS_NAME, as_converted, under_names
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, open, opened  # noqa: A004
 from zckpt.operations.options import Place, Reading, Unpack, shares
+from zckpt.operations.reshard import recut
 from zckpt.operations.resume_check.parts import MASTERS, PARTS, TRAINING, WEIGHTS, Facts, Shapes
 from zckpt.operations.resume_check.programs import (
     CORE,
@@ -338,10 +339,8 @@ def _lay_out(make: Make, facts: Facts, options: Mapping[str, Any], naming: Namin
     checkpoint: Checkpoint = opened(facts.checkpoint)
     target = Path("TARGET")
     if make.verb == "reshard":
-        own = get(checkpoint.format)
         whole = as_filed(checkpoint)
-        chosen = choose(own.recut_options, options, own.name)
-        laid = own.recut(Job(whole, facts.place, target, chosen, tuple(map(Path, whole.roots))))
+        laid = recut(whole, target, options)
         check_nothing_lost([whole], (), copied=laid.copied)
         return laid
     written = get(make.to)

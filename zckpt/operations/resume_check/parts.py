@@ -88,9 +88,9 @@ class Facts:
             return frozenset()
         return frozenset(entry.name for entry in entries_of(self.place, lenient=True))
 
-    def has(self, *names: str) -> bool:
-        """Tell whether all of some names lie in that directory."""
-        return self.names.issuperset(names)
+    def missing(self, *names: str) -> str | None:
+        """Return the first of some names that does not lie in that directory; None: all do."""
+        return next((one for one in names if one not in self.names), None)
 
     @property
     def ranks(self) -> int:

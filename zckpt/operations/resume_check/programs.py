@@ -116,9 +116,7 @@ def one_of(*names: str) -> Need:
 
 def lies(*names: str) -> Need:
     """Return a need: files in the directory."""
-    return lambda facts: (
-        f"{missing[0]} is missing" if (missing := [one for one in names if not facts.has(one)]) else None
-    )
+    return lambda facts: (gone := facts.missing(*names)) and f"{gone} is missing"
 
 
 def same_ranks(facts: Facts) -> str | None:
@@ -195,8 +193,8 @@ def _alike_groups(facts: Facts) -> bool:
 _ENGINE: dict[str, Any] = {
     "needs": (lambda facts: same_ranks(facts) if (facts.checkpoint.zero_stage or 0) > 0 else None,),
     "doubts": (_elastic, odd_shapes),
-    "takes": CORE | {SCALE: "loss_scaler", SCHEDULER: "lr_scheduler", DATA: "data_sampler", OTHER: ANY},
 }
+_ENGINE_TAKES = CORE | {SCALE: "loss_scaler", SCHEDULER: "lr_scheduler", DATA: "data_sampler", OTHER: ANY}
 """What DeepSpeed's engine does, whoever calls it; what it does not know goes to the caller."""
 
 _STAGE = "ZeRO stage {stage}, as its files are"
@@ -212,6 +210,7 @@ DEEPSPEED = Program(
             call='engine.load_checkpoint("{run}", tag="{tag}")',
             given=_STAGE,
             **_ENGINE,
+            takes=_ENGINE_TAKES,
             returns="client_state",
         ),
         Way(
@@ -221,7 +220,7 @@ DEEPSPEED = Program(
             needs=(_universal_empty, _universal_slots),
             doubts=(unless(lambda facts: facts.checkpoint.topology.ep == 1,
                            "of experts in universal form this is not known"),),
-            takes=_ENGINE["takes"],
+            takes=_ENGINE_TAKES,
             returns="client_state",
             lacks=(
                 *((part, lambda _: "DeepSpeed loads only what is trained from universal form: these stay as the model "
@@ -252,8 +251,8 @@ _TRAINER_WEIGHTS = (
 def _rng(facts: Facts) -> str | None:
     """Say which ranks begin with other random numbers: a single process reads another file than several do."""
     files = ["rng_state.pth"] if facts.ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(facts.ranks)]
-    gone = [one for one in files if not facts.has(one)]
-    return f"{facts.ranks} ranks read {files[0]}{' and so on' * (facts.ranks > 1)}: no {gone[0]}" if gone else None
+    gone = facts.missing(*files)
+    return f"{facts.ranks} ranks read {files[0]}{' and so on' * (facts.ranks > 1)}: no {gone}" if gone else None
 
 
 def _batches(facts: Facts) -> str | None:
@@ -266,8 +265,8 @@ def _batches(facts: Facts) -> str | None:
 
 def _pair(facts: Facts) -> str | None:
     """Say that the Trainer takes optimizer.pt and scheduler.pt together, or neither, without a word."""
-    gone = [one for one in ("optimizer.pt", "scheduler.pt") if not facts.has(one)]
-    return f"{gone[0]} is not there, and the Trainer then loads neither an optimizer nor a scheduler" if gone else None
+    gone = facts.missing("optimizer.pt", "scheduler.pt")
+    return f"{gone} is not there, and the Trainer then loads neither an optimizer nor a scheduler" if gone else None
 
 
 def _apart(facts: Facts) -> str | None:
@@ -298,7 +297,7 @@ _TrainerWay = partial(
 def _has_scheduler(facts: Facts) -> bool:
     """Tell whether the Trainer's scheduler has a file; one of DeepSpeed's own is the engine's."""
     config = facts.checkpoint.metadata.get("ds_config")
-    return facts.has("scheduler.pt") or (isinstance(config, Mapping) and config.get("scheduler") is not None)
+    return "scheduler.pt" in facts.names or (isinstance(config, Mapping) and config.get("scheduler") is not None)
 
 
 TRAINER = Program(
@@ -311,7 +310,7 @@ TRAINER = Program(
             given="deepspeed= with " + _STAGE,
             needs=(_ACCOUNT, lies("latest"), unless(_has_scheduler, "scheduler.pt is not there"), *_ENGINE["needs"]),
             doubts=_ENGINE["doubts"],
-            takes=_ENGINE["takes"] | _TRAINER_REST | {SCHEDULER: "(lr_)?scheduler", SCALE: "loss_scaler"},
+            takes=_ENGINE_TAKES | _TRAINER_REST | {SCHEDULER: "(lr_)?scheduler", SCALE: "loss_scaler"},
             lacks=((RANDOM, _rng),),
         ),
         _TrainerWay(
@@ -364,12 +363,11 @@ ACCELERATE = Program(
     "pytorch_model",
     ways=(
         _AccelerateWay(
-            mark=lambda facts: facts.checkpoint.format == "deepspeed" and facts.folder.name
-            == "pytorch_model" and facts.has("pytorch_model"),
+            mark=lambda facts: facts.checkpoint.format == "deepspeed" and facts.folder.name == "pytorch_model"
+            and "pytorch_model" in facts.names,
             given="a DeepSpeedPlugin of " + _STAGE,
-            takes=_ENGINE["takes"] | _ACCELERATE_REST | {SCHEDULER: "(lr_)?scheduler(_[0-9]+)?", SCALE: "loss_scaler"},
-            needs=_ENGINE["needs"],
-            doubts=_ENGINE["doubts"],
+            **_ENGINE,
+            takes=_ENGINE_TAKES | _ACCELERATE_REST | {SCHEDULER: "(lr_)?scheduler(_[0-9]+)?", SCALE: "loss_scaler"},
             lacks=((RANDOM, _states),),
         ),
         _AccelerateWay(
@@ -574,35 +572,30 @@ ZCKPT = Program(
 _LIGHTNING_REST = {SCHEDULER: "lr_schedulers", SCALE: ANY, DATA: "loops", CUSTOM: "callbacks", OTHER: ANY}
 
 
-def _of_lightning(mark: Callable[[Facts], bool], given: str, **more: Any) -> Way:  # noqa: ANN401  # fields of a way
-    call = 'trainer.fit(module, ckpt_path="{path}")'
-    its: dict[str, Any] = {"takes": CORE | _LIGHTNING_REST, **more}
-    return Way(
-        mark=lambda facts: "pytorch-lightning_version" in facts.checkpoint.metadata and mark(facts),
-        call=call,
-        given=given,
-        **its,
-    )
+_LightningWay = partial(Way, call='trainer.fit(module, ckpt_path="{path}")', takes=CORE | _LIGHTNING_REST)
+
+
+def _of_lightning(mark: Callable[[Facts], bool]) -> Callable[[Facts], bool]:
+    return lambda facts: "pytorch-lightning_version" in facts.checkpoint.metadata and mark(facts)
 
 
 LIGHTNING = Program(
     title="Lightning",
     looks_for="its own .ckpt: one file, or a directory of FSDP or DeepSpeed",
     ways=(
-        _of_lightning(
-            of_format("deepspeed"),
-            "DeepSpeedStrategy of " + _STAGE,
-            needs=_ENGINE["needs"],
-            doubts=_ENGINE["doubts"],
-            takes=_ENGINE["takes"] | _LIGHTNING_REST | {SCALE: "loss_scaler"},
+        _LightningWay(
+            mark=_of_lightning(of_format("deepspeed")),
+            given="DeepSpeedStrategy of " + _STAGE,
+            **_ENGINE,
+            takes=_ENGINE_TAKES | _LIGHTNING_REST | {SCALE: "loss_scaler"},
         ),
-        _of_lightning(
-            lambda facts: facts.checkpoint.format == "dcp" and facts.has("meta.pt"),
-            "FSDPStrategy or ModelParallelStrategy, as it was saved",
+        _LightningWay(
+            mark=_of_lightning(lambda facts: facts.checkpoint.format == "dcp" and "meta.pt" in facts.names),
+            given="FSDPStrategy or ModelParallelStrategy, as it was saved",
         ),
-        _of_lightning(
-            lambda facts: not facts.place.is_dir() and "origin" not in facts.checkpoint.details,
-            "SingleDeviceStrategy or DDPStrategy; for the same batches, as many ranks as saved it",
+        _LightningWay(
+            mark=_of_lightning(lambda facts: not facts.place.is_dir() and "origin" not in facts.checkpoint.details),
+            given="SingleDeviceStrategy or DDPStrategy; for the same batches, as many ranks as saved it",
         ),
     ),
     holds=(has_optimizer,),
