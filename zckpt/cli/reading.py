@@ -286,6 +286,7 @@ def fingerprint_command(
     changed. It does not cover state that each rank has for itself; `zckpt diff` does.
     """
     from zckpt.compare.digests import bytes_of, digests_path
+    from zckpt.state import without
 
     checkpoint = zckpt.open(source, **only(Reading, shared))
     if write and (shared["dequantize"] or any(only(Renaming, shared).values())):
@@ -295,7 +296,7 @@ def fingerprint_command(
         )
     target = output or (digests_path(checkpoint) if write else None)
     check_file(target, overwrite=overwrite)
-    others = {key: value for key, value in shared.items() if key not in Reading.__annotations__}
+    others = without(shared, *Reading.__annotations__)
     found = zckpt.fingerprint(checkpoint, reporter=reporter("fingerprint", quiet=barless), **others)
     _say_what_is_cached([checkpoint], direct=shared["direct"], quiet=barless)
     if target is not None:
@@ -350,10 +351,6 @@ def verify_command(
     *,
     source: Path,
     watch: bool,
-    settle: float | None,
-    idle: float | None,
-    factor: float | None,
-    on_finding: str | None,
     shared: dict[str, Any],
     **given: Any,  # noqa: ANN401  # what click gives
 ) -> int:
@@ -365,14 +362,15 @@ def verify_command(
     --watch verifies each checkpoint of a run as it appears, computes its fingerprint, compares it with the one before,
     and prints a line of JSON. Exit status: 1 at the first finding.
     """
-    said: dict[str, Any] = {"settle": settle, "idle": idle, "factor": factor, "on_finding": on_finding}
-    said = {name: value for name, value in said.items() if value is not None}
+    from zckpt.state import stated
+
+    said = stated({name: given.pop(name) for name in ("settle", "idle", "factor", "on_finding")})
     if not watch:
         if said:
             raise UsageError(f"--{min(said).replace('_', '-')} needs --watch")
         return _verified(source=source, shared=shared, **given)
     quiet, deep, _ = given.pop("quiet"), given.pop("deep"), given.pop("as_json")
-    given |= {name: value for name, value in shared.items() if name in Reading.__annotations__}
+    given |= only(Reading, shared)
     if idle_ones := [name for name, value in given.items() if value]:
         raise UsageError(f"--{min(idle_ones).replace('_', '-').removesuffix('s')} does not go with --watch")
     return watched(source, quiet=quiet, deep=deep, **said, **only(Copying, shared))

@@ -33,7 +33,6 @@ class Output:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._unread = False
         self._wrong: CannotPrintError | None = None
 
     def write(self, text: str) -> int:
@@ -54,21 +53,13 @@ class Output:
         self._call(self._stream.flush)
 
     def _call(self, function: Callable[[], object]) -> None:
-        if self._unread or self._wrong is not None:
-            return
         try:
             function()
-        except BrokenPipeError:
-            self._unread = True
-            self._leave()
         except OSError as error:
-            self._wrong = CannotPrintError(error.strerror)
-            self._leave()
-            raise self._wrong from error
-
-    def _leave(self) -> None:
-        """Let nothing be written when the process ends, either."""
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # takes the rest, at the end as well
+            if not isinstance(error, BrokenPipeError):
+                self._wrong = CannotPrintError(error.strerror)
+                raise self._wrong from error
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)

@@ -16,7 +16,6 @@ from typing import Any
 import click
 
 import zckpt
-from zckpt.cli.history import run_argument
 from zckpt.cli.options import (
     PATH,
     PLACE,
@@ -51,8 +50,6 @@ def running(text: str, *, label: str | None = None) -> Callable[[Callable[[], No
         def run(*, as_json: bool, quiet: bool, shared: Mapping[str, Any] = MappingProxyType({}), **own: Any) -> None:  # noqa: ANN401  # what click gives
             from zckpt.naming import TRANSFORMERS
 
-            if "run" in own:  # the source of its function
-                own["source"] = own.pop("run")
             if shared.get("map") == TRANSFORMERS and sys.stderr.isatty() and not quiet:
                 click.echo("transformers makes the model, without memory, which takes some seconds ...", err=True)
             try:
@@ -266,7 +263,7 @@ store_argument = click.argument("store", type=PATH)
 
 
 @verb("pack")
-@run_argument
+@click.argument("source", type=PLACE, metavar="RUN")
 @store_argument
 @click.option(
     "--full-every",

@@ -23,7 +23,7 @@ from zckpt.immutable import immutable
 from zckpt.operations.fingerprint import fingerprint as fingerprint_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.verify import Verification, verify
-from zckpt.state import Document, Result, nbytes_of
+from zckpt.state import Document, Result, first_of, nbytes_of
 
 SETTLE_S = 60.0
 """Seconds without a write after which a checkpoint is taken for finished, unless said otherwise."""
@@ -167,16 +167,16 @@ def look(
     errors = [one for found in verified for one in found.errors]
     if errors and why is None:
         why = f"{errors[0].code}: {errors[0].message}" + (f", and {len(errors) - 1} more" if len(errors) > 1 else "")
-    first = next((one.checkpoint for one in verified if one.checkpoint is not None), None)
+    first = first_of(one.checkpoint for one in verified)
     if first is not None and len(unit.states) == 1:
         for place in (digests_path(first), unit.path / FILE_NAME):
             with suppress(SourceError):
                 text = text or read_digests(place).text
         if text is None and fingerprint and why is None:
             text = fingerprint_of(first, **shared).text
-    files: dict[Path, os.stat_result] = {}
+    files: list[os.stat_result] = []
     try:
-        files |= files_of(unit.path)
+        files.extend(about for _, about in files_of(unit.path))
     except SourceError as error:
         why = why or str(error)
     trackers, links = around.naming(unit.path)
@@ -184,10 +184,10 @@ def look(
         str(unit.path),
         unit.path.relative_to(around.run).as_posix(),
         unit.number if first is None or first.step is None else first.step,
-        max((one.st_mtime for one in files.values()), default=0.0),
-        sum(one.st_size for one in files.values()),
-        first.format if first is not None else None,
-        first.world_size if first is not None else None,
+        max((one.st_mtime for one in files), default=0.0),
+        sum(one.st_size for one in files),
+        None if first is None else first.format,
+        None if first is None else first.world_size,
         why is None,
         why,
         bool(trackers) or any(re.search("latest|last", one.name) for one in links),

@@ -162,12 +162,9 @@ def inspect(
         num_buffers=len(checkpoint.buffers),
         slots=_slots(checkpoint),
         param_groups=[
-            {
-                **settings,
-                **({} if group.optimizer is None else {"optimizer": group.optimizer}),
-                "state": state,
-                "parameters": list(group.parameters),
-            }
+            settings
+            | ({} if group.optimizer is None else {"optimizer": group.optimizer})
+            | {"state": state, "parameters": list(group.parameters)}
             for group, settings, state in zip(groups, hyperparameters, states, strict=True)
         ],
         per_rank=[
@@ -177,24 +174,20 @@ def inspect(
             }
             for one in checkpoint.per_rank
         ],
-        parameters=[_parameter(p) for p in checkpoint.parameters.values()],
-        buffers=[_parameter(p) for p in checkpoint.buffers.values()],
-        unnamed=[_parameter(p) for p in checkpoint.unnamed.values()],
+        **{
+            section: list(map(_parameter, getattr(checkpoint, section).values()))
+            for section in ("parameters", "buffers", "unnamed")
+        },
         padding=_padding(checkpoint.padding),
         files=[
-            {
-                **values_of(one, FILE_FIELDS),
-                **({} if named is None else {"globals": named}),
-            }
+            values_of(one, FILE_FIELDS) | ({} if named is None else {"globals": named})
             for one, named in zip(
                 checkpoint.files, _globals(checkpoint) if include_globals else repeat(None), strict=False
             )
         ],
         nbytes=nbytes_of(checkpoint.files),
         unreferenced_nbytes=sum(file.unreferenced_nbytes for file in checkpoint.files),
-        details=jsonable(
-            {**checkpoint.details, **({"quantised_weights": low} if (low := described(checkpoint)) else {})}
-        ),
+        details=jsonable(checkpoint.details | ({"quantised_weights": low} if (low := described(checkpoint)) else {})),
         metadata=sorted(checkpoint.metadata),
         left_out=[item.as_dict() for item in inventory.left_out],
         missing=list(missing_from(checkpoint)),

@@ -11,7 +11,7 @@ from os.path import commonprefix
 from zckpt.errors import LeftOutError, UnsupportedError, UsageError, listed
 from zckpt.formats.account import take_inventory
 from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS
-from zckpt.state import Checkpoint, without
+from zckpt.state import Checkpoint, by_key, without
 from zckpt.state.checkpoint import how_to_drop, keys_listed
 from zckpt.state.inventory import FILE, UNNAMED_STATE
 from zckpt.torchfile import node_of, pieces
@@ -110,10 +110,8 @@ def without_rank_values(
         )
     kept = [value for value in checkpoint.per_rank if value not in gone]
     others = tuple(pattern for pattern in drop if not _named([*beside, *(value.key for value in gone)], [pattern]))
-    ranks: dict[str, set[tuple[int, int]]] = {}
-    for value in gone:
-        ranks.setdefault(value.key, set()).add((value.mp_rank, value.rank))
-    named = tuple(f"{key} (a different value on each of {len(found)} ranks)" for key, found in ranks.items())
+    ranks = by_key((value.key, (value.mp_rank, value.rank)) for value in gone)
+    named = tuple(f"{key} (a different value on each of {len({*found})} ranks)" for key, found in ranks.items())
     named += tuple(f"{key} (beside the model)" for key in beside)
     return replace(checkpoint, per_rank=kept, metadata=without(checkpoint.metadata, *beside)), named, others
 

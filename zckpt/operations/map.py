@@ -39,9 +39,11 @@ from zckpt.state import (
     Shape,
     Slot,
     SourceFile,
+    by_key,
     itemsize,
     nbytes_of,
     positions,
+    values_of,
 )
 from zckpt.state.boxes import Box, bounds, row_major
 from zckpt.state.spans import LOST
@@ -140,13 +142,12 @@ def map(  # noqa: A001  # the verb's name, as `open`
             _add_extent(moved, position[row], *extent)
         cut[3] = moved
     paths = sorted({path for path in drawing.sources.values() if path is not None})
-    number = positions(paths)
+    number = {None: SEVERAL, "": NONE, **positions(paths)}
     paths = [path.removeprefix(LOST) for path in paths]
     root = os.path.commonpath([Path(path).parent for path in paths]) if paths else ""
     lines: list[Document] = []
     for row in order:
         files = rows.files[row]
-        held = (drawing.sources.get((row, slot), "") for slot in range(len(chosen)))  # None: of several files
         lines.append({
             "label": rows.label(row),
             "dp": files[0].dp_rank,
@@ -154,13 +155,10 @@ def map(  # noqa: A001  # the verb's name, as `open`
             "held": drawing.held.get(row) or [0] * len(chosen),
             "padding": padded[row],
             "file_nbytes": nbytes_of(files),
-            "paths": [SEVERAL if path is None else number.get(path, NONE) for path in held],
+            "paths": [number[drawing.sources.get((row, slot), "")] for slot in range(len(chosen))],
         })  # fmt: skip
     return Map(
-        source=checkpoint.source,
-        format=checkpoint.format,
-        zero_stage=checkpoint.zero_stage,
-        step=checkpoint.step,
+        **values_of(checkpoint, ("source", "format", "zero_stage", "step")),
         slots=chosen,
         dtypes=[[name, itemsize(name)] for name in drawing.dtypes],
         root=root,
@@ -188,8 +186,10 @@ class _Drawing:
     _rows_of_files: dict[int, tuple[CutFiles, list[int], list[int]]] = field(default_factory=dict)
 
     def parameter(self, parameter: Parameter, kind: str) -> Document:
-        if kind == "parameter" and (parameter.frozen or parameter.tied_to is not None):
-            kind = "frozen" if parameter.tied_to is None else "tied"
+        if kind == "parameter" and parameter.tied_to is not None:
+            kind = "tied"
+        elif kind == "parameter" and parameter.frozen:
+            kind = "frozen"
         cuts: list[tuple[list[int], list[int], int, list[int]]] = []
         for slot in parameter.slots.values():
             if slot.name not in self.slots:
@@ -303,13 +303,12 @@ def _add_extent(extents: list[int], row: int, count: int, start: int, share: int
 
 def _padding(checkpoint: Checkpoint, rows: _Rows) -> list[tuple[int, int, int, int]]:
     """Return (group, row, elements, bytes) of padding; entries of one rank and group are its slices in their order."""
-    met: dict[tuple[int, int], int] = {}
-    where: dict[int, list[int]] = {}
+    met: Counter[tuple[int, int]] = Counter()
+    of_ranks = by_key((files[0].dp_rank, row) for row, files in enumerate(rows.files) if files)  # slice by slice
     found = []
     for one in checkpoint.padding:
-        slices = where.setdefault(one.rank, []) or rows.of_rank(one.rank)
-        where[one.rank] = slices
-        nth = met[one.rank, one.group] = met.get((one.rank, one.group), -1) + 1
+        slices, nth = of_ranks.get(one.rank, []), met[one.rank, one.group]
+        met[one.rank, one.group] += 1
         if slices and one.numel:
             found.append((one.group, slices[min(nth, len(slices) - 1)], one.numel, one.nbytes))
     return found
@@ -348,10 +347,6 @@ class _Rows:
             self.files += [[], [SourceFile(path, 0, "file")]]
             self._by_path[path] = len(self.files) - 1
         return self._by_path[path]
-
-    def of_rank(self, dp_rank: int) -> list[int]:
-        """Return the rows of a data-parallel rank, one for each of its model-parallel slices."""
-        return [row for row, files in enumerate(self.files) if files and files[0].dp_rank == dp_rank]
 
     def order(self, held: Collection[int]) -> list[int]:
         """Return the rows that hold something or belong to a rank."""

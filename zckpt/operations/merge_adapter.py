@@ -192,21 +192,19 @@ class _Merging:
             )
         for name, one in own.items():
             self._replace(name, one)
-        rows: dict[str, tuple[str, Parameter]] = {}
+        changed: dict[str, tuple[str, object]] = {}  # by owner, what changes it: of one weight, one thing alone
         for name, (new, indexes) in adapter.tokens.items():
             owner = result.owner(name)
-            other, same = rows.setdefault(owner.name, (name, new))
+            other, same = changed.setdefault(owner.name, (name, new))
             if same is not new:
                 raise self._both(name, other)
             if other == name:
                 self._replace_rows(owner, new, indexes)
         adapter.products += adapter.of_parameters({name: one.shape for name, one in every.items()})
-        owners: dict[str, str] = {}
         for product in adapter.products:
-            owner = result.owner(product.name)
-            if owner.name in owners or owner.name in rows:
-                raise self._both(product.module, owners.get(owner.name) or rows[owner.name][0])
-            owners[owner.name] = product.module
+            other, same = changed.setdefault(result.owner(product.name).name, (product.module, product))
+            if same is not product:
+                raise self._both(product.module, other)
         for product in adapter.products:
             self._add(product)
         return result

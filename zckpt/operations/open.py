@@ -115,14 +115,10 @@ class OpenedCheckpoint(Checkpoint):
 
     def slot(self, name: str, slot: str | None = None) -> Slot:
         """Return one slot of one parameter, as `read` finds it. Raises UsageError if there is none."""
-        if name in self.unnamed:
-            owner = self.unnamed[name]
-        elif name in self.parameters or name in self.buffers:
-            owner = self.owner(name)
-        elif name in self.wrapped.values():
-            owner = self.owner(next(bare for bare, filed in self.wrapped.items() if filed == name))
-        else:
+        bare = next((bare for bare, filed in self.wrapped.items() if filed == name and name not in self), name)
+        if bare not in self:
             raise UsageError(f"no parameter {name}{near(name, self)}", path=self.source)
+        owner = self.unnamed.get(bare) or self.owner(bare)
         key = slot or (MASTER if owner.master else WEIGHT)
         if key in owner.slots:
             return owner.slots[key]

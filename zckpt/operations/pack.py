@@ -168,8 +168,7 @@ def _states(unit: Unit, notes: list[str]) -> dict[str, Checkpoint]:
     found = {}
     for state in unit.states:
         try:
-            at = state.relative_to(unit.path).as_posix() if unit.path.is_dir() else "."
-            found[at] = open_checkpoint(state)
+            found[state.relative_to(unit.path).as_posix()] = open_checkpoint(state)
         except ZckptError as error:
             notes.append(f"{state} is packed as plain files: {error}")
     return found

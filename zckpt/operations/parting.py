@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -101,18 +102,18 @@ def parting(
             ]
         return sorted(found, key=lambda one: str(one["name"]))
 
-    low, high, changed = 0, len(steps), list[Document]()
-    while low < high:
-        middle = (low + high) // 2
-        found = differences(steps[middle])
-        if found:
-            high, changed = middle, found
-        else:
-            low = middle + 1
+    found: dict[int, list[Document]] = {}
+
+    def differ(step: int) -> bool:
+        found[step] = differences(step)
+        return bool(found[step])
+
+    first = bisect_left(steps, True, key=differ)
+    equal, different = steps[first - 1] if first else None, steps[first] if first < len(steps) else None
+    changed = [] if different is None else found[different]
+    if different is not None:
+        _measure(changed, _states(ours[different]), _states(theirs[different]), parameters, shared)
     alone = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
-    if changed:
-        _measure(changed, _states(ours[steps[low]]), _states(theirs[steps[low]]), parameters, shared)
-    equal, different = steps[low - 1] if low else None, steps[low] if low < len(steps) else None
     return Parting(str(a), str(b), steps, *alone, equal, different, changed)
 
 

@@ -119,12 +119,10 @@ def _predictions(own: Known, base: Known | None, key: Key, slot: Slot, span: Spa
     if not span.is_contiguous or span.byteorder != "little":
         return
     (at, name, slot_name), cast = key, CASTS.get(span.dtype)
-    master = (at, name, MASTER)
     if slot_name == WEIGHT and cast is not None:
-        if ranges := own.ranges(master, slot, span.extent, "float32"):
-            yield "own", Prediction(cast, ranges)
-        if base is not None and (ranges := base.ranges(master, slot, span.extent, "float32")):
-            yield "base master", Prediction(cast, ranges)
+        for kind, known in (("own", own), ("base master", base)):
+            if known is not None and (ranges := known.ranges((at, name, MASTER), slot, span.extent, "float32")):
+                yield kind, Prediction(cast, ranges)
     if base is not None:
         other = {MASTER: WEIGHT, WEIGHT: MASTER}.get(slot_name, slot_name)
         ranges = base.ranges(key, slot, span.extent, span.dtype)

@@ -59,8 +59,8 @@ def write_remote(
     base = path if owned is not None else path.parent
     names = [path.name] if owned is None and len(plan.names) == 1 else list(plan.names)
     uploads = mount.uploads(path, is_directory=owned is not None)
-    keeps = journal is not None and journal.is_worth_it
-    sent, resumes, objects = _left(uploads, journal, path) if journal is not None and keeps else (None, False, [])
+    keeping = journal if journal is not None and journal.is_worth_it else None  # of what goes on after a kill
+    sent, resumes, objects = (None, False, []) if keeping is None else _left(uploads, keeping, path)
     mount.forget(base, objects)
     record = record_of(path, owned, proof)
     for one in [path] if owned is not None else [*filter(None, [record]), *(base / name for name in names)]:
@@ -74,7 +74,7 @@ def write_remote(
     old = mount.keys_below(path) if owned is not None else []
     checked, is_sent = Checked(), False
     try:
-        uploads.begin(resume=resumes, keep=keeps)
+        uploads.begin(resume=resumes, keep=keeping is not None)
         if sent is not None:
             uploads.adopt(sent)
         else:
@@ -84,15 +84,15 @@ def write_remote(
         if journal is not None:
             journal.check_sources()
         is_sent = True  # and need not be made again
-        if sent is None and journal is not None and keeps:
-            uploads.note(json.dumps({**asdict(journal.purpose), "sent": uploads.sent()}).encode())
+        if sent is None and keeping is not None:
+            uploads.note(json.dumps({**asdict(keeping.purpose), "sent": uploads.sent()}).encode())
         uploads.finish(large, old)
         extra = {} if proof is None else _proven(uploads, path, record, names, small, proof)
         for name, data in {**extra, **small}.items():
             uploads.put(name, data)
         uploads.name([*extra, *large, *small], old)
     except BaseException as error:
-        said = None if journal is None or is_sent or not keeps else _kept(error, uploads, journal)
+        said = None if keeping is None or is_sent else _kept(error, uploads, keeping)
         if said is None:
             try:
                 uploads.abort()

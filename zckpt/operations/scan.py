@@ -14,7 +14,7 @@ from zckpt.formats.dcp.directory import NAME
 from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.immutable import immutable
 from zckpt.operations.options import Place, Scanning, Unpack, shares
-from zckpt.state import Document, Result
+from zckpt.state import Document, Result, by_key
 from zckpt.state.ranges import merge, without
 from zckpt.storage.files import FileRange, is_file, opened
 from zckpt.torchfile.grades import UNKNOWN, worst
@@ -128,14 +128,15 @@ def _files(root: Path) -> Iterator[Path]:
 
 def items_of(directory: Path) -> Items:
     """Return where the items of a directory of DCP lie; of one that is none, or damaged, nothing."""
-    found: dict[str, list[tuple[int, int, str]]] = {}
-    if is_file(directory / NAME):
-        try:
-            chunks = read_metadata(directory).chunks
-        except ZckptError:
-            return {}
-        for number, file in enumerate(chunks.file):
-            if file != NOWHERE:
-                offset, nbytes = chunks.range(number)
-                found.setdefault(chunks.paths[file], []).append((offset, offset + nbytes, chunks.entry(number).key))
-    return found
+    if not is_file(directory / NAME):
+        return {}
+    try:
+        chunks = read_metadata(directory).chunks
+    except ZckptError:
+        return {}
+    return by_key(
+        (chunks.paths[file], (offset, offset + nbytes, chunks.entry(number).key))
+        for number, file in enumerate(chunks.file)
+        if file != NOWHERE
+        for offset, nbytes in [chunks.range(number)]
+    )

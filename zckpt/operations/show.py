@@ -134,17 +134,14 @@ def _part(whole: Slot, text: str | None) -> tuple[Slot, Shape]:
         match = _INDEX.fullmatch(word.strip())
         if match is None:
             raise UsageError("not a slice of a tensor", expected="an index or a range for each dimension", found=text)
-        if match[1] is not None:
-            at = int(match[1]) + (size if int(match[1]) < 0 else 0)
-            if not 0 <= at < size:
-                raise UsageError(f"dimension {axis} has no index {int(match[1])}", expected=f"below {size}")
-            start, stop, kept[axis] = at, at + 1, -1
-        else:
-            low, high = (int(one) if one else None for one in match.group(2, 3))
-            chosen = range(size)[low:high]
-            start, stop = chosen.start, chosen.start + len(chosen)
-            kept[axis] = len(chosen)
-        part = narrow(part, axis, min(start, size), stop - start)
+        at, low, high = (int(one) if one else None for one in match.groups())
+        chosen = range(size)[low:high]
+        kept[axis] = len(chosen)
+        if at is not None:
+            if not -size <= at < size:
+                raise UsageError(f"dimension {axis} has no index {at}", expected=f"below {size}")
+            chosen, kept[axis] = range(size)[at:][:1], -1
+        part = narrow(part, axis, chosen.start, len(chosen))
     return part, tuple(size for size in kept if size >= 0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import field
 
 import numpy as np
 
@@ -174,14 +174,12 @@ def stats(
     with using(shared["executor"]):
         for index, part in scan(sets, _measured, memory=memory, reporter=reporter, direct=direct):
             made[index].add(part)
-    every = []
     for one, slot in zip(made, once, strict=True):
-        numel = math.prod(one.shape or ())
-        times = numel // slot.numel if slot.numel else 1  # that the tensor says each stored element
-        counts = {name: getattr(one, name) * times for name in ("zeros", "nan", "inf", "squares")}
-        magnitudes = {power: count * times for power, count in one.magnitudes.items()}
-        every.append(one if times == 1 else replace(one, numel=numel, magnitudes=magnitudes, **counts))
-    return Statistics(checkpoint, every)
+        times = math.prod(one.shape or ()) // max(slot.numel, 1)  # that the tensor says each stored element
+        for name in ("numel", "zeros", "nan", "inf", "squares"):
+            setattr(one, name, getattr(one, name) * times)
+        one.magnitudes = {power: count * times for power, count in one.magnitudes.items()}
+    return Statistics(checkpoint, made)
 
 
 def layer_of(name: str) -> str:

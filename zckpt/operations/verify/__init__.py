@@ -118,8 +118,11 @@ def _against(checkpoint: Checkpoint, expected: Fingerprint, how: dict[str, Any])
         return None, [finding_of(error)]
     findings = []
     for one in changes(expected, found):
-        code = ADDED if one.expected is None else GONE if one.found is None else CHANGED
-        what = {ADDED: "was not recorded", GONE: "does not exist", CHANGED: "is not the one that was recorded"}[code]
+        code, what = CHANGED, "is not the one that was recorded"
+        if one.expected is None:
+            code, what = ADDED, "was not recorded"
+        elif one.found is None:
+            code, what = GONE, "does not exist"
         which = one.name if one.entry is None else f"{one.entry} of {one.name}"
         findings.append(Finding(code, f"{which} {what}", None, (one.name,), one.expected, one.found))
     return found.text, findings

@@ -262,11 +262,11 @@ def _free_weights(parameters: Sequence[Parameter]) -> Free:
     """Return all bytes that spans use, where weights are: one that shares some is not read with its master only."""
     paths = {span.path for p in parameters if _is_compared(p) for span in p.slots[WEIGHT].spans}
     used = by_key(
-        (span.path, _dense(span).reach)
+        (span.path, span.reach)
         for parameter in parameters
         for slot in parameter.slots.values()
-        for span in (slot.spans.within(paths) if isinstance(slot.spans, Spans) else slot.spans)
-        if span.extent.numel and _dense(span).is_contiguous
+        for span in map(_dense, slot.spans.within(paths) if isinstance(slot.spans, Spans) else slot.spans)
+        if span.extent.numel and span.is_contiguous
     )
     for ranges in used.values():
         ranges.sort()

@@ -23,8 +23,7 @@ from zckpt.errors import LayoutError, listed
 from zckpt.formats.account import take_inventory
 from zckpt.formats.registry import find_format
 from zckpt.operations.verify.findings import Finding, finding_of, findings_of
-from zckpt.state import MASTER, ZEROS, Checkpoint, CutSpans, Parameter, Slot, as_float, nbytes_of, number_of
-from zckpt.state.inventory import Item
+from zckpt.state import MASTER, ZEROS, Checkpoint, CutSpans, Parameter, Slot, as_float, by_key, nbytes_of, number_of
 
 
 def structure_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -47,12 +46,9 @@ def structure_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
 def _left_out(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield what nothing has read, by file."""
     root = Path(checkpoint.named)
-    by_file: dict[tuple[str, bool], list[Item]] = {}
-    for item in take_inventory(checkpoint).left_out:
-        if item.error is not None:
-            yield finding_of(item.error)
-            continue
-        by_file.setdefault((item.file, item.trained), []).append(item)
+    left_out = take_inventory(checkpoint).left_out
+    yield from (finding_of(item.error) for item in left_out if item.error is not None)
+    by_file = by_key(((item.file, item.trained), item) for item in left_out if item.error is None)
     for (file, trained), items in by_file.items():
         path = str(root / file) if root.is_dir() else str(root)
         names = [item.place for item in items if item.place]

@@ -39,47 +39,42 @@ FEWEST = 3
 COUNTED = {PADDING: ("nonzero",), NEGATIVE: ("negative",), BUFFER_NAN: ("nan",), NOT_FINITE: ("nan", "inf")}
 """What of a tally a finding counts."""
 
+_OF_KINDS = {PADDING_KIND: PADDING, BUFFER: BUFFER_NAN}
+
 
 def weight_findings(compared: Iterable[Comparison]) -> Iterator[Finding]:
     """Yield a finding for each file in which masters do not round to their weights."""
-    of_files = by_key((one.path, one) for one in compared)
-    by_file = {path: by_key((one.parameter, one) for one in some) for path, some in of_files.items()}
-    wrong = {
-        path: {name: some for name, every in its.items() if (some := [one for one in every if one.num_different])}
-        for path, its in by_file.items()
-    }
-    foreign = [
-        path
-        for path, names in wrong.items()
-        if len(by_file[path]) >= FEWEST and len(names) >= MOST * len(by_file[path])
-    ]
+    by_file = by_key((one.path, one) for one in compared)
+    counts = {path: len({one.parameter for one in some}) for path, some in by_file.items()}
+    wrong = {path: [one for one in some if one.num_different] for path, some in by_file.items()}
+    names = {path: tuple(dict.fromkeys(one.parameter for one in found)) for path, found in wrong.items()}
+    foreign = [path for path, count in counts.items() if count >= FEWEST and len(names[path]) >= MOST * count]
     if foreign and len(foreign) == len(by_file):
-        names = list(dict.fromkeys(name for path in foreign for name in wrong[path]))
-        first = by_file[foreign[0]][names[0]][0]
+        every = tuple(dict.fromkeys(name for path in foreign for name in names[path]))
+        first = wrong[foreign[0]][0]
         yield Finding(
             OTHER_RUN,
             f"the weights of this file are not the masters of the optimizer's {len(foreign)} files, rounded: "
-            f"{len(names)} parameters differ",
+            f"{len(every)} parameters differ",
             first.weight_path,
-            tuple(names),
+            every,
             "a model and an optimizer of one step",
             first.detail,
             ranks=(),
         )
         return
-    for path, its in wrong.items():
-        found = [one for some in its.values() for one in some]
+    for path, found in wrong.items():
         if not found:
             continue
-        first, where = found[0], (path, tuple(its))
+        first, its = found[0], names[path]
         if path in foreign:
-            what = f"masters of {len(its)} of {len(by_file[path])} parameters do not round to their weights"
-            yield Finding(OTHER_RUN, what, *where, "a file of this step and run", first.detail)
+            what = f"masters of {len(its)} of {counts[path]} parameters do not round to their weights"
+            yield Finding(OTHER_RUN, what, path, its, "a file of this step and run", first.detail)
             continue
         count, total = sum(one.num_different for one in found), sum(one.numel for one in found)
-        what = f"{listed(list(its))}: {count} of {total} elements of the weight are not the master, rounded"
+        what = f"{listed(its)}: {count} of {total} elements of the weight are not the master, rounded"
         advice = f"one of the two is damaged, here or in {first.weight_path}"
-        yield Finding(WEIGHT_MISMATCH, what, *where, None, first.detail, advice)
+        yield Finding(WEIGHT_MISMATCH, what, path, its, None, first.detail, advice)
 
 
 def damage_findings(
@@ -146,7 +141,6 @@ def _spans(slot: Slot, paths: Collection[str] | None = None) -> list[Span]:
 
 def _elements(outcome: Outcome, inventory: Inventory, wrong: Collection[Sum | None]) -> Iterator[Finding]:
     """Yield a finding for each file and slot in which elements are not what they can be."""
-    groups: dict[tuple[str, str, str | None], list[tuple[str, Tally]]] = {}  # by code, slot and file
     unsummed = {subject for subject, checksum in outcome.tallies if checksum is None}
     files: dict[Subject, str] = {}
     for where in sorted(inventory.pieces) if unsummed else ():
@@ -157,14 +151,13 @@ def _elements(outcome: Outcome, inventory: Inventory, wrong: Collection[Sum | No
                 continue
             for index, *_ in many.within(one.first, one.first + one.numel).tolist():
                 files.setdefault(many.subjects[index], where)
-    for (subject, checksum), tally in sorted(outcome.tallies.items(), key=lambda item: item[0][0]):
-        if checksum in wrong:
-            continue
-        path = files.get(subject) if checksum is None else checksum.path
-        usual = {PADDING_KIND: PADDING, BUFFER: BUFFER_NAN}.get(subject.kind, NOT_FINITE)
-        for code in (usual, NEGATIVE):
-            if any(getattr(tally, one) for one in COUNTED[code]):
-                groups.setdefault((code, subject.slot, path), []).append((subject.name, tally))
+    groups = by_key(
+        ((code, subject.slot, files.get(subject) if checksum is None else checksum.path), (subject.name, tally))
+        for (subject, checksum), tally in sorted(outcome.tallies.items(), key=lambda item: item[0][0])
+        if checksum not in wrong
+        for code in (_OF_KINDS.get(subject.kind, NOT_FINITE), NEGATIVE)
+        if any(getattr(tally, one) for one in COUNTED[code])
+    )
     for (code, slot, path), found in groups.items():
         names = tuple(dict.fromkeys(name for name, _ in found if name))
         tallies = [tally for _, tally in found]
