@@ -31,7 +31,7 @@ from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.suffixes import DIRECTORY, IN_DIRECTORY, OWN_MODEL, SAFETENSORS, TORCH, kind_of_model, optimizer_path
 from zckpt.immutable import immutable
 from zckpt.naming import TRANSFORMERS
-from zckpt.operations.how import How, Proof, check_choice
+from zckpt.operations.how import How, Proof
 from zckpt.operations.losses import check_nothing_lost, refuse_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.one_model import PART, one_model
 from zckpt.operations.open import Source, opened
@@ -43,7 +43,6 @@ from zckpt.operations.options import (
     Unpack,
     naming_of,
     only,
-    options_of,
     shares,
 )
 from zckpt.operations.proof import check_arrived, check_same
@@ -92,9 +91,6 @@ class Chosen:
         return cls(Path(target), how, **only(OfWholeModel, shared), **only(Dequantized, shared))
 
     def __post_init__(self) -> None:
-        options = options_of(OfWholeModel)
-        check_choice("dtype", self.dtype, (None, *options["dtype"].choices))
-        check_choice("tied", self.tied, options["tied"].choices)
         if self.max_shard_size < 1:
             raise UsageError("--memory and sizes must be positive", found=self.max_shard_size)
         if self.quantize is not None:

@@ -11,9 +11,8 @@ from typing import Any, TypedDict
 from zckpt.engine import Reporter
 from zckpt.engine.checking import Checks
 from zckpt.engine.plan import Plan
-from zckpt.errors import UsageError
 from zckpt.immutable import immutable, mutable
-from zckpt.operations.options import DECIDING, Renamed, options_of
+from zckpt.operations.options import DECIDING
 from zckpt.state import Checkpoint
 from zckpt.state.inventory import IMPLIED
 from zckpt.storage.journal import Journal, Purpose
@@ -77,9 +76,6 @@ class How:
         given = {one.name: shared[one.name] for one in fields(cls) if one.name in shared}
         return cls(verb=verb, options=options, **given)
 
-    def __post_init__(self) -> None:
-        check_choice("overflow", self.overflow, options_of(Renamed)["overflow"].choices)
-
     def journal(
         self, target: Path, planned: Plan, beside: Sequence[Path], origins: Sequence[Checkpoint]
     ) -> Journal | None:
@@ -98,9 +94,3 @@ class How:
         read |= {path for path, claim, own in claims if claim.fate != IMPLIED or Path(own) in Path(path).parents}
         purpose = Purpose.of(self.verb, options, planned.names, sizes, read, [one.name for one in beside])
         return Journal(target, purpose, resume=self.resume, restart=self.restart)
-
-
-def check_choice(option: str, value: str | None, choices: Sequence[str | None]) -> None:
-    """Raise UsageError unless a value is one of some."""
-    if value not in choices:
-        raise UsageError(f"unusable --{option}", expected=" or ".join(str(c) for c in choices if c), found=repr(value))

@@ -174,10 +174,9 @@ def inspect(
             }
             for one in checkpoint.per_rank
         ],
-        **{
-            section: list(map(_parameter, getattr(checkpoint, section).values()))
-            for section in ("parameters", "buffers", "unnamed")
-        },
+        parameters=[_parameter(p) for p in checkpoint.parameters.values()],
+        buffers=[_parameter(p) for p in checkpoint.buffers.values()],
+        unnamed=[_parameter(p) for p in checkpoint.unnamed.values()],
         padding=_padding(checkpoint.padding),
         files=[
             values_of(one, FILE_FIELDS) | ({} if named is None else {"globals": named})

@@ -142,7 +142,7 @@ def map(  # noqa: A001  # the verb's name, as `open`
             _add_extent(moved, position[row], *extent)
         cut[3] = moved
     paths = sorted({path for path in drawing.sources.values() if path is not None})
-    number = {None: SEVERAL, "": NONE, **positions(paths)}
+    number: dict[str | None, int] = {None: SEVERAL, "": NONE, **positions(paths)}
     paths = [path.removeprefix(LOST) for path in paths]
     root = os.path.commonpath([Path(path).parent for path in paths]) if paths else ""
     lines: list[Document] = []

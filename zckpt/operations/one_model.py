@@ -39,8 +39,8 @@ def one_model(checkpoint: Checkpoint, key: str) -> Checkpoint:
         if inside.keys() >= OF_AVERAGE and (slots := _without_dots(whole, without(inside, *OF_AVERAGE))):
             return _with(whole, slots)
         for section in ("parameters", "buffers"):
-            own = {name: replace(one, name=name, group=None) for name, one in inside.items()}
-            setattr(bare, section, {name: one for name, one in own.items() if front + name in getattr(bare, section)})
+            own = ((name, one) for name, one in inside.items() if front + name in getattr(bare, section))
+            setattr(bare, section, {name: replace(one, name=name, group=None) for name, one in own})
         bare.details[PART] = key
         return bare
     beside = {place: value for place, value in checkpoint.metadata.items() if not is_leaf(node_of(value))}

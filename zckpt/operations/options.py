@@ -401,6 +401,10 @@ def shares(group: type, *, more: bool = False) -> Callable[[Callable[Given, Resu
             settled: dict[str, Any] = {**defaults, **given}
             if settled.get("memory", 1) < 1:
                 raise UsageError("--memory and sizes must be positive", found=settled["memory"])
+            for name, one in options.items():
+                value = settled[name]
+                if one.choices and value not in (one.default, *one.choices):
+                    raise UsageError(f"unusable --{name}", expected=" or ".join(one.choices), found=repr(value))
             if settled.get("executor") is not None:
                 from zckpt.executors.using import check_executor
 

@@ -30,7 +30,8 @@ class Filter:
     def check(self, *checkpoints: Checkpoint) -> None:
         """Raise UsageError if no checkpoint has one of the slots."""
         there = dict.fromkeys(key for one in checkpoints for key in one.slot_names())
-        states = (each.state for one in checkpoints for each in (*one.holders(), *one.param_groups))
+        states = [held.state for one in checkpoints for held in one.holders()]
+        states += [group.state for one in checkpoints for group in one.param_groups]
         known = {WEIGHT, *there, *(key for state in states for key in state)}
         unknown = [key for key in self.slots if key not in known]
         if unknown:
