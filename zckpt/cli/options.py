@@ -119,10 +119,10 @@ def _option_of(name: str, one: Shared, suffix: str) -> Callable[[Any], Any]:
     """Return the flag of an option that verbs share."""
     option = f"--{'no-' if one.unset else ''}{(one.flag or name).replace('_', '-')}"
     text = f"As {option}, for {suffix[1:].upper()}." if suffix else one.unset or one.text
-    if one.kind == "flag":
+    if isinstance(one.default, bool):
         return flag(option, f"{name}{suffix}", help=text)
-    if one.kind == "size":
-        nbytes: Any = one.default
+    if isinstance(one.default, int):
+        nbytes = one.default
         default = f"{nbytes // 10**9}GB" if nbytes >= 10**9 else f"{nbytes // 10**6}MB"  # as one would write it
         return click.option(option, type=ByteSize(), default=default, show_default=True, help=text)
     if one.kind == "names":
@@ -136,9 +136,10 @@ def _option_of(name: str, one: Shared, suffix: str) -> Callable[[Any], Any]:
         "text": click.STRING,
     }[one.kind]
     option += suffix.replace("_", "-")
+    several = one.default == ()
     return click.option(
-        option, f"{name}{suffix}", type=kind, multiple=one.several, metavar=one.metavar,
-        help=text + " May be repeated." * one.several,
+        option, f"{name}{suffix}", type=kind, multiple=several, metavar=one.metavar,
+        help=text + " May be repeated." * several,
     )  # fmt: skip
 
 

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 PICTURES = (".svg", ".png")
 
 
+def _no_page(_document: Document) -> str:
+    raise UsageError("there is no page for two runs; give two checkpoints, or several of one run")
+
+
 @immutable
 class _Shown:
     """What a verb has found, how it is shown, and what the command ends with."""
@@ -41,7 +45,7 @@ class _Shown:
     checkpoints: Sequence[Checkpoint]
     document: Document
     text: Callable[[Document], str]
-    page: Callable[[Document], str]
+    page: Callable[[Document], str] = _no_page
     status: int = 0
 
 
@@ -52,18 +56,17 @@ def _shows(command: Callable[..., _Shown]) -> Callable[..., int]:
     def run(
         *,
         as_json: bool,
-        html: Path | None,
-        overwrite: bool,
+        html: Path | None = None,
+        overwrite: bool = False,
         quiet: bool = False,
         barless: bool = False,
-        shared: dict[str, Any],
         **given: Any,  # noqa: ANN401  # what click gives
     ) -> int:
         check_file(html, overwrite=overwrite)
+        shared = given.get("shared", {})
         if "memory" in shared:  # elements are read
-            name = str(click.get_current_context().command.name)
-            shared = {**shared, "reporter": reporter(name, quiet=quiet or barless)}
-        shown = command(shared=shared, **given)
+            shared["reporter"] = reporter(str(click.get_current_context().command.name), quiet=quiet or barless)
+        shown = command(**given)
         _say_what_is_cached(shown.checkpoints, direct=shared.get("direct", False), quiet=quiet)
         if html is not None:
             write_file(html, shown.page(shown.document), overwrite=overwrite)
@@ -208,7 +211,7 @@ def diff_command(
                 raise UsageError("--names and --tp-rules do not apply to two runs")
             parted = zckpt.parting(*sources, **common)
             text = partial(render_parting, limit=limit)
-            return _Shown([], parted.as_dict(), text, _no_page, int(bool(parted.changed)))
+            return _Shown([], parted.as_dict(), text, status=int(bool(parted.changed)))
         from zckpt.report.difference import render_series
         from zckpt.report.page import series_page
 
@@ -223,10 +226,6 @@ def diff_command(
     done = zckpt.diff(sources[0], sources[1], **two, **common)
     text = partial(render, width=width(), paint=paint(), limit=limit)
     return _Shown([done.a, done.b], done.as_dict(), text, diff_page, int(not done.equal))
-
-
-def _no_page(_document: Document) -> str:
-    raise UsageError("there is no page for two runs; give two checkpoints, or several of one run")
 
 
 @verb("resume-check")
@@ -247,7 +246,8 @@ def _no_page(_document: Document) -> str:
 )
 @json_option
 @takes(Reading)
-def resume_check_command(*, source: Path, as_json: bool, shared: dict[str, Any], **given: Any) -> int:  # noqa: ANN401  # what click gives
+@_shows
+def resume_check_command(*, source: Path, shared: dict[str, Any], **given: Any) -> _Shown:  # noqa: ANN401  # what click gives
     """Tell whether a program can resume a checkpoint as it is, what would be lost, and what to run if it cannot.
 
     Reads no tensor. Exit status 0: everything comes back; 1: something is lost, it does not resume, or zckpt cannot
@@ -256,8 +256,7 @@ def resume_check_command(*, source: Path, as_json: bool, shared: dict[str, Any],
     from zckpt.report.resuming import render
 
     found = zckpt.resume_check(source, **given, **shared)
-    click.echo(json_text(found.as_dict()) if as_json else render(found.as_dict()))
-    return 0 if found.resumes else 1
+    return _Shown([], found.as_dict(), render, status=int(not found.resumes))
 
 
 @verb("fingerprint")
@@ -378,11 +377,12 @@ def verify_command(
 
 @verb("scan")
 @click.argument("place", metavar="SOURCE", type=PLACE)
-@click.option("--sarif", type=FILE, help="Also write SARIF 2.1.0.")
+@click.option("--sarif", "html", type=FILE, help="Also write SARIF 2.1.0.")
 @overwrite_option
 @json_option
 @flag("--quiet", "-q", help="No text; only the exit status.")
-def scan_command(place: Path, sarif: Path | None, overwrite: bool, as_json: bool, quiet: bool) -> int:
+@_shows
+def scan_command(place: Path) -> _Shown:
     """Tell what each pickle in SOURCE would import and call, in every file whatever it is called. Runs none of them.
 
     Graded: data; known classes of frameworks, and which program needs them; unknown; dangerous, which is what runs
@@ -391,16 +391,9 @@ def scan_command(place: Path, sarif: Path | None, overwrite: bool, as_json: bool
     from zckpt.report import scanning
     from zckpt.torchfile.grades import DANGEROUS
 
-    check_file(sarif, overwrite=overwrite)
     found = zckpt.scan(place)
-    document = found.as_dict()
-    if sarif is not None:
-        write_file(sarif, json_text(scanning.sarif(document)) + "\n", overwrite=overwrite)
-    if as_json:
-        click.echo(json_text(document))
-    elif not quiet:
-        click.echo(scanning.render(document))
-    return int(found.grade == DANGEROUS)
+    sarif = lambda document: json_text(scanning.sarif(document)) + "\n"  # noqa: E731
+    return _Shown([], found.as_dict(), scanning.render, sarif, int(found.grade == DANGEROUS))
 
 
 @verb("map")
@@ -455,38 +448,30 @@ def formats_command(as_json: bool) -> None:
 @page_options
 @barless_option
 @takes(Compared)
+@_shows
 def stats_command(
     *,
     source: Path,
     layers: bool,
     as_csv: bool,
-    as_json: bool,
-    html: Path | None,
-    overwrite: bool,
-    barless: bool,
     shared: dict[str, Any],
     **given: Any,  # noqa: ANN401  # what click gives
-) -> None:
+) -> _Shown:
     """Show statistics of each tensor: min, max, mean, deviation, norm, zeros, NaN and infinities.
 
     Reads every element once. --json also has a histogram of each tensor, by powers of two.
     """
-    if as_csv and as_json:
+    if as_csv and click.get_current_context().params["as_json"]:
         raise UsageError("--csv and --json exclude each other", expected="one of them")
     from zckpt.report.figures import comma_separated, render
+    from zckpt.report.page import stats_page
 
-    check_file(html, overwrite=overwrite)
-    document = zckpt.stats(source, reporter=reporter("stats", quiet=barless), **given, **shared).as_dict()
-    if html is not None:
-        from zckpt.report.page import stats_page
+    def text(document: Document) -> str:
+        if as_csv:
+            return comma_separated(document, layers=layers).removesuffix("\n")
+        return render(document, layers=layers, width=width())
 
-        write_file(html, stats_page(document), overwrite=overwrite)
-    if as_json:
-        click.echo(json_text(document))
-    elif as_csv:
-        click.echo(comma_separated(document, layers=layers), nl=False)
-    else:
-        click.echo(render(document, layers=layers, width=width()))
+    return _Shown([], zckpt.stats(source, **given, **shared).as_dict(), text, stats_page)
 
 
 @verb("show")

@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 import zckpt
+from zckpt.cli.history import run_argument
 from zckpt.cli.options import (
     PATH,
     PLACE,
@@ -36,12 +37,12 @@ from zckpt.operations.options import Averaging, Consolidating, Filled, Merging, 
 from zckpt.storage.remote import is_url
 
 
-def runs(group: type, *, label: str | None = None) -> Callable[[Callable[[], None]], Callable[..., None]]:
-    """Add the options that verbs share that write, and run the verb; `label` is what its progress is called."""
-    return together(takes(group), json_option, quiet_option, running("text.written", label=label))
+def runs(group: type) -> Callable[[Callable[[], None]], Callable[..., None]]:
+    """Add the options that verbs share that write, and run the verb."""
+    return together(takes(group), json_option, quiet_option, running("text.written"))
 
 
-def running(text: str, *, label: str | None = None) -> Callable[[Callable[[], None]], Callable[..., None]]:
+def running(text: str) -> Callable[[Callable[[], None]], Callable[..., None]]:
     """Let a command run the verb of its name; `text`: the function of the room `report` that says what it did."""
 
     def named(command: Callable[[], None]) -> Callable[..., None]:
@@ -50,10 +51,12 @@ def running(text: str, *, label: str | None = None) -> Callable[[Callable[[], No
         def run(*, as_json: bool, quiet: bool, shared: Mapping[str, Any] = MappingProxyType({}), **own: Any) -> None:  # noqa: ANN401  # what click gives
             from zckpt.naming import TRANSFORMERS
 
+            if "run" in own:  # the source of its function
+                own["source"] = own.pop("run")
             if shared.get("map") == TRANSFORMERS and sys.stderr.isatty() and not quiet:
                 click.echo("transformers makes the model, without memory, which takes some seconds ...", err=True)
             try:
-                done = getattr(zckpt, name)(**own, **shared, reporter=reporter(label or name, quiet=quiet))
+                done = getattr(zckpt, name)(**own, **shared, reporter=reporter(name.partition("_")[0], quiet=quiet))
             except SourceError as error:
                 places: list[Any] = [own.get("source"), own.get("target")]
                 is_local = not any(one is None or is_url(one) for one in places)
@@ -243,7 +246,7 @@ def average_command() -> None:
     help="Whether square weights are (in, out), as in GPT-2, if neither shapes nor other weights tell.",
 )
 @recomputed_option
-@runs(Merging, label="merge")
+@runs(Merging)
 def merge_adapter_command() -> None:
     """Merge a PEFT adapter (LoRA or DoRA) into its base model.
 
@@ -263,7 +266,7 @@ store_argument = click.argument("store", type=PATH)
 
 
 @verb("pack")
-@click.argument("source", type=PLACE, metavar="RUN")
+@run_argument
 @store_argument
 @click.option(
     "--full-every",

@@ -33,7 +33,7 @@ from zckpt.operations.losses import check_nothing_lost, refuse_beside, refuse_ra
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Averaging, Place, Unpack, naming_of, shares
 from zckpt.operations.target import summary
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Parameter, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Parameter, Slot, by_key
 from zckpt.state.names import like_model
 
 SCALED_BY = ("peft_type", "lora_alpha", "r", "use_rslora", "rank_pattern", "alpha_pattern")
@@ -378,12 +378,9 @@ def _by_name(sources: Sequence[Checkpoint]) -> dict[str, list[Parameter]]:
 
 def _tie(checkpoint: Checkpoint, every: dict[str, list[Parameter]]) -> None:
     """Make one parameter with two names of those that are one in every source; it is called as in the last."""
-    owners: dict[tuple[int, ...], str] = {}
-    for name, ones in every.items():
-        key = tuple(map(id, ones))
-        if ones[-1].name == name or key not in owners:
-            owners[key] = name
-    for name, ones in every.items():
-        owner = owners[tuple(map(id, ones))]
-        if owner != name and name in checkpoint.parameters:
-            checkpoint.parameters[name] = replace(checkpoint.parameters[name], slots={}, tied_to=owner)
+    for names in by_key((tuple(map(id, ones)), name) for name, ones in every.items()).values():
+        last = every[names[0]][-1].name
+        owner = last if last in names else names[0]
+        for name in names:
+            if name != owner and name in checkpoint.parameters:
+                checkpoint.parameters[name] = replace(checkpoint.parameters[name], slots={}, tied_to=owner)

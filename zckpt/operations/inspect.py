@@ -101,7 +101,7 @@ class Inspection(Result):
     left_out: list[Document]
     missing: list[Document]
     warnings: list[str]
-    inventory: Document | None = None
+    inventory: Document | None
 
     def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
@@ -179,9 +179,9 @@ def inspect(
         unnamed=[_parameter(p) for p in checkpoint.unnamed.values()],
         padding=_padding(checkpoint.padding),
         files=[
-            values_of(one, FILE_FIELDS) | ({} if named is None else {"globals": named})
+            values_of(one, FILE_FIELDS) | named
             for one, named in zip(
-                checkpoint.files, _globals(checkpoint) if include_globals else repeat(None), strict=False
+                checkpoint.files, _globals(checkpoint) if include_globals else repeat({}), strict=False
             )
         ],
         nbytes=nbytes_of(checkpoint.files),
@@ -195,8 +195,8 @@ def inspect(
     )
 
 
-def _globals(checkpoint: Checkpoint) -> Iterator[dict[str, list[str]]]:
-    """Yield what each pickle of each file names; those of its items, if it has some, together."""
+def _globals(checkpoint: Checkpoint) -> Iterator[Document]:
+    """Yield the `globals` of each file: what each pickle of it names; those of its items, if it has some, together."""
     from zckpt.operations.scan import ITEMS, scan_files
 
     for path, scanner in scan_files(Path(one.path) for one in checkpoint.files):
@@ -204,7 +204,7 @@ def _globals(checkpoint: Checkpoint) -> Iterator[dict[str, list[str]]]:
         for one in scanner.mentions:
             record = "items" if path.suffix == ITEMS else one.record or "pickle"
             found.setdefault(record, set()).add(f"{one.module}.{one.name}")
-        yield {record: sorted(names) for record, names in found.items()}
+        yield {"globals": {record: sorted(names) for record, names in found.items()}}
 
 
 def _slots(checkpoint: Checkpoint) -> Document:

@@ -44,11 +44,9 @@ class Shared:
     unset : str
         What the flag means, if it says no.
     kind : str
-        Of the flag's value: text, names (with commas between them), file, place (a path or URL), size, or flag, which
-        has none.
+        Of the flag's value: text, names (with commas between them), file, or place (a path or URL). A flag whose
+        default is a bool has none, that of a number takes a size, and one whose default is empty may be repeated.
     metavar : str or None
-    several : bool
-        Whether the flag may be repeated.
     choices : tuple of str
         All values there are; empty: any.
     """
@@ -60,7 +58,6 @@ class Shared:
     unset: str = ""
     kind: str = "text"
     metavar: str | None = None
-    several: bool = False
     choices: tuple[str, ...] = ()
 
 
@@ -72,7 +69,7 @@ class Reading(TypedDict, total=False):
     ]
     roots: Annotated[Sequence[Place], Shared(
         (), "The same directory from another node; its files are added.",
-        flag="root", kind="place", metavar="DIR", several=True,
+        flag="root", kind="place", metavar="DIR",
     )]  # fmt: skip
     names: Annotated[Sequence[str] | None, Shared(
         None,
@@ -107,7 +104,7 @@ class Renaming(TypedDict, total=False):
         (),
         "Replace each match of the regular expression OLD in a name by NEW (\\1: a group); with * in both, OLD is a "
         "glob for whole names.",
-        decides=True, metavar="OLD=NEW", several=True,
+        decides=True, metavar="OLD=NEW",
     )]  # fmt: skip
     map: Annotated["MapSource | None", Shared(
         None,
@@ -129,7 +126,7 @@ class Copying(TypedDict, total=False):
     """Who reads the elements, and with how much memory."""
 
     memory: Annotated[int, Shared(
-        DEFAULT_MEMORY_NBYTES, "Limit, in bytes, for the buffers of all workers together.", kind="size"
+        DEFAULT_MEMORY_NBYTES, "Limit, in bytes, for the buffers of all workers together."
     )]  # fmt: skip
     reporter: Annotated[Reporter | None, Shared(None, "Reports how many bytes are done.", flag="")]
     executor: Annotated["Executor | str | None", Shared(
@@ -137,7 +134,7 @@ class Copying(TypedDict, total=False):
         metavar="threads|dask://HOST:PORT|mpi|ray|torchrun",
     )]  # fmt: skip
     direct: Annotated[bool, Shared(
-        False, "Read and write without the page cache if possible: docs/copying.md.", kind="flag"
+        False, "Read and write without the page cache if possible: docs/copying.md."
     )]  # fmt: skip
 
 
@@ -146,23 +143,23 @@ class Writing(Copying, total=False):
 
     weight_check: Annotated[bool, Shared(
         True, "Before writing, compare a sample of every master with its weight, and ranks' files with each other.",
-        unset="Do not compare masters with weights, or ranks' files with each other.", kind="flag",
+        unset="Do not compare masters with weights, or ranks' files with each other.",
     )]  # fmt: skip
     checksums: Annotated[bool, Shared(
         True, "Compare what is copied with the source's checksums, and refuse damaged bytes.",
-        unset="Copy bytes even if they do not match SOURCE's checksums, to salvage what is left.", kind="flag",
+        unset="Copy bytes even if they do not match SOURCE's checksums, to salvage what is left.",
     )]  # fmt: skip
-    overwrite: Annotated[bool, Shared(False, "Replace TARGET if it exists.", kind="flag")]
+    overwrite: Annotated[bool, Shared(False, "Replace TARGET if it exists.")]
     resume: Annotated[bool, Shared(
-        False, "Resume a killed run to TARGET.", kind="flag"
+        False, "Resume a killed run to TARGET."
     )]  # fmt: skip
-    restart: Annotated[bool, Shared(False, "Remove what a killed run to TARGET left, and start over.", kind="flag")]
+    restart: Annotated[bool, Shared(False, "Remove what a killed run to TARGET left, and start over.")]
     drop: Annotated[Sequence[str], Shared(
         (), "Leave this out, which zckpt does not read: FILE, FILE:PLACE or PLACE, as in the inventory; * matches "
             "anything.",
-        decides=True, metavar="PATTERN", several=True,
+        decides=True, metavar="PATTERN",
     )]  # fmt: skip
-    dry_run: Annotated[bool, Shared(False, "Show what would be written; write nothing.", kind="flag")]
+    dry_run: Annotated[bool, Shared(False, "Show what would be written; write nothing.")]
 
 
 class Dequantized(TypedDict, total=False):
@@ -172,7 +169,7 @@ class Dequantized(TypedDict, total=False):
         False,
         "Turn quantised weights, and quantised optimizer state (8-bit, 4-bit or fp8, of bitsandbytes or torchao), into "
         "floats: the state as float32, under torch's names for Adam.",
-        decides=True, kind="flag",
+        decides=True,
     )]  # fmt: skip
 
 
@@ -190,7 +187,7 @@ class OfModel(TypedDict, total=False):
         decides=True, choices=("duplicate", "drop"),
     )]  # fmt: skip
     max_shard_size: Annotated[int, Shared(
-        DEFAULT_MAX_SHARD_NBYTES, "Size limit of each file in a directory.", decides=True, kind="size"
+        DEFAULT_MAX_SHARD_NBYTES, "Size limit of each file in a directory.", decides=True
     )]  # fmt: skip
     config: Annotated[Place | None, Shared(
         None,
@@ -215,7 +212,7 @@ class OfWholeModel(OfModel, total=False):
         "the masters if the model's file does not hold them exactly.",
         decides=True, kind="names", metavar="all|SLOT,...",
     )]  # fmt: skip
-    exclude_frozen: Annotated[bool, Shared(False, "Leave frozen parameters out.", decides=True, kind="flag")]
+    exclude_frozen: Annotated[bool, Shared(False, "Leave frozen parameters out.", decides=True)]
 
 
 class Renamed(Reading, Renaming, Writing, Dequantized, total=False):
@@ -231,7 +228,7 @@ class Salvaged(Reading, total=False):
     """Options of the verbs that go on without lost files."""
 
     salvage: Annotated[bool, Shared(
-        False, "If files are lost, use what is left, and list what is missing.", decides=True, kind="flag"
+        False, "If files are lost, use what is left, and list what is missing.", decides=True
     )]  # fmt: skip
 
 
@@ -246,7 +243,7 @@ class Filled(Salvaged, Renamed, total=False):
     )]  # fmt: skip
     fill_masters: Annotated[bool, Shared(
         False, "Fill lost elements of masters from weights (BASE's, or SOURCE's own) if no masters have them.",
-        decides=True, kind="flag",
+        decides=True,
     )]  # fmt: skip
 
 

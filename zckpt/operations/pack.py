@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
-from dataclasses import field
 from pathlib import Path
 
 from zckpt.engine import Reporter, reporting
@@ -55,7 +54,7 @@ class Packed(Result):
     packed: list[PackedOne]
     present: list[str]
     dry_run: bool
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
 
     def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""

@@ -72,7 +72,7 @@ class Patched(Result):
     differences: list[str]
     nbytes: int
     stored_nbytes: int
-    dry_run: bool = False
+    dry_run: bool
 
 
 @shares(ReadCopied)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field
 from itertools import pairwise
 
 from zckpt.compare.logical import named
@@ -25,8 +24,8 @@ class Moved:
 
     name: str
     slot: str
-    norm: list[float | None] = field(default_factory=list)  # L2 norm of the finite elements in each checkpoint
-    change: list[float | None] = field(default_factory=list)
+    norm: list[float | None]  # L2 norm of the finite elements in each checkpoint
+    change: list[float | None]
     """L2 norm of the change since the checkpoint before, relative to the norm there; the first is None."""
 
 

@@ -349,15 +349,15 @@ class Written(Result):
     read_nbytes: int
     write_nbytes: int
     memory: int
-    compared: int = 0
-    checksummed: int = 0
-    verified: int = 0
-    notes: tuple[str, ...] = ()
-    dropped: tuple[str, ...] = ()
+    compared: int
+    checksummed: int
+    verified: int
+    notes: tuple[str, ...]
+    dropped: tuple[str, ...]
     missing: tuple[Document, ...] = ()
     filled: tuple[Document, ...] = ()
-    warnings: tuple[str, ...] = ()
-    foresight: Foresight | None = None
+    warnings: tuple[str, ...]
+    foresight: Foresight | None
 
     def __post_init__(self) -> None:
         for said in ("notes", "warnings"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field
 
 from zckpt.compare.slots import DECADES, Difference, Tolerance, differences, pair
 from zckpt.errors import UsageError
@@ -68,15 +67,15 @@ class Compared(Brief):
 
     a: Checkpoint
     b: Checkpoint
-    changed: list[Changed] = field(default_factory=list)
-    equal_slots: list[Match] = field(default_factory=list)
-    only_in_a: list[tuple[str, str | None]] = field(default_factory=list)
-    only_in_b: list[tuple[str, str | None]] = field(default_factory=list)
-    settings: list[Setting] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    num_parameters: int = 0
-    num_elements: int = 0
-    nbytes: int = 0
+    changed: list[Changed]
+    equal_slots: list[Match]
+    only_in_a: list[tuple[str, str | None]]
+    only_in_b: list[tuple[str, str | None]]
+    settings: list[Setting]
+    warnings: list[str]
+    num_parameters: int
+    num_elements: int
+    nbytes: int
 
     @property
     def equal(self) -> bool:

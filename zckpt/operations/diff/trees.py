@@ -6,7 +6,7 @@ Of two checkpoints, these are hyperparameters, steps, and all that was carried a
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from zckpt.formats.registry import formats
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.immutable import immutable
 from zckpt.operations.diff.match import Matches
-from zckpt.state import Checkpoint, Scalar, Slot, without
+from zckpt.state import Checkpoint, Scalar, Slot, by_key, without
 from zckpt.torchfile import (
     LEAVES,
     PARTS,
@@ -67,11 +67,10 @@ def leaves(value: object) -> dict[str, Leaf]:
             return
         leaf = _leaf(node)
         if leaf is not None:
-            slot = None
             if file and isinstance(node, Tensor):
-                dtype = OF_CODES.get(node.dtype)  # the scales of a quantised tensor are leaves beside it
-                slot = slot_of(path, node if dtype is None else replace(node, dtype=dtype), file)
-            found[path] = Leaf(leaf.value, slot)
+                codes = replace(node, dtype=OF_CODES.get(node.dtype, node.dtype))  # scales are leaves beside it
+                leaf = replace(leaf, slot=slot_of(path, codes, file))
+            found[path] = leaf
         elif id(node) in inside:
             found[path] = Leaf("<cycle>")
         else:
@@ -235,10 +234,9 @@ def _leaves(key: str, a: Mapping[str, Leaf], b: Mapping[str, Leaf]) -> list[Sett
 def _state(matches: Matches) -> list[Setting]:
     """Return single values of parameters that differ; what all of a group have alike comes once."""
     ours = matches.ours
-    groups: dict[tuple[int | None, str], list[tuple[str, object, object]]] = defaultdict(list)
-    for name, key, x, y in matches.singles:
-        group = ours[name].group if name in ours else None
-        groups[group, key].append((name, x, y))
+    groups = by_key(
+        ((ours[name].group if name in ours else None, key), (name, x, y)) for name, key, x, y in matches.singles
+    )
     found = []
     sizes = Counter(parameter.group for parameter in ours.values() if parameter.tied_to is None)
     for (group, key), values in groups.items():

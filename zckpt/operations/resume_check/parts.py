@@ -64,8 +64,8 @@ class Facts:
 
     checkpoint: Checkpoint
     asked: int | None  # ranks that will resume it; None: as many as saved it
-    shapes: Shapes | None = None  # of the tensors that the model has, where it was given
-    given_config: Path | None = None  # the config.json by which that model was given
+    shapes: Shapes | None  # of the tensors that the model has, where it was given
+    given_config: Path | None  # the config.json by which that model was given
     planned: frozenset[str] | None = None
     """What would lie in the directory of a target that is not written; None: it is there."""
 

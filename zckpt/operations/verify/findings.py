@@ -127,8 +127,8 @@ class Verification(Brief):
     source: str
     format: str | None
     deep: bool
-    findings: list[Finding] = field(default_factory=list)
-    checked: Checked = field(default_factory=Checked)
+    findings: list[Finding]
+    checked: Checked
     fingerprint: str | None = None
     checkpoint: Checkpoint | None = field(default=None, repr=False)
     looked_at: str | None = None

@@ -68,20 +68,20 @@ def _coverage(checkpoint: Checkpoint) -> Iterator[Finding]:
         COVERAGE: "{} of {} is not there, every element once",
         DTYPES_DIFFER: "{} of {} has another element type here than elsewhere",
     }
-    holes: dict[tuple[str, str, str | None], list[tuple[str, str]]] = {}
+    holes: list[tuple[tuple[str, str, str | None], tuple[str, str]]] = []
     for parameter in checkpoint.holders():
         for key, slot in parameter.slots.items():
             for spans in slot.sets:
                 one = replace(slot, spans=spans, replicas=())
                 if odd := _other_dtype(one):
-                    holes.setdefault((DTYPES_DIFFER, key, odd[0]), []).append((parameter.name, odd[1]))
+                    holes.append(((DTYPES_DIFFER, key, odd[0]), (parameter.name, odd[1])))
                 try:
                     check_covered(one, f"{key}/{parameter.name}")
                 except LayoutError as error:
                     lacking = _without(parameter, one)
                     code = SLOT_MISSING if lacking else COVERAGE
-                    holes.setdefault((code, key, lacking), []).append((parameter.name, str(error)))
-    for (code, key, path), found in holes.items():
+                    holes.append(((code, key, lacking), (parameter.name, str(error))))
+    for (code, key, path), found in by_key(holes).items():
         names = tuple(dict.fromkeys(name for name, _ in found))
         what = said[code].format(key, listed(names))
         yield Finding(code, what, path, names, None, found[0][1])
