@@ -148,6 +148,14 @@ def test_what_is_refused(tmp_path):
     zckpt.consolidate(source, tmp_path / "codes", quantize="fp8-block:32x32")
     with refusing(zckpt.UsageError, "--dequantize"):
         zckpt.consolidate(tmp_path / "codes", tmp_path / "out", quantize="fp8-block:32x32")
+    for wrong in ("{", "[1]", "\xff"):
+        config = tmp_path / "config"
+        config.mkdir(exist_ok=True)
+        (config / "config.json").write_text(wrong)
+        with refusing(zckpt.DamagedFileError, r"config\.json: unreadable configuration"):
+            zckpt.consolidate(source, tmp_path / "out", quantize="fp8-block:32x32", config=config)
+        with refusing(zckpt.DamagedFileError, r"config\.json: unreadable configuration"):
+            zckpt.consolidate(tmp_path / "codes", tmp_path / "out", dequantize=True, config=config)
     for number, strange in enumerate((float("nan"), float("inf"), -float("inf"))):
         weight[40, 3] = strange
         source = made(tmp_path / f"{number}", {NAME: weight})

@@ -30,12 +30,13 @@ from zckpt.engine.computed import Computed, Function
 from zckpt.engine.copy import read_extent
 from zckpt.engine.scaled import Part, alone, coded, matrices, whole
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
+from zckpt.formats.adapters import MAXIMUM_CONFIG_NBYTES
 from zckpt.formats.low_bit import codes_in, settings_of
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, Span, dict_of
 from zckpt.state.dtypes import is_floating
 from zckpt.state.spans import Extent
 from zckpt.state.views import transpose
-from zckpt.storage.files import Sources
+from zckpt.storage.files import Sources, json_object
 from zckpt.torchfile import MAX_ELEMENTS
 
 _BESIDE = (
@@ -95,7 +96,7 @@ def weights_as_floats(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
 
 def plain_config(path: Path, dtype: str | None, settings: Mapping[str, object]) -> bytes:
     """Return a model's config.json with other settings; without its quantisation, of the type that its weights have."""
-    found = json.loads(path.read_bytes())
+    found = json_object(path, "configuration", most=MAXIMUM_CONFIG_NBYTES)
     for one in (found, found.get("text_config")):
         if isinstance(one, dict) and dtype:
             for key in ("quantization_config", "compression_config"):

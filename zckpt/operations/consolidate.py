@@ -7,7 +7,6 @@ that is asked for, is what the same functions compute once more.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.evidence.solver import NAMES_ADVICE
 from zckpt.formats import open_checkpoint
-from zckpt.formats.adapters import has_live_adapter, names_in_files, of_modules
+from zckpt.formats.adapters import MAXIMUM_CONFIG_NBYTES, has_live_adapter, names_in_files, of_modules
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter, stem_of
 from zckpt.formats.consolidated.tensors import Tensors, model_tensors, optimizer_slots
 from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_hyperparameters
@@ -50,7 +49,7 @@ from zckpt.operations.salvage import salvage
 from zckpt.operations.target import Made, Written, write_from
 from zckpt.state import WEIGHT, Checkpoint, Slot, Span
 from zckpt.state.names import like_model, renamed
-from zckpt.storage.files import read_json
+from zckpt.storage.files import json_object, read_json
 from zckpt.storage.ownership import Owned, called
 
 NUMBERS = ("float64", "float32", "float16", "bfloat16")
@@ -266,7 +265,7 @@ def lay_out(
             )
         if codes_in(checkpoint):
             raise UsageError("is already quantised", path=checkpoint.source, advice="add --dequantize")
-        told = json.loads(assets[CONFIG_NAME].read_bytes())
+        told = json_object(assets[CONFIG_NAME], "configuration", most=MAXIMUM_CONFIG_NBYTES)
         tensors, quantisation = in_block_fp8(tensors, block_of(chosen.quantize), told, checkpoint.source)
         settings = {**(settings or {}), "quantization_config": quantisation}
     if CONFIG_NAME in assets and (dtype or settings):
