@@ -158,7 +158,7 @@ def prune(
             stays[best] = f"the best, by what the Trainer wrote into {one.record.name}"
     judged = []
     for one in seen:
-        why = _kept(one, top, around, settle) or stays.get(one.unit.path)
+        why = _kept(one, top, settle) or stays.get(one.unit.path)
         if why is None and not one.record.sound:
             beside = [other for other in sound if other.unit.series == one.unit.series]
             why = _as_others(one, beside) if unsound else f"not sound, and --unsound is not given: {one.record.why}"
@@ -221,14 +221,12 @@ def _metrics(one: _Seen) -> dict[str, float]:
     return {key: value for key, value in pairs if value is not None}
 
 
-def _kept(one: _Seen, run: Path, around: Around, settle: float) -> str | None:
+def _kept(one: _Seen, run: Path, settle: float) -> str | None:
     """Return why a checkpoint stays whatever the rule: it is in use, or nobody can know."""
     if one.unit.number is None or one.unit.path == run:
         return "its name has no step"
-    trackers, links = around.naming(one.unit.path)
-    if trackers or links:
-        names = listed([path.relative_to(run).as_posix() for path in (*trackers, *links)], most=SHOWN)
-        return f"named by {names}"
+    if one.record.named_by:
+        return f"named by {listed(one.record.named_by, most=SHOWN)}"
     if time.time() - max(one.record.saved, one.unit.path.stat().st_mtime) < settle:
         return f"changed less than {settle:g} s ago (--settle)"
     try:

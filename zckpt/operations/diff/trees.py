@@ -175,24 +175,23 @@ def compare_settings(a: Checkpoint, b: Checkpoint, matches: Matches, *, memory: 
     Not compared is what a world size, a stage or a format decides: ranks, files, which names share one tensor, and
     the keys that formats say to `follow` from how state is cut.
     """
-    scales = [single(1.0 if one.loss_scale is None else one.loss_scale) for one in (a, b)]  # 1: losses as they are
-    facts = (("step", a.step, b.step), ("loss_scale", scales[0], scales[1]))
+    scales = (single(1.0 if one.loss_scale is None else one.loss_scale) for one in (a, b))  # 1: losses as they are
+    facts = (("step", a.step, b.step), ("loss_scale", *scales))
     found = [Setting(key, x, y) for key, x, y in facts if x != y]
     found += _groups(a, b, matches)
     found += _state(matches)
     if a.param_groups and b.param_groups:  # a model alone does not say what is trained
-        trained = {
-            name: [side[name].group is not None for side in (matches.ours, matches.theirs)] for name in matches.names
-        }
-        found += [Setting(f"trained[{name}]", x, y) for name, (x, y) in trained.items() if x != y]
-    ranks = [
+        for name in matches.names:
+            x, y = (side[name].group is not None for side in (matches.ours, matches.theirs))
+            found += [Setting(f"trained[{name}]", x, y)] if x != y else []
+    ranks = (
         {
             f"{one.key}[group {one.group}, part {one.part}, rank {one.rank}, mp_rank {one.mp_rank}]": one.value
             for one in side.per_rank
         }
         for side in (a, b)
-    ]
-    found += _carried("per_rank", ranks[0], ranks[1], memory)
+    )
+    found += _carried("per_rank", *ranks, memory)
     found += _carried("metadata", a.metadata, b.metadata, memory)
     found += _carried("optimizer", a.optimizer_metadata, b.optimizer_metadata, memory)
     every = list(formats()) if found else []  # those of other packages, too: it takes a while to look for them
@@ -207,8 +206,7 @@ def _groups(a: Checkpoint, b: Checkpoint, matches: Matches) -> list[Setting]:
     for index, groups in enumerate(zip(a.param_groups, b.param_groups, strict=True)):
         key, (ours, theirs) = f"param_groups[{index}]", groups
         # the names that torch puts among hyperparameters are members, which are compared as such
-        values = [without(its.hyperparameters, "param_names") for its in groups]
-        found += _leaves(key, leaves(values[0]), leaves(values[1]))
+        found += _leaves(key, *(leaves(without(its.hyperparameters, "param_names")) for its in groups))
         if ours.optimizer != theirs.optimizer:
             found.append(Setting(f"{key}.optimizer", ours.optimizer, theirs.optimizer))
         x, y = ([names.get(one, one) for one in its.parameters] for names, its in zip(sides, groups, strict=True))

@@ -286,7 +286,7 @@ def _commands(
                 continue
             options = {**make.options, **({"world_size": facts.ranks} if make.sized else {})}
             values = {key: value for key, (value, _) in make.asked.items()}
-            verb = " ".join([make.verb, *(["--to", make.to] if make.to else [])])
+            verb = f"{make.verb} --to {make.to}" if make.to else make.verb
             try:
                 laid = _lay_out(make, facts, {**options, **values}, Naming(**naming))
             except ZckptError as error:
