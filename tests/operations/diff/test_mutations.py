@@ -218,6 +218,24 @@ def test_nan_and_inf_are_counted_on_their_side(tmp_path):
     assert figures.max_abs is None
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "place"),
+    [
+        ({"x": {1: 5, "1": 6}}, {"x": {"1": 6, 1: 7}}, "x.[1]"),
+        ({"x": {"a.b": 5, "a": {"b": 6}}}, {"x": {"a": {"b": 6}, "a.b": 7}}, "x.['a.b']"),
+        ({"x": {"a[0]": 5, "a": [6]}}, {"x": {"a": [6], "a[0]": 7}}, "x.['a[0]']"),
+        ({"x": {1: {"a": 6}, "1.a": 5}}, {"x": {1: {"a": 6}, "1.a": 7}}, "x.['1.a']"),
+        ({"x.y": 5, "x": {"y": 6}}, {"x": {"y": 6}, "x.y": 7}, "['x.y']"),
+    ],
+)
+def test_a_key_that_reads_as_a_path_hides_no_other(ours, theirs, place, tmp_path):
+    for name, more in (("a", ours), ("b", theirs)):
+        torch.save({"model": {"w": torch.ones(2)}, **more}, tmp_path / f"{name}.pt")
+    assert zckpt.diff(tmp_path / "a.pt", tmp_path / "a.pt").equal
+    [found] = zckpt.diff(tmp_path / "a.pt", tmp_path / "b.pt").settings
+    assert (found.key, found.a, found.b) == (f"metadata.{place}", 5, 7)
+
+
 def test_random_state_in_client_state_is_compared_byte_by_byte(tmp_path):
     copy = copied("s2_bf16_dp2_client", tmp_path)
     (path,) = copy.rglob("mp_rank_00_model_states.pt")

@@ -89,11 +89,10 @@ def leaves(value: object) -> dict[str, Leaf]:
         elif not below:
             found[path] = Leaf("{}" if isinstance(node, dict) else "[]")
         share = most if sum(counts) <= most else most // len(counts)
+        names = Counter(str(step) for step, _ in below)
         for (step, child), count in zip(below, counts, strict=True):
-            if isinstance(node, dict) or isinstance(step, str):
-                place = f"{path}.{step}" if path else str(step)
-            else:
-                place = f"{path}[{step}]"
+            is_name = isinstance(node, dict) or isinstance(step, str)
+            place = _place(path, step, names) if is_name else f"{path}[{step}]"
             collect(child, place, file, min(count, share))
 
     def sum_up(node: object, path: str, file: str) -> None:
@@ -109,6 +108,15 @@ def leaves(value: object) -> dict[str, Leaf]:
 
     collect(value, "", "", MAXIMUM_LEAVES)
     return found
+
+
+def _place(path: str, step: object, names: Counter[str]) -> str:
+    """Return the path of one of the members of a node; a key that reads as another, or as a path of one, is quoted."""
+    text = str(step)
+    is_other = names[text] > 1 and not isinstance(step, str)
+    if is_other or any(text[:at] in names for at, character in enumerate(text) if character in ".["):
+        return f"{path}[{step!r}]"
+    return f"{path}.{text}" if path else text
 
 
 class _Meaning(Digests):
@@ -248,7 +256,13 @@ def _state(matches: Matches) -> list[Setting]:
 def _carried(key: str, a: Mapping[str, object], b: Mapping[str, object], memory: int) -> list[Setting]:
     """Compare trees, and the tensors in them."""
     ours, theirs = (
-        {f"{name}.{path}" if path else name: leaf for name in side for path, leaf in leaves(side[name]).items()}
+        {
+            f"{place}.{path}" if path else place: leaf
+            for names in [Counter(side.keys())]
+            for name in side
+            for place in [_place("", name, names)]
+            for path, leaf in leaves(side[name]).items()
+        }
         for side in (a, b)
     )
     found = _leaves(key, ours, theirs)
