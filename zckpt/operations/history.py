@@ -22,8 +22,8 @@ from zckpt.formats.units import Unit, is_named, latest_of, units
 from zckpt.immutable import immutable
 from zckpt.operations.fingerprint import fingerprint as fingerprint_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
-from zckpt.operations.verify import Verification, verify
-from zckpt.state import Document, Result, first_of, nbytes_of
+from zckpt.operations.verify import Finding, Verification, verify
+from zckpt.state import Checkpoint, Document, Result, nbytes_of
 
 SETTLE_S = 60.0
 """Seconds without a write after which a checkpoint is taken for finished, unless said otherwise."""
@@ -155,8 +155,8 @@ def look(
     deep: bool = False,
     fingerprint: bool = False,
     **shared: Any,  # noqa: ANN401  # of Copying
-) -> tuple[Recorded, list[Verification]]:
-    """Return what is to be known of a checkpoint, and what verifying its states has found."""
+) -> tuple[Recorded, list[Finding], list[Checkpoint]]:
+    """Return what is to be known of a checkpoint, the errors in its states, and those of them that can be opened."""
     verified: list[Verification] = []
     why = text = None
     for state in unit.states or (unit.path,):
@@ -167,7 +167,8 @@ def look(
     errors = [one for found in verified for one in found.errors]
     if errors and why is None:
         why = f"{errors[0].code}: {errors[0].message}" + (f", and {len(errors) - 1} more" if len(errors) > 1 else "")
-    first = first_of(one.checkpoint for one in verified)
+    checkpoints = [one.checkpoint for one in verified if one.checkpoint is not None]
+    first = checkpoints[0] if checkpoints else None
     if first is not None and len(unit.states) == 1:
         for place in (digests_path(first), unit.path / FILE_NAME):
             with suppress(SourceError):
@@ -180,20 +181,24 @@ def look(
     except SourceError as error:
         why = why or str(error)
     trackers, links = around.naming(unit.path)
-    return Recorded(
-        str(unit.path),
-        unit.path.relative_to(around.run).as_posix(),
-        unit.number if first is None or first.step is None else first.step,
-        max((one.st_mtime for one in files), default=0.0),
-        sum(one.st_size for one in files),
-        None if first is None else first.format,
-        None if first is None else first.world_size,
-        why is None,
-        why,
-        bool(trackers) or any(re.search("latest|last", one.name) for one in links),
-        tuple(one.relative_to(around.run).as_posix() for one in (*trackers, *links)),
-        text,
-    ), verified
+    return (
+        Recorded(
+            str(unit.path),
+            unit.path.relative_to(around.run).as_posix(),
+            unit.number if first is None or first.step is None else first.step,
+            max((one.st_mtime for one in files), default=0.0),
+            sum(one.st_size for one in files),
+            None if first is None else first.format,
+            None if first is None else first.world_size,
+            why is None,
+            why,
+            bool(trackers) or any(re.search("latest|last", one.name) for one in links),
+            tuple(one.relative_to(around.run).as_posix() for one in (*trackers, *links)),
+            text,
+        ),
+        errors,
+        checkpoints,
+    )
 
 
 def files_of(path: Path) -> Iterator[tuple[Path, os.stat_result]]:

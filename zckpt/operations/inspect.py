@@ -19,7 +19,7 @@ from zckpt.immutable import immutable
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.operations.salvage import missing_from
-from zckpt.state import Checkpoint, Document, Padding, Parameter, Result, Slot, by_key, nbytes_of, values_of
+from zckpt.state import Checkpoint, Document, Padding, Parameter, Result, by_key, nbytes_of, values_of
 from zckpt.storage.files import collector_paused
 from zckpt.torchfile import FromFile, plain
 
@@ -208,10 +208,7 @@ def _globals(checkpoint: Checkpoint) -> Iterator[Document]:
 
 
 def _slots(checkpoint: Checkpoint) -> Document:
-    found: dict[str, list[Slot]] = {name: [] for name in checkpoint.slot_names()}
-    for parameter in checkpoint.all_parameters:
-        for name, slot in parameter.slots.items():
-            found[name].append(slot)
+    found = by_key(named for parameter in checkpoint.all_parameters for named in parameter.slots.items())
     return {
         name: {
             "dtypes": sorted({slot.dtype for slot in slots}),
@@ -219,7 +216,8 @@ def _slots(checkpoint: Checkpoint) -> Document:
             "num_elements": sum(slot.numel for slot in slots),
             "nbytes": nbytes_of(slots),
         }
-        for name, slots in found.items()
+        for name in checkpoint.slot_names()
+        for slots in [found.get(name)]
         if slots
     }
 

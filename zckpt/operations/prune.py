@@ -24,8 +24,7 @@ from zckpt.formats.units import Unit, is_of_training
 from zckpt.immutable import immutable
 from zckpt.operations.history import SETTLE_S, Around, Recorded, files_of, look, units_of
 from zckpt.operations.options import Place
-from zckpt.operations.verify import Verification
-from zckpt.state import Document, Result, as_float, by_key
+from zckpt.state import Checkpoint, Document, Result, as_float, by_key
 from zckpt.storage.durable import finish_removals, remove
 from zckpt.storage.files import is_file
 from zckpt.storage.ownership import REMOVED
@@ -76,11 +75,11 @@ class Pruned(Result):
 
 @immutable
 class _Seen:
-    """A checkpoint as it was found, and the inventories that were taken of it."""
+    """A checkpoint as it was found, and what formats find in it."""
 
     unit: Unit
     record: Recorded
-    verified: list[Verification]
+    states: list[Checkpoint]
 
     @property
     def number(self) -> int:
@@ -147,7 +146,8 @@ def prune(
         )
     every = units_of(top)
     around = Around.of(top, every)
-    seen = [_Seen(one, *look(one, around, deep=deep)) for one in every]
+    looked = ((one, look(one, around, deep=deep)) for one in every)
+    seen = [_Seen(one, record, states) for one, (record, _, states) in looked]
     sound = [one for one in seen if one.record.sound and one.unit.number is not None]
     stays = _by_rule(sound, keep_last, keep_every)
     stays |= _best(sound, keep_best) if keep_best is not None else {}
@@ -214,7 +214,7 @@ def _best(sound: Sequence[_Seen], metric: str) -> dict[Path, str]:
 
 def _metrics(one: _Seen) -> dict[str, float]:
     """Return what a Trainer has logged at a checkpoint's step, and numbers in the metadata of any program."""
-    metadata = [checkpoint.metadata for v in one.verified if (checkpoint := v.checkpoint) is not None]
+    metadata = [state.metadata for state in one.states]
     metadata += [inner for outer in metadata if isinstance(inner := outer.get("metrics"), dict)]
     entries = [trainer_account(one.unit.path)[0], *metadata]
     pairs = ((str(key), as_float(value)) for entry in entries for key, value in entry.items())
@@ -243,12 +243,10 @@ def _strange(one: _Seen, also: Sequence[str]) -> str | None:
     unit, known = one.unit, set[Path]()
     if unit.path.is_file():
         return None
-    for verified in one.verified:
-        if verified.checkpoint is not None:
-            items = take_inventory(verified.checkpoint).items
-            root = Path(verified.checkpoint.named)
-            root = root if root.is_dir() else root.parent
-            known |= {root / item.file for item in items if not is_stranger(item, root)}
+    for state in one.states:
+        items, root = take_inventory(state).items, Path(state.named)
+        root = root if root.is_dir() else root.parent
+        known |= {root / item.file for item in items if not is_stranger(item, root)}
     others = []
     for path, _ in files_of(unit.path):
         name = path.relative_to(unit.path).as_posix()

@@ -12,7 +12,7 @@ To who writes a file it is a directory like any other: `write_target` sends what
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,12 +52,12 @@ class SharedTarget:
     """What one process writes of a directory on a file system that all share."""
 
     _note: bytes | None = None
-    _made: AbstractContextManager[list[Path]] | None = None
 
     def __init__(self, target: Path) -> None:
         self._target = target
         self.path = partial_name(target)
         """The directory in which this process writes."""
+        self._written = ExitStack()  # names it at its end
         self.in_memory: dict[str, bytes] = {}
         """Small files by name, which come last, in this order."""
 
@@ -67,8 +67,7 @@ class SharedTarget:
         Raises TargetError: something is there that is not to be replaced, or nothing can be written.
         """
         with write_errors(self._target):
-            made = written([self._target], overwrite=overwrite, owned=owned)
-            [self.path], self._made = made.__enter__(), made
+            [self.path] = self._written.enter_context(written([self._target], overwrite=overwrite, owned=owned))
             if note is not None:
                 (self.path / _NOTE).write_bytes(note)
         self._note = note
@@ -108,18 +107,14 @@ class SharedTarget:
 
     def commit(self, every: Sequence[Sent]) -> None:  # noqa: ARG002
         """Name all, on the first process; what is not finished is finished before."""
-        made, self._made = self._made, None
         with write_errors(self._target):
             (self.path / _NOTE).unlink(missing_ok=True)
-            if made is not None:
-                made.__exit__(None, None, None)
+            self._written.close()
 
     def abort(self, error: BaseException) -> None:
         """Remove what this process has written, of which `error` is the end; on the first, all."""
-        made, self._made = self._made, None
-        if made is not None:
-            with suppress(TargetError):  # which says what `error` does
-                made.__exit__(type(error), error, error.__traceback__)
+        with suppress(TargetError):  # which says what `error` does
+            self._written.__exit__(type(error), error, error.__traceback__)
 
     def close(self) -> None:
         """Let go of it."""

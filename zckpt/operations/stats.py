@@ -17,7 +17,7 @@ from zckpt.formats.floats import with_floats
 from zckpt.immutable import immutable, mutable
 from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import Compared, Unpack, naming_of, shares
+from zckpt.operations.options import Compared, Unpack, how_read, naming_of, shares
 from zckpt.operations.series import slots_of
 from zckpt.operations.target import summary
 from zckpt.state import Brief, Checkpoint, Document, Shape, document, is_floating, number
@@ -168,14 +168,13 @@ def stats(
     if not chosen:
         raise UsageError("no slot is selected", path=found.named, expected=f"some of {', '.join(found.slot_names())}")
     made = [Distribution(name, key, slot.dtype, slot.shape) for (name, key), slot in chosen.items()]
-    once = [stored_once([slot])[0] for slot in chosen.values()]
-    sets = [SlotSet(f"{one.slot}/{one.name}", (slot,), (slot.dtype,)) for one, slot in zip(made, once, strict=True)]
-    memory, reporter, direct = shared["memory"] // WIDER, shared["reporter"], shared["direct"]
+    sets = [SlotSet(f"{key}/{name}", stored_once([slot]), (slot.dtype,)) for (name, key), slot in chosen.items()]
+    how = {**how_read(shared), "memory": shared["memory"] // WIDER}
     with using(shared["executor"]):
-        for index, part in scan(sets, _measured, memory=memory, reporter=reporter, direct=direct):
+        for index, part in scan(sets, _measured, **how):
             made[index].add(part)
-    for one, slot in zip(made, once, strict=True):
-        times = math.prod(one.shape or ()) // max(slot.numel, 1)  # that the tensor says each stored element
+    for one, its in zip(made, sets, strict=True):
+        times = math.prod(one.shape or ()) // max(its.numel, 1)  # that the tensor says each stored element
         for name in ("numel", "zeros", "nan", "inf", "squares"):
             setattr(one, name, getattr(one, name) * times)
         one.magnitudes = {power: count * times for power, count in one.magnitudes.items()}

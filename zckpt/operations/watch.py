@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zckpt.codes import ERROR, FROZEN_MOVED, JUMPED, LOST, NOT_ADVANCED, NOT_FINITE, OTHER_KIND, UNMOVED
+from zckpt.codes import FROZEN_MOVED, JUMPED, LOST, NOT_ADVANCED, NOT_FINITE, OTHER_KIND, UNMOVED
 from zckpt.compare.digests import FILE_NAME
 from zckpt.compare.logical import named
 from zckpt.errors import SourceError, UsageError, listed
@@ -167,11 +167,9 @@ def _appearing(run: _Run, deep: bool, idle: float | None, factor: float, shared:
 def _examined(
     unit: Unit, around: Around, below: Sequence[Unit], deep: bool, factor: float, shared: dict[str, Any]
 ) -> Appeared:
-    record, verified = look(unit, around, deep=deep, **shared)
-    findings = [one for found in verified for one in found.findings if one.severity == ERROR]
+    record, findings, checkpoints = look(unit, around, deep=deep, **shared)
     if not record.sound:
         return Appeared(record, findings or [Finding(OTHER_KIND, str(record.why), record.path)], None)
-    checkpoints = [one.checkpoint for one in verified if one.checkpoint is not None]
     if len(checkpoints) == 1:
         with suppress(SourceError):  # of state that belongs to no parameter
             record = replace(record, fingerprint=fingerprint(checkpoints[0], **shared).text)

@@ -183,8 +183,8 @@ def compare_settings(a: Checkpoint, b: Checkpoint, matches: Matches, *, memory: 
     Not compared is what a world size, a stage or a format decides: ranks, files, which names share one tensor, and
     the keys that formats say to `follow` from how state is cut.
     """
-    scales = (single(1.0 if one.loss_scale is None else one.loss_scale) for one in (a, b))  # 1: losses as they are
-    facts = (("step", a.step, b.step), ("loss_scale", *scales))
+    scales = [single(1.0 if one.loss_scale is None else one.loss_scale) for one in (a, b)]  # 1: losses as they are
+    facts = (("step", a.step, b.step), ("loss_scale", scales[0], scales[1]))
     found = [Setting(key, x, y) for key, x, y in facts if x != y]
     found += _groups(a, b, matches)
     found += _state(matches)
@@ -192,14 +192,14 @@ def compare_settings(a: Checkpoint, b: Checkpoint, matches: Matches, *, memory: 
         for name in matches.names:
             x, y = (side[name].group is not None for side in (matches.ours, matches.theirs))
             found += [Setting(f"trained[{name}]", x, y)] if x != y else []
-    ranks = (
+    ranks = [
         {
             f"{one.key}[group {one.group}, part {one.part}, rank {one.rank}, mp_rank {one.mp_rank}]": one.value
             for one in side.per_rank
         }
         for side in (a, b)
-    )
-    found += _carried("per_rank", *ranks, memory)
+    ]
+    found += _carried("per_rank", ranks[0], ranks[1], memory)
     found += _carried("metadata", a.metadata, b.metadata, memory)
     found += _carried("optimizer", a.optimizer_metadata, b.optimizer_metadata, memory)
     every = list(formats()) if found else []  # those of other packages, too: it takes a while to look for them

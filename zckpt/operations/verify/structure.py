@@ -167,7 +167,7 @@ def _steps(checkpoint: Checkpoint) -> Iterator[Finding]:
         files[name] = paths.pop() if len(paths) == 1 else None
     path = files[odd[0]]
     of_file = [name for name in steps if files[name] == path]
-    whole = path is not None and set(of_file) == set(odd) and len(set(files.values())) > 1
+    whole = path is not None and set(of_file) == set(odd)
     of = {name: group.optimizer for group in checkpoint.param_groups for name in group.parameters}
     whole = whole and any(of[name] in {of[one] for one in odd} for name in steps.keys() - {*odd})  # else it is its own
     yield Finding(
