@@ -13,6 +13,8 @@ import sys
 from functools import lru_cache
 from struct import pack
 
+from zckpt.storage.disk import of_libc
+
 BLOCK_NBYTES = 1 << 12
 """Of the file systems named above, unless they were made otherwise: they refuse then, and the bytes are copied."""
 
@@ -40,15 +42,13 @@ def may_clone(path: str) -> bool:
 
 @lru_cache(maxsize=1 << 10)
 def _clones(folder: str) -> bool:
-    if sys.platform != "linux":
+    function = of_libc("statfs", "sp")
+    if function is None:
         return False
     import ctypes
 
     found = (ctypes.c_long * 64)()  # a struct statfs, which begins with the number of its kind, and then some
-    function = getattr(ctypes.CDLL(None), "statfs", None)
-    if function is None or function(os.fsencode(folder), ctypes.byref(found)) != 0:
-        return False
-    return found[0] & 0xFFFFFFFF in _CLONING
+    return function(os.fsencode(folder), ctypes.byref(found)) == 0 and found[0] & 0xFFFFFFFF in _CLONING
 
 
 def cloneable(offset: int, target_offset: int, nbytes: int) -> tuple[int, int]:

@@ -48,7 +48,7 @@ def of_libc(name: str, kinds: str) -> Callable[..., int] | None:
 
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if function is not None:
-        types = {"i": ctypes.c_int, "q": ctypes.c_int64, "I": ctypes.c_uint, "s": ctypes.c_char_p}
+        types = {"i": ctypes.c_int, "q": ctypes.c_int64, "I": ctypes.c_uint, "s": ctypes.c_char_p, "p": ctypes.c_void_p}
         function.argtypes = [types[kind] for kind in kinds]
     return function
 
@@ -58,14 +58,8 @@ def sync_all(paths: Sequence[Path]) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(min(SYNCED_AT_ONCE, max(len(paths), 1)), thread_name_prefix="zckpt-sync") as pool:
-        every = [pool.submit(sync, path) for path in paths]
-        try:
-            for done in every:
-                done.result()
-        except BaseException:
-            for one in every:
-                one.cancel()
-            raise
+        for _ in pool.map(sync, paths):  # where one fails, those that wait are cancelled
+            pass
 
 
 def sync(path: Path) -> None:
