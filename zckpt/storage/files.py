@@ -80,6 +80,11 @@ def close_read(descriptor: int) -> None:
         os.close(descriptor)
 
 
+def unreadable(path: str | os.PathLike[str], error: OSError) -> SourceError:
+    """Return the error about what the system does not read."""
+    return SourceError("cannot be read", path=path, found=error.strerror)
+
+
 def read_head(path: str, nbytes: int) -> bytes:
     """Return the first bytes of a file: `nbytes`, or all where it has fewer.
 
@@ -185,7 +190,7 @@ def entries_of(path: str | os.PathLike[str], *, lenient: bool = False) -> list[o
     except OSError as error:
         if lenient:
             return []
-        raise SourceError("cannot be read", path=path, found=error.strerror) from error
+        raise unreadable(path, error) from error
 
 
 def files_in(path: str | os.PathLike[str], *, lenient: bool = False) -> list[str]:
@@ -220,7 +225,7 @@ def read_into(descriptor: int, offset: int, buffer: memoryview, *, path: str) ->
         try:
             count = os.preadv(descriptor, [buffer[filled:]], offset + filled)
         except OSError as error:
-            raise SourceError("cannot be read", path=path, found=error.strerror) from error
+            raise unreadable(path, error) from error
         if count == 0:
             raise too_short(path, offset + len(buffer), offset + filled)
         filled += count
@@ -310,7 +315,7 @@ class Sources:
                 count = os.preadv(direct, [view[filled:]], offset - skipped + filled)
             except OSError as error:
                 if error.errno not in NOT_DIRECT:
-                    raise SourceError("cannot be read", path=path, found=error.strerror) from error
+                    raise unreadable(path, error) from error
                 close_read(direct)
                 self._open[path] = self._open[path][0], None
                 return None
@@ -420,7 +425,7 @@ def opened(path: str | os.PathLike[str], offset: int = 0, nbytes: int | None = N
             try:
                 size = os.fstat(descriptor).st_size
             except OSError as error:
-                raise SourceError("cannot be read", found=error.strerror) from error
+                raise unreadable(name, error) from error
             length = size - offset if nbytes is None else nbytes
             if offset < 0 or length < 0 or offset + length > size:
                 raise DamagedFileError(

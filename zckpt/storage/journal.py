@@ -28,6 +28,7 @@ from zckpt.immutable import immutable
 from zckpt.state import are_texts, nbytes_of
 from zckpt.storage import distant
 from zckpt.storage.crc32 import content_of, line_of
+from zckpt.storage.files import unreadable
 from zckpt.storage.ownership import claimed, kind_of, partial_name
 from zckpt.storage.room import NOTHING_LEFT, Room
 from zckpt.version import __version__
@@ -119,7 +120,7 @@ def identity(path: str) -> Identity:
     try:
         found = os.stat(path)  # noqa: PTH116
     except OSError as error:
-        raise SourceError("cannot be read", path=path, found=error.strerror) from error
+        raise unreadable(path, error) from error
     return found.st_size, found.st_mtime_ns, found.st_ino
 
 
@@ -394,12 +395,8 @@ _KINDS = {"version": str, "verb": str, "options": dict, "files": str, "nbytes": 
 
 def purpose_of(content: Mapping[str, object]) -> Purpose:
     """Return the purpose in a line; of a version whose lines are others, one that is no run's of this version."""
-    try:
+    with suppress(TypeError):
         found = Purpose(**content)  # type: ignore[arg-type]
-        is_one = all(isinstance(getattr(found, name), kind) for name, kind in _KINDS.items())
-        sources = {path: tuple(one) for path, one in found.sources.items()} if is_one else {}
-    except TypeError:
-        is_one = False
-    if not is_one or not are_texts(found.beside):
-        return Purpose(f"{content.get('version')} (another)", "", {}, "", 0, {})
-    return replace(found, sources=sources)
+        if all(isinstance(getattr(found, name), kind) for name, kind in _KINDS.items()) and are_texts(found.beside):
+            return replace(found, sources={path: tuple(one) for path, one in found.sources.items()})
+    return Purpose(f"{content.get('version')} (another)", "", {}, "", 0, {})
