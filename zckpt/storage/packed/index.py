@@ -9,7 +9,7 @@ import json
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -99,7 +99,7 @@ class Index:
 
     def to_bytes(self) -> bytes:
         """Return the file."""
-        files = [[f.name, f.kind, f.mode, f.modified_ns, f.nbytes, f.target] for f in self.files]
+        files = [astuple(one) for one in self.files]
         header = {"name": self.name, "is_file": self.is_file, "files": files, "details": self.details}
         plain = [json.dumps(header).encode(), _columns(self.rows), _columns(self.ranges)]
         packed = [zstandard.ZstdCompressor(level=9).compress(one) for one in plain]

@@ -23,7 +23,7 @@ from zckpt.immutable import immutable
 from zckpt.storage.ahead import ahead
 from zckpt.storage.disk import sync
 from zckpt.storage.durable import written
-from zckpt.storage.files import entries_of, opened
+from zckpt.storage.files import entries_of, opened, unreadable
 from zckpt.storage.packed.chunks import AS_IT_IS, CHUNK_NBYTES, XOR, ZEROS, Bytes, Way, encode, is_zero
 from zckpt.storage.packed.index import RANGE, ROW, Filed, Index
 from zckpt.storage.packed.store import DOCUMENT, GIVEN, STORE, PackedStore, document
@@ -38,6 +38,9 @@ takes as long as to read all of them."""
 
 Range = tuple[int, int, int, int]
 """Number of a checkpoint, of its file, offset, number of bytes."""
+
+Chunk = tuple[npt.NDArray[np.void], tuple[Range, ...]]
+"""A row, and the ranges of its prediction."""
 
 
 @immutable
@@ -69,6 +72,11 @@ class Cut:
     end: int
     width: int
     predictions: Mapping[str, Prediction] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> tuple[int, dict[str, int]]:
+        """What neighbours have in common that are predicted together."""
+        return self.width, {kind: one.cast for kind, one in self.predictions.items()}
 
 
 @immutable
@@ -114,7 +122,7 @@ def _filed(path: Path, name: str) -> Filed:
         if stat.S_ISLNK(about.st_mode):
             return Filed(name, "link", 0o777, about.st_mtime_ns, 0, str(path.readlink()))
     except OSError as error:
-        raise SourceError("cannot be read", path=path, found=error.strerror) from error
+        raise unreadable(path, error) from error
     mode = stat.S_IMODE(about.st_mode) or 0o644  # of what only stands in for a file: none
     if stat.S_ISDIR(about.st_mode):
         return Filed(name, "folder", mode, about.st_mtime_ns)
@@ -163,7 +171,7 @@ class Known:
         self._store = store
         self._high: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
         self._where: npt.NDArray[np.uint32] = np.empty((0, 2), np.uint32)
-        self._new: dict[tuple[int, int, int], tuple[npt.NDArray[np.void], tuple[Range, ...]]] = {}
+        self._new: dict[tuple[int, int, int], Chunk] = {}
         for number in store.names()[0].values():
             self._add(number)
 
@@ -184,7 +192,7 @@ class Known:
         high, low, nbytes = (int(made.row[name]) for name in ("high", "low", "nbytes"))
         self._new[high, low, nbytes] = made.row, made.ranges
 
-    def find(self, high: int, low: int, nbytes: int) -> tuple[npt.NDArray[np.void], tuple[Range, ...]] | None:
+    def find(self, high: int, low: int, nbytes: int) -> Chunk | None:
         """Return a chunk of the same bytes, and its ranges."""
         if (high, low, nbytes) in self._new:
             return self._new[high, low, nbytes]
@@ -247,39 +255,19 @@ class Packing:
     def _jobs(self, number: int, file: Filed, cuts: Callable[[str], Sequence[Cut]]) -> Iterator[_Job]:
         """Yield the chunks of a file: neighbours of a kind together, what is between them, what is large in several."""
         group: list[Cut] = []
-
-        def joined() -> Iterator[_Job]:
-            if not group:
-                return
-            first, end = group[0].start, group[-1].end
-            merged = {
-                kind: Prediction(one.cast, tuple(r for cut in group for r in cut.predictions[kind].ranges))
-                for kind, one in group[0].predictions.items()
-            }
-            for low in range(0, end - first, CHUNK_NBYTES):
-                high = min(low + CHUNK_NBYTES, end - first)
-                some = tuple(Prediction(one.cast, one.part(low, high)) for one in merged.values())
-                yield _Job(number, first + low, high - low, group[0].width, some)
-            group.clear()
-
         at = 0
         for cut in (*cuts(file.name), Cut(file.nbytes, file.nbytes, 1)):
             if cut.start < at or (cut.end > file.nbytes):
                 continue
-            kinds = {kind: one.cast for kind, one in cut.predictions.items()}
-            if group and (
-                cut.start != group[-1].end
-                or cut.width != group[0].width
-                or kinds != {kind: one.cast for kind, one in group[0].predictions.items()}
-                or cut.end - group[0].start > CHUNK_NBYTES
-            ):
-                yield from joined()
-            for low in range(at, cut.start, CHUNK_NBYTES):
-                yield _Job(number, low, min(CHUNK_NBYTES, cut.start - low), 1, ())
+            if group and (cut.start != at or cut.kind != group[0].kind or cut.end - group[0].start > CHUNK_NBYTES):
+                yield from _joined(number, group)
+                group = []
+            yield from _joined(number, [Cut(at, cut.start, 1)])
             if cut.end > cut.start:
                 group.append(cut)
             at = cut.end
-        yield from joined()
+        if group:
+            yield from _joined(number, group)
 
     def _make(self, job: _Job) -> _Made:
         data = self._read(job.file, job.start, job.nbytes)
@@ -287,9 +275,7 @@ class Packing:
         high, low = digest >> 64, digest & (1 << 64) - 1
         found = self.known.find(high, low, job.nbytes) if self.known is not None else None
         if found is not None and found[0]["depth"] <= self.deepest + 1:
-            row = found[0].copy()
-            row["file"] = job.file
-            return _Made(row, found[1], None)
+            return _again(found, job.file)
         way, stored, ranges, depth = Way(ZEROS, 1), b"", tuple[Range, ...](), 0
         if not is_zero(data):
             some = [one for one in job.predictions if job.nbytes >= LEAST_PREDICTED and self._depth(one) is not None]
@@ -306,16 +292,15 @@ class Packing:
 
     def _placed(self, made: _Made, out: BinaryIO, ranges: list[Range]) -> npt.NDArray[np.void]:
         """Write what is stored of a chunk, and return its row."""
-        row, stored = made.row, made.stored
-        if stored is not None and self.known is not None:
-            again = self.known.find(int(row["high"]), int(row["low"]), int(row["nbytes"]))
-            if again is not None and again[0]["data"] == self.number:  # of another chunk that was made meanwhile
-                row["op"], row["width"], row["cast"] = again[0]["op"], again[0]["width"], again[0]["cast"]
-                row["depth"], row["offset"], row["stored"] = again[0]["depth"], again[0]["offset"], again[0]["stored"]
-                made, stored = _Made(row, again[1], None), None
-        if stored is not None:
+        row = made.row
+        if made.stored is not None and self.known is not None:
+            found = self.known.find(int(row["high"]), int(row["low"]), int(row["nbytes"]))
+            if found is not None and found[0]["data"] == self.number:  # of another chunk that was made meanwhile
+                made = _again(found, int(row["file"]))
+                row = made.row
+        if made.stored is not None:
             row["offset"] = out.tell()
-            out.write(stored)
+            out.write(made.stored)
             if self.known is not None and not any(one[0] == self.number for one in made.ranges):
                 self.known.note(made)  # what this checkpoint predicts itself could be predicted from it
         row["first"], row["count"] = len(ranges), len(made.ranges)
@@ -361,6 +346,26 @@ class Packing:
     def _check_same(self) -> None:
         if files_of(self.path) != self.files:
             raise _changing(self.path)
+
+
+def _joined(number: int, group: Sequence[Cut]) -> Iterator[_Job]:
+    """Yield the chunks of neighbours of a kind in a file of this number."""
+    first, end = group[0].start, group[-1].end
+    merged = {
+        kind: Prediction(one.cast, tuple(r for cut in group for r in cut.predictions[kind].ranges))
+        for kind, one in group[0].predictions.items()
+    }
+    for low in range(0, end - first, CHUNK_NBYTES):
+        high = min(low + CHUNK_NBYTES, end - first)
+        some = tuple(Prediction(one.cast, one.part(low, high)) for one in merged.values())
+        yield _Job(number, first + low, high - low, group[0].width, some)
+
+
+def _again(found: Chunk, file: int) -> _Made:
+    """Return a chunk that is stored, as one of another file."""
+    row = found[0].copy()
+    row["file"] = file
+    return _Made(row, found[1], None)
 
 
 def _changing(path: Path) -> SourceError:
