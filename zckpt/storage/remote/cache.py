@@ -18,6 +18,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from zckpt.errors import DamagedFileError
+from zckpt.state import by_key
+from zckpt.state.ranges import merge
 
 if TYPE_CHECKING:
     from zckpt.storage.remote.stores import Listed, Store
@@ -219,16 +221,10 @@ def fetched(ranges: Iterable[tuple[RemoteFile, int, int]]) -> Iterator[None]:
 
 def _coalesced(ranges: Iterable[tuple[RemoteFile, int, int]]) -> Iterator[tuple[RemoteFile, int, int]]:
     """Yield what is fetched as (file, start, end): within each file, over gaps that cost less than a request."""
-    of_files: dict[int, list[tuple[RemoteFile, int, int]]] = {}
-    for file, offset, nbytes in ranges:
-        if nbytes > 0 and offset + nbytes <= file.nbytes:  # what is outside is for the read itself to say
-            of_files.setdefault(id(file), []).append((file, offset, offset + nbytes))
-    for every in of_files.values():
-        every.sort(key=lambda one: one[1:])
-        file, start, end = every[0]
-        for _, low, high in every[1:]:
-            if low > end + GAP_NBYTES:
-                yield file, start, end
-                start, end = low, high
-            end = max(end, high)
-        yield file, start, end
+    of_files = by_key(
+        (file, (offset, offset + nbytes + GAP_NBYTES))
+        for file, offset, nbytes in ranges
+        if nbytes > 0 and offset + nbytes <= file.nbytes  # what is outside is for the read itself to say
+    )
+    for file, every in of_files.items():
+        yield from ((file, low, high - GAP_NBYTES) for low, high in merge(every))

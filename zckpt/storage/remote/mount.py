@@ -184,13 +184,13 @@ def adopt(path: str) -> Distant:
         raise SourceError(
             "is closed", path=path, advice="keep the object that zckpt.open returned while you read from it"
         )
+    if not base.exists():  # on another machine
+        base.mkdir(mode=0o700, exist_ok=True)
+        atexit.register(remove_base, os.getpid(), base)
     if scheme == PACKED:
         from zckpt.storage.packed import mount as packed
 
         show_as_stored(str(base), PACKED)
-        if not base.exists():  # on another machine
-            base.mkdir(mode=0o700)
-            atexit.register(remove_base, os.getpid(), base)
         return packed.adopt(path, host, parts)
     show_as_urls(str(base))
     address = address_of(f"{scheme}://{'/'.join([host, *parts])}")
@@ -200,9 +200,7 @@ def adopt(path: str) -> Distant:
     if one is None or (there.exists() and there.stat().st_size != one.nbytes):
         raise changed(address.shown)
     if not there.exists():  # on another machine
-        base.mkdir(mode=0o700, exist_ok=True)
         _make_file(there, one.nbytes, one.modified)
-        atexit.register(remove_base, os.getpid(), base)
     file = FILES[path] = RemoteFile(store, one, address.shown)
     return file
 

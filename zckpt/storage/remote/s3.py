@@ -173,16 +173,15 @@ class S3Sink:
 
     def __init__(self, store: S3Store, key: str, shown: str, upload: str | None = None) -> None:
         self._store = store
-        self._key = key
-        self._place = store.place(key)
+        self._object = store.place(key)
         self._shown = shown
         self.parts: dict[int, tuple[str, int]] = {}
         """ETag and bytes of those that have come, by their numbers from 1 on."""
         self.there: dict[int, dict[str, Any]] = {}
         """What the store has of an upload that is gone on with."""
         self._copied: set[int] = set()
-        self.upload: str = upload or self._call("create_multipart_upload")["UploadId"]
-        self._place["UploadId"] = self.upload
+        self.upload: str = upload or store.ask("create_multipart_upload", self._object, shown)["UploadId"]
+        self._place = {**self._object, "UploadId": self.upload}
 
     def _call(self, method: str, **arguments: object) -> Any:  # noqa: ANN401
         return self._store.ask(method, {**self._place, **arguments}, self._shown)
@@ -237,7 +236,7 @@ class S3Sink:
 
     def _is_copied(self, arguments: Mapping[str, object]) -> bool:
         """Tell whether the store copies ranges; of another upload: some take the request for a part without bytes."""
-        place = {key: self._place[key] for key in ("Bucket", "Key")}
+        place = dict(self._object)
         place["UploadId"] = self._store.call("create_multipart_upload", **place)["UploadId"]
         try:
             answer = self._store.call("upload_part_copy", **place, **arguments)
@@ -289,7 +288,7 @@ class S3Sink:
         else:
             return False
         try:
-            found = self._store.ask("head_object", self._store.place(self._key), self._shown)
+            found = self._store.ask("head_object", self._object, self._shown)
         except TargetError:  # the first error says more
             return False
         etag, own = found.get("ETag", "").strip('"'), ""
@@ -305,7 +304,7 @@ class S3Sink:
         """Read the object; tell whether it is what the parts' ETags say, if these are MD5s."""
         at = 0
         for _, (etag, nbytes) in sorted(self.parts.items()):
-            which = {**self._store.place(self._key), "Range": f"bytes={at}-{at + nbytes - 1}"}
+            which = {**self._object, "Range": f"bytes={at}-{at + nbytes - 1}"}
             read = partial(self._store.body, which)
             if md5(attempt(read, self._shown), usedforsecurity=False).hexdigest() != etag.strip('"'):
                 return False

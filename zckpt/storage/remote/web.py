@@ -103,18 +103,12 @@ class HttpStore(Store):
         return Listed(tuple(map(unquote, found.parts)), key, found.nbytes, found.version, found.modified)
 
     def _fetch(self, one: Listed, offset: int, nbytes: int) -> bytes:
-        found = self.client.get(one.key + self._query, headers=_range(offset, nbytes))
-        check_range(found, one, offset)
-        data: bytes = found.content
-        return data
+        return _fetched(self.client, one.key + self._query, one, offset, nbytes)
 
 
-def _range(offset: int, nbytes: int) -> dict[str, str]:
-    return {"Range": f"bytes={offset}-{offset + nbytes - 1}", **_AS_IT_IS}
-
-
-def check_range(found: Any, one: Listed, offset: int) -> None:  # noqa: ANN401  # httpx's answer
-    """Raise unless an answer is of the range that was asked for, of the version that was listed."""
+def _fetched(client: Any, url: Any, one: Listed, offset: int, nbytes: int) -> bytes:  # noqa: ANN401  # httpx's
+    """Return a range of what a URL is of. Raise unless it is that which was asked for, of the version listed."""
+    found = client.get(url, headers={"Range": f"bytes={offset}-{offset + nbytes - 1}", **_AS_IT_IS})
     status, headers = found.status_code, found.headers
     if status in (404, 410):
         raise changed(one.key)
@@ -127,6 +121,8 @@ def check_range(found: Any, one: Listed, offset: int) -> None:  # noqa: ANN401  
         raise changed(one.key)
     if not headers.get("Content-Range", "").startswith(f"bytes {offset}-"):
         raise ShortBodyError(f"the server sent another range than requested: {headers.get('Content-Range')}")
+    data: bytes = found.content
+    return data
 
 
 class AnswerError(Exception):
@@ -153,10 +149,7 @@ class WebdavStore(FsspecStore):
 
     def _fetch(self, one: Listed, offset: int, nbytes: int) -> bytes:
         client = self.client.client
-        found = client.http.request("GET", client.join_url(one.key), headers=_range(offset, nbytes))
-        check_range(found, one, offset)
-        data: bytes = found.content
-        return data
+        return _fetched(client.http, client.join_url(one.key), one, offset, nbytes)
 
     def _write(self, key: str, nbytes: int, parts: Iterable[bytearray]) -> None:
         client = self.client.client
