@@ -20,7 +20,7 @@ from tests.refusals import refusing
 from tests.strategies import shapes, tilings
 from zckpt.engine.computed import Computed
 from zckpt.engine.copy import read_extent
-from zckpt.engine.low_rank import Kept, LowRank
+from zckpt.engine.low_rank import KEPT_NBYTES, LowRank
 from zckpt.engine.means import Decayed, Mean
 from zckpt.engine.plan import Plan, plan
 from zckpt.engine.quantise import end_to_end
@@ -30,6 +30,7 @@ from zckpt.errors import LayoutError
 from zckpt.state import Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import Sources
+from zckpt.storage.recent import Recent
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -124,7 +125,7 @@ def low_rank(folder: Path, rows: int, columns: int, rank: int, *, transposed: bo
     right = torch.randn(rank, columns, generator=generator)
     factors = (left.T, right.T) if transposed else (left, right)
     slots = [stored(folder / f"{i}", one) for i, one in enumerate((base, *factors))]
-    function = LowRank(slots[0], slots[1], slots[2], 0.5, "float32", transposed, Kept())
+    function = LowRank(slots[0], slots[1], slots[2], 0.5, "float32", transposed, Recent(KEPT_NBYTES))
     truth = base.double() + 0.5 * (left.double() @ right.double())
     return function, truth.numpy().tobytes()
 

@@ -11,10 +11,8 @@ factor, which every block of a tensor needs whole, is kept while others of it ar
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import field
-from threading import Lock
 
 import numpy as np
 
@@ -22,35 +20,10 @@ from zckpt.engine.cast import Array, cast, numpy_dtype
 from zckpt.engine.computed import BLOCK_NBYTES, Input, Inputs
 from zckpt.immutable import immutable
 from zckpt.state import Extent, Slot, itemsize
+from zckpt.storage.recent import Recent
 
 KEPT_NBYTES = 1 << 25
 """Of right factors that are kept: workers are at two or three tensors at once, whose factors have few rows each."""
-
-
-class Kept:
-    """Right factors that were read, the last ones that were used; another process begins with none."""
-
-    def __init__(self, most: int = KEPT_NBYTES) -> None:
-        self._most = most
-        self._found: OrderedDict[int, tuple[Slot, Array]] = OrderedDict()  # by the identity of slots, which these keep
-        self._lock = Lock()
-
-    def __reduce__(self) -> tuple[type[Kept], tuple[int]]:
-        """Return how to make another one."""
-        return Kept, (self._most,)
-
-    def get(self, slot: Slot, read: Callable[[], Array]) -> Array:
-        """Return the elements of a slot, which are read if they are not kept; nobody may write to them."""
-        with self._lock:
-            if id(slot) in self._found:
-                self._found.move_to_end(id(slot))
-                return self._found[id(slot)][1]
-        values = read()
-        with self._lock:
-            self._found[id(slot)] = slot, values
-            while len(self._found) > 1 and sum(array.nbytes for _, array in self._found.values()) > self._most:
-                self._found.popitem(last=False)
-        return values
 
 
 @immutable(eq=False)
@@ -66,7 +39,9 @@ class LowRank:
     scale: float
     dtype: str  # {"float32", "float64"}; in which it is computed
     transposed: bool
-    kept: Kept = field(repr=False)  # shared by all tensors of an operation
+    kept: Recent[int, tuple[Slot, Array]] = field(repr=False)
+    """Right factors that were read, by the identity of slots, which these keep; shared by all tensors of an operation.
+    """
     experts: int = 1
     """Matrices of as many rows one below the other, in each factor too; if more than 1, it is not `transposed`."""
     magnitude: Slot | None = None  # the norm of each row, or column where `transposed`
@@ -108,10 +83,18 @@ class LowRank:
                 found.append(Input(slot, slot.whole if self.transposed else slot.flat(first, count), self.dtype))
         return found
 
+    def _once(self, slot: Slot, read: Callable[[], Array]) -> Array:
+        """Return the elements of a slot, which are read if they are not kept; nobody may write to them."""
+        found = self.kept.get(id(slot))
+        if found is None:
+            found = slot, read()
+            self.kept.put(id(slot), found, found[1].nbytes)
+        return found[1]
+
     def compute(self, inputs: Inputs, start: int, numel: int, dtype: str) -> Array:  # noqa: ARG002
         """Return rows of the slot with the product added."""
         read_base, read_left, read_right, *read_norms = inputs
-        right = self.kept.get(self.right, read_right)
+        right = self._once(self.right, read_right)
         left = read_left()
         if self.transposed:
             left, right = left.reshape(self.rank, -1).T, right.reshape(-1, self.rank).T
@@ -134,7 +117,7 @@ class LowRank:
             if self.norms is None:
                 matrix *= (wanted / np.linalg.norm(matrix, axis=1).astype(matrix.dtype))[:, None]
             else:
-                matrix *= wanted / self.kept.get(self.norms, read_norms[1])
+                matrix *= wanted / self._once(self.norms, read_norms[1])
         return total
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.compare.slots import differences, pair
+from zckpt.engine.cast import Array
 from zckpt.engine.computed import Computed, Function
-from zckpt.engine.low_rank import Kept, LowRank, Norms
+from zckpt.engine.low_rank import KEPT_NBYTES, LowRank, Norms
 from zckpt.engine.means import Sum
 from zckpt.engine.scan import refuse_endless
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, listed
@@ -29,6 +30,7 @@ from zckpt.operations.target import summary
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Parameter, Shape, Slot
 from zckpt.state.views import concat, narrow, reshape, transpose
 from zckpt.storage.files import read_json
+from zckpt.storage.recent import Recent
 
 
 @immutable(kw_only=True)
@@ -150,7 +152,7 @@ class _Merging:
         self.notes: list[str] = []
         self.fan_in_fan_out = fan_in_fan_out
         self.num_added = 0
-        self.kept = Kept()
+        self.kept = Recent[int, tuple[Slot, Array]](KEPT_NBYTES)
         self.result = Checkpoint(base.source, base.format, opened=base.opened, step=base.step)
         bare = without_adapters(base.names)
         for name, short in bare.items():

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 from zckpt.storage.files import is_file, json_object, opened
 from zckpt.storage.packed.chunks import AS_IT_IS, Bytes, Way, decode
 from zckpt.storage.packed.index import Index, damaged_index, read_index
+from zckpt.storage.recent import Recent
 
 DOCUMENT = "store.json"
 
@@ -84,9 +83,7 @@ class PackedStore:
         self.originals: dict[int, Path] = {}
         """Where files may still lie as they were packed, by the number of their checkpoint."""
         self._indexes: dict[int, Index] = {}
-        self._kept: OrderedDict[tuple[int, int], Bytes] = OrderedDict()
-        self._kept_nbytes = 0
-        self._lock = threading.Lock()
+        self._kept: Recent[tuple[int, int], Bytes] = Recent(KEPT_NBYTES)
 
     def numbers(self) -> list[int]:
         """Return the numbers of all checkpoints, in the order in which they were packed."""
@@ -137,10 +134,9 @@ class PackedStore:
 
     def chunk(self, number: int, row: int, begin: int) -> Bytes:
         """Return the bytes of a chunk that begins at byte `begin` of its file."""
-        with self._lock:
-            if (number, row) in self._kept:
-                self._kept.move_to_end((number, row))
-                return self._kept[number, row]
+        found = self._kept.get((number, row))
+        if found is not None:
+            return found
         found = self._original(number, row, begin)
         if found is None:
             try:
@@ -149,12 +145,7 @@ class PackedStore:
                 raise self.damaged(number, row, begin, str(error)) from error
             if not _is_right(found, self.index(number).rows[row]):
                 raise self.damaged(number, row, begin, "another checksum")
-        with self._lock:
-            if (number, row) not in self._kept:
-                self._kept[number, row] = found
-                self._kept_nbytes += len(found)
-            while self._kept_nbytes > KEPT_NBYTES:
-                self._kept_nbytes -= len(self._kept.popitem(last=False)[1])
+        self._kept.put((number, row), found, len(found))
         return found
 
     def _original(self, number: int, row: int, begin: int) -> Bytes | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 from zckpt.errors import DamagedFileError
 from zckpt.state import by_key
 from zckpt.state.ranges import merge
+from zckpt.storage.recent import Recent
 
 if TYPE_CHECKING:
     from zckpt.storage.remote.stores import Listed, Store
@@ -53,32 +53,6 @@ FETCHERS = 24
 def _fetchers(_: int) -> ThreadPoolExecutor:
     """Return the threads of a process that wait for stores."""
     return ThreadPoolExecutor(FETCHERS, thread_name_prefix="zckpt-fetch")
-
-
-class _Held:
-    """Which blocks are held, of all files; those that were not used for longest are dropped."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self._order: OrderedDict[tuple[int, int], tuple[RemoteFile, int]] = OrderedDict()
-        self._nbytes = 0
-
-    def note(self, file: RemoteFile, start: int, nbytes: int) -> None:
-        with self.lock:
-            self._order[id(file), start] = file, nbytes
-            self._nbytes += nbytes
-            while self._nbytes > HELD_NBYTES and len(self._order) > 1:
-                (_, first), (other, size) = self._order.popitem(last=False)
-                other.drop(first)
-                self._nbytes -= size
-
-    def forget(self, file: RemoteFile) -> None:
-        with self.lock:
-            for key in [key for key in self._order if key[0] == id(file)]:
-                self._nbytes -= self._order.pop(key)[1]
-
-
-_HELD = _Held()
 
 
 class RemoteFile:
@@ -157,7 +131,7 @@ class RemoteFile:
             with self._lock:
                 self._blocks[start] = data
                 self._starts.insert(bisect_right(self._starts, start), start)
-        _HELD.note(self, start, len(data))
+        _HELD.put((self, start), None, len(data))
         return start, data
 
     def _missing(self, at: int, end: int, index: int) -> tuple[int, int]:
@@ -185,11 +159,16 @@ class RemoteFile:
 
     def close(self) -> None:
         """Hold nothing any longer."""
-        _HELD.forget(self)
+        for start in list(self._blocks):
+            _HELD.pop((self, start))
         with self._lock:
             self._blocks.clear()
             self._starts.clear()
             self._windows.clear()
+
+
+_HELD: Recent[tuple[RemoteFile, int], None] = Recent(HELD_NBYTES, lambda block, _: block[0].drop(block[1]))
+"""Which blocks are held, of all files."""
 
 
 def fetch_all(requests: Sequence[tuple[RemoteFile, int, memoryview]]) -> None:
