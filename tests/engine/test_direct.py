@@ -25,7 +25,7 @@ from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import DamagedFileError
 from zckpt.state import Extent, Slot, Span
 from zckpt.storage import files as storage_files
-from zckpt.storage.direct import DirectTarget
+from zckpt.storage.direct import OpenTarget
 from zckpt.storage.files import LEAST_DIRECT_NBYTES, PAGE_NBYTES, Sources, aligned
 
 NBYTES = 3 << 20
@@ -61,7 +61,7 @@ def test_what_is_written_directly_is_written_there_and_nowhere_else(tmp_path_fac
     memory = aligned(nbytes + PAGE_NBYTES)[phase or 0 :][:nbytes]
     memory[:] = data
     with path.open("r+b") as file:
-        target = DirectTarget(file.fileno(), str(path), 1 << 17)
+        target = OpenTarget(file.fileno(), str(path), 1 << 17, is_direct=True)
         target.write(memory, offset, phase)
         target.close()
     assert path.read_bytes() == b"\xaa" * offset + data + b"\xaa" * ((1 << 20) - offset - nbytes)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from zckpt.engine.checking import Seen, WatchedSources
 from zckpt.engine.copy import converted, elements, is_endless, overflowed
@@ -23,11 +22,9 @@ from zckpt.engine.workers import batched
 from zckpt.immutable import immutable
 from zckpt.storage.clone import clone
 from zckpt.storage.crc32 import crc32
+from zckpt.storage.direct import OpenTarget
 from zckpt.storage.distant import found
 from zckpt.storage.files import PAGE_NBYTES, read_into, write_all
-
-if TYPE_CHECKING:
-    from zckpt.storage.direct import DirectTarget
 
 SMALL_NBYTES = 1 << 15
 """A piece of at most this goes together with others: a call to the system costs as much as its bytes."""
@@ -37,22 +34,11 @@ VIEWS_AT_ONCE = 1 << 10
 
 
 @immutable
-class BufferedTarget:
-    """A file that is open for writing, through the page cache; a `DirectTarget` writes past it."""
-
-    descriptor: int
-
-    def write(self, data: memoryview, offset: int, phase: int | None = None) -> None:  # noqa: ARG002
-        """Write bytes at an offset; what the system raises, this raises."""
-        write_all(self.descriptor, data, offset)
-
-
-@immutable
 class Mover:
     """Writes pieces of one file."""
 
     path: str  # the target's
-    target: BufferedTarget | DirectTarget
+    target: OpenTarget
     sources: WatchedSources  # note what was read of the files that they watch
     buffer: memoryview
     checksummed: bool  # sum what is written
@@ -71,14 +57,13 @@ class Mover:
         return seen
 
     def _write_one(self, piece: Piece | Literal) -> Seen:
-        crc: int | None
+        crc: int | None = 0 if self.checksummed else None
         if isinstance(piece, Literal):  # each step of it while it is in the cache of the core that sums it
-            data, step, total = memoryview(piece.data), len(self.buffer), 0
+            data, step = memoryview(piece.data), len(self.buffer)
             for at in range(0, len(data), step):
                 view = data[at : at + step]
-                total = crc32(view, total) if self.checksummed else 0
+                crc = None if crc is None else crc32(view, crc)
                 self.target.write(view, piece.offset + at)
-            crc = total if self.checksummed else None
         elif piece.is_bytewise:
             crc = self._move(piece)
         else:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from zckpt.engine.checking import Checked, Checks, Overflowed, Seen, WatchedSour
 from zckpt.engine.copy import pieces, ranges_read
 from zckpt.engine.fine import Cut
 from zckpt.engine.identity import AnyPiece, Batch, Ranges, key_of, names_of, whole
-from zckpt.engine.move import BufferedTarget, Mover
+from zckpt.engine.move import Mover
 from zckpt.engine.packs import Pack
 from zckpt.engine.plan import FilePlan, Piece, Plan
 from zckpt.engine.targets import Checksum, Hole, Literal, end_of
@@ -36,13 +36,11 @@ from zckpt.errors import SourceError, TargetError
 from zckpt.immutable import immutable
 from zckpt.state import by_key, is_floating, itemsize, nbytes_of
 from zckpt.storage.crc32 import crc32
+from zckpt.storage.direct import OpenTarget
 from zckpt.storage.disk import start_writeback
 from zckpt.storage.distant import ahead
 from zckpt.storage.files import Sources
 from zckpt.storage.journal import Journal, Work
-
-if TYPE_CHECKING:
-    from zckpt.storage.direct import DirectTarget
 
 BUFFER_NBYTES = 1 << 19
 """What moves bytes as they are reads and writes at once: few calls, of what a core sums and writes from its cache."""
@@ -167,21 +165,23 @@ def _summed(seen: Iterable[Seen]) -> tuple[tuple[int, int, int | None], ...]:
 
 def run_task(work: Callable[[Batch], Ranges], task: Sequence[Batch]) -> list[Ranges]:
     """Write batches with `work`, but for what an earlier run wrote and is there. May run in another process."""
-    kept: dict[int, Ranges] = {}
-    for at, one in enumerate(task):
-        if not one.done:
-            continue
-        with suppress(SourceError), Sources() as sources:
-            if all(each.crc32 == crc_of(one.path, each.offset, end_of(each), (), sources) for each in one.done[0]):
-                kept[at] = one.done
-    left, read = _gathered([one for at, one in enumerate(task) if at not in kept])
-    made: list[Ranges] = []
-    for batch in left:
-        written, also = work(batch)
-        made.append((written, [*also, *read]))
-        read = []
+    kept = [_kept(one) for one in task]
+    left, read = _gathered([one for one, done in zip(task, kept, strict=True) if done is None])
+    made = [work(batch) for batch in left]
+    if made:
+        made[0][1].extend(read)
     remaining = iter(made)
-    return [kept.get(at) or next(remaining) for at in range(len(task))]
+    return [done or next(remaining) for done in kept]
+
+
+def _kept(one: Batch) -> Ranges | None:
+    """Return what an earlier run wrote and read of a batch, if it is there."""
+    with suppress(SourceError), Sources() as sources:
+        if one.done and all(
+            each.crc32 == crc_of(one.path, each.offset, end_of(each), (), sources) for each in one.done[0]
+        ):
+            return one.done
+    return None
 
 
 def _of_rows(pieces: Iterable[AnyPiece]) -> list[list[Pack]]:
@@ -365,11 +365,8 @@ def write_batch(batch: Batch) -> Ranges:
     with ExitStack() as stack:
         stack.callback(os.close, descriptor)
         sources = stack.enter_context(WatchedSources(batch.watched, len(buffer) if batch.direct else 0))
-        target: BufferedTarget | DirectTarget = BufferedTarget(descriptor)
-        if batch.direct:
-            from zckpt.storage.direct import DirectTarget
-
-            target = stack.enter_context(closing(DirectTarget(descriptor, batch.path, len(buffer))))
+        target = OpenTarget(descriptor, batch.path, len(buffer), is_direct=batch.direct)
+        stack.enter_context(closing(target))
         stack.enter_context(ahead(ranges_read(piece for piece in batch.pieces if isinstance(piece, Piece))))
         is_summed = batch.checksummed or batch.recorded
         mover = Mover(batch.path, target, sources, buffer, is_summed, batch.checksummed)

@@ -21,16 +21,16 @@ from zckpt.storage.files import FLAGS, LEAST_DIRECT_NBYTES, NOT_DIRECT, PAGE_NBY
 from zckpt.storage.stand_ins import is_remote
 
 
-class DirectTarget:
-    """A file that is written, whole blocks of it directly, by one worker.
+class OpenTarget:
+    """A file that is written by one worker, whole blocks of it directly if it is to be.
 
     `descriptor`: of the file, for what is not written directly; the caller closes it; `nbytes`: moved at once where
     what is written does not lie in memory as in the file.
     """
 
-    def __init__(self, descriptor: int, path: str, nbytes: int) -> None:
+    def __init__(self, descriptor: int, path: str, nbytes: int, *, is_direct: bool) -> None:
         self.descriptor = descriptor
-        self._direct = opened_directly(path, os.O_WRONLY)
+        self._direct = opened_directly(path, os.O_WRONLY) if is_direct else None
         self._nbytes = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
         self._moved: memoryview | None = None
 
