@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from typing import Protocol
 
 DEFAULT_MEMORY_NBYTES = 64 * 10**6
+"""Bytes that all buffers together may take."""
 
 DEFAULT_MAX_SHARD_NBYTES = 5 * 10**9
 """Of a file of a model that is written as several."""
-"""Bytes that all buffers together may take."""
 
 
 class Reporter(Protocol):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from zckpt.engine.plan import Piece, Strided
 from zckpt.engine.targets import Checksum, end_of, start_of
 from zckpt.errors import DamagedFileError, UsageError, listed
 from zckpt.immutable import immutable
-from zckpt.state import nbytes_of
+from zckpt.state import by_key, nbytes_of
 from zckpt.state.context import during
 from zckpt.state.ranges import merge, total
 from zckpt.storage.crc32 import combine, crc32
@@ -129,9 +129,7 @@ class Checks:
     """
 
     def __init__(self, sums: Iterable[Sum] = ()) -> None:
-        ordered = sorted(sums, key=_place)
-        self.sums = {path: list(some) for path, some in groupby(ordered, key=lambda one: one.path)}
-        self._ends = {path: list(map(end_of, some)) for path, some in self.sums.items()}
+        self.sums = by_key((one.path, one) for one in sorted(sums, key=_place))
         self.find: Callable[[str], Iterable[Sum]] | None = None
         self._seen: dict[Sum, list[Seen]] = {}
         self._nbytes: dict[Sum, int] = {}
@@ -149,7 +147,6 @@ class Checks:
         for path in dict.fromkeys(paths):
             if path not in self.sums:
                 self.sums[path] = found = sorted(self.find(path), key=_place)
-                self._ends[path] = list(map(end_of, found))
                 self.watched |= {path} if found else set()
 
     def cut(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -178,7 +175,7 @@ class Checks:
     def _bounds(self, path: str, start: int, end: int) -> list[int]:
         """Return where records begin or end between two offsets in a file."""
         sums = self.sums[path]
-        within = sums[bisect_right(self._ends[path], start) : bisect_left(sums, end, key=start_of)]
+        within = sums[bisect_right(sums, start, key=end_of) : bisect_left(sums, end, key=start_of)]
         return sorted(at for at in {at for one in within for at in (one.offset, end_of(one))} if start < at < end)
 
     @property
@@ -213,7 +210,7 @@ class Checks:
     def at(self, path: str, offset: int) -> Sum | None:
         """Return the record in which a byte lies; None if it is in none."""
         sums = self.sums.get(path, ())
-        at = bisect_right(self._ends.get(path, ()), offset)
+        at = bisect_right(sums, offset, key=end_of)
         return sums[at] if at < len(sums) and sums[at].offset <= offset else None
 
     def _note(self, one: Sum, found: int) -> None:
@@ -254,7 +251,7 @@ class Checks:
             rest = one.nbytes - total(merge((each.offset, end_of(each)) for each in seen))
             if one.always or (seen and rest <= max(REST_NBYTES, one.nbytes // REST_FRACTION)):
                 tasks.append((one, _tiles(seen)))
-        of_files = [list(some) for _, some in groupby(tasks, key=lambda task: task[0].path)]
+        of_files = by_key((task[0].path, task) for task in tasks).values()
         for some, found in zip(of_files, run(_run, of_files), strict=True):
             for (one, _), crc in zip(some, found, strict=True):
                 self._note(one, crc)

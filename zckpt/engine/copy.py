@@ -90,13 +90,8 @@ def pieces(one: Fill, most: int, most_bytewise: int) -> Iterator[Piece]:
         yield Piece(hole.offset, hole.nbytes, copies, label=hole.label)
         return
     if all(_is_dense(copy) or _dense_nbytes(copy) >= LARGE_NBYTES for copy in copies):
-        for copy in (part for whole in copies for part in _dense(whole)):
-            if copy.is_bytewise and copy.nbytes > most_bytewise:  # where blocks of the target begin: none is in two
-                first = max((most_bytewise - copy.offset % BLOCK_NBYTES) // itemsize(copy.target_dtype), 0)
-                cuts = [_rows(copy, 0, first), *_cut(_rows(copy, first, copy.shape[0] - first), most_bytewise)]
-            else:
-                cuts = [*_cut(copy, most_bytewise if copy.is_bytewise else most)]
-            yield from (Piece(cut.offset, cut.nbytes, (cut,), label=hole.label) for cut in cuts if cut.numel)
+        for cut in (cut for copy in copies for cut in _cut(copy, most, most_bytewise)):
+            yield Piece(cut.offset, cut.nbytes, (cut,), label=hole.label)
         return
     # Windows of whole rows, on a grid that begins where the first element of the box is or would be, as long as a
     # row is not too large.
@@ -109,7 +104,7 @@ def pieces(one: Fill, most: int, most_bytewise: int) -> Iterator[Piece]:
         low, high = max(window, start), min(window + size, end)
         within = tuple(part for copy in copies for part in _window(copy, low, high))
         if len(within) == 1 and _is_dense(within[0]):
-            yield from (Piece(cut.offset, cut.nbytes, (cut,), label=hole.label) for cut in _cut(within[0], most))
+            yield from (Piece(cut.offset, cut.nbytes, (cut,), label=hole.label) for cut in _cut(within[0], most, most))
         else:
             yield Piece(low, high - low, within, label=hole.label)
 
@@ -129,32 +124,27 @@ def _dense_nbytes(copy: Copy) -> int:
     return nbytes
 
 
-def _dense(copy: Copy) -> Iterator[Copy]:
-    """Yield the contiguous rows of a copy's target, each as a copy."""
-    if _is_dense(copy):
-        yield copy
-        return
-    for index in range(copy.shape[0]):
-        yield from _dense(_rows(copy, index, 1, drop=True))
+def _cut(copy: Copy, most: int, most_bytewise: int) -> Iterator[Copy]:
+    """Cut a copy along its first dimension into pieces that are contiguous in the target, as large as in `pieces`.
 
-
-def _cut(copy: Copy, most: int) -> Iterator[Copy]:
-    """Cut a copy along its first dimension into pieces of at most `most` bytes on both sides.
-
-    A row that is larger than that by itself is cut along the next dimension.
+    A row that is not contiguous, or larger by itself, is cut along the next dimension.
     """
-    size = max(itemsize(copy.source_dtype), itemsize(copy.target_dtype))
-    if copy.numel * size <= most:
+    size, is_dense = max(itemsize(copy.source_dtype), itemsize(copy.target_dtype)), _is_dense(copy)
+    most = most_bytewise if copy.is_bytewise else most
+    if is_dense and copy.numel * size <= most:
         if copy.numel:
             yield copy
         return
     row = math.prod(copy.shape[1:]) * size
-    if row > most and len(copy.shape) > 1:
+    if not is_dense or (row > most and len(copy.shape) > 1):
         for index in range(copy.shape[0]):
-            yield from _cut(_rows(copy, index, 1, drop=True), most)
+            yield from _cut(_rows(copy, index, 1, drop=True), most, most_bytewise)
         return
-    step = max(most // row, 1)
-    for first in range(0, copy.shape[0], step):
+    begin, step = 0, max(most // row, 1)
+    if copy.is_bytewise:  # the others are cut where blocks of the target begin: none is in two
+        begin = max((most - copy.offset % BLOCK_NBYTES) // row, 0)
+        yield from _cut(_rows(copy, 0, begin), most, most)
+    for first in range(begin, copy.shape[0], step):
         yield _rows(copy, first, min(step, copy.shape[0] - first))
 
 

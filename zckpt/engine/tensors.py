@@ -9,6 +9,7 @@ import torch
 from zckpt.engine.checking import Checks
 from zckpt.engine.read import check_reads, read_all
 from zckpt.engine.targets import Hole
+from zckpt.engine.workers import batched
 from zckpt.immutable import immutable
 from zckpt.state import Extent, Slot
 
@@ -54,28 +55,16 @@ def check_tensors(reads: Iterable[TensorRead]) -> None:
 
 def read_tensors(reads: Iterable[TensorRead], *, checks: Checks | None = None) -> None:
     """Read the elements of many extents into tensors; as `zckpt.engine.read.read_all`."""
-    batch: list[tuple[Hole, memoryview]] = []
-    staged: list[tuple[torch.Tensor, torch.Tensor]] = []
-    nbytes = 0
-    for one in reads:
-        tensor = one.tensor.detach()
-        if not tensor.numel():
-            continue
-        memory = tensor
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            memory = torch.empty(tensor.shape, dtype=tensor.dtype)
-            staged.append((tensor, memory))
-            nbytes += memory.nbytes
-        batch.append((one.hole, memory_of(memory)))
-        if nbytes >= STAGED_NBYTES:
-            _read(batch, staged, checks)
-            batch, staged, nbytes = [], [], 0
-    _read(batch, staged, checks)
+    some = (one for one in reads if one.tensor.numel())
+    for batch in batched(some, lambda one: one.tensor.nbytes * _is_staged(one.tensor), STAGED_NBYTES, None):
+        tensors = [one.tensor.detach() for one in batch]
+        memories = [torch.empty(one.shape, dtype=one.dtype) if _is_staged(one) else one for one in tensors]
+        into = map(memory_of, memories)
+        read_all([(one.hole, memory) for one, memory in zip(batch, into, strict=True)], checks=checks)
+        for tensor, memory in zip(tensors, memories, strict=True):
+            if memory is not tensor:
+                tensor.copy_(memory)
 
 
-def _read(
-    reads: list[tuple[Hole, memoryview]], staged: list[tuple[torch.Tensor, torch.Tensor]], checks: Checks | None
-) -> None:
-    read_all(reads, checks=checks)
-    for tensor, memory in staged:
-        tensor.copy_(memory)
+def _is_staged(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu" or not tensor.is_contiguous()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import threading
 from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -20,7 +21,7 @@ from operator import attrgetter
 from typing import Protocol, runtime_checkable
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, reporting
-from zckpt.engine.checking import Checked, Checks, Seen, WatchedSources
+from zckpt.engine.checking import Checked, Checks, Seen, WatchedSources, crc_of
 from zckpt.engine.copy import elements, overflowed, pieces, ranges_read
 from zckpt.engine.packs import Pack
 from zckpt.engine.plan import FilePlan, Piece, Plan
@@ -30,7 +31,8 @@ from zckpt.engine.workers import Workers
 from zckpt.engine.write import DIRECT_NBYTES
 from zckpt.immutable import immutable
 from zckpt.storage import distant
-from zckpt.storage.crc32 import combine, crc32
+from zckpt.storage.crc32 import crc32
+from zckpt.storage.files import Sources
 from zckpt.storage.memory import Room, buffers_within
 
 LEAST_PART_NBYTES = 5 << 20
@@ -177,10 +179,8 @@ def _work(plan: Plan, sinks: Sequence[Sink | None], step: int, how: _How) -> Ite
 def whole(one: FilePlan) -> bytes:
     """Return a file that is small."""
     (part,) = parts(one, max(one.file.nbytes, 1), Checks())
-    data, _, _ = _made(part, Checks())
     held = Held(one.file.checksums, max(one.file.nbytes, 1))
-    held.sum(part, data)
-    held.patch(0, data)
+    ((_, data),) = held.add(part, _made(part, Checks())[0])
     return bytes(data)
 
 
@@ -205,35 +205,29 @@ def parts(one: FilePlan, step: int, checks: Checks) -> Iterator[Part]:
         yield Part(number, low, high - low, tuple(within))
 
 
-def make(part: Part, sources: WatchedSources) -> bytearray:
-    """Return the bytes of a part; what nothing reaches is zero."""
+def _made(part: Part, checks: Checks, direct: int = 0) -> tuple[bytearray, list[Seen]]:
+    """Return the bytes of a part, what nothing reaches being zero; and what was read of watched files."""
     buffer = bytearray(part.nbytes)
     view = memoryview(buffer)
-    for item in part.items:
-        low, high = max(item.offset, part.offset), min(end_of(item), end_of(part))
-        into = view[low - part.offset : high - part.offset]
-        if isinstance(item, Piece) and item.is_bytewise:
-            source = item.copies[0].sources[0]
-            sources.read(source.path, source.offset + low - item.offset, into)
-            continue
-        if isinstance(item, Literal):
-            data = memoryview(item.data)
-        elif isinstance(item, Pack):
-            data = item.read(sources)
-        else:
-            data = elements(item, sources)
-            if item.offset >= part.offset:  # one that reaches into two parts is made twice
-                sources.seen += overflowed(item, data, sources)
-        into[:] = data[low - item.offset : high - item.offset]
-    return buffer
-
-
-def _made(part: Part, checks: Checks, direct: int = 0) -> tuple[bytearray, list[Seen], int]:
-    """Make a part; return also what was read of watched files, and how many bytes of tensors there are in it."""
     some = [item for item in part.items if isinstance(item, Piece)]
     with WatchedSources(checks.watched, direct) as sources, distant.ahead(ranges_read(some)):
-        data = make(part, sources)
-    return data, sources.seen, part.moved_nbytes
+        for item in part.items:
+            low, high = max(item.offset, part.offset), min(end_of(item), end_of(part))
+            into = view[low - part.offset : high - part.offset]
+            if isinstance(item, Piece) and item.is_bytewise:
+                source = item.copies[0].sources[0]
+                sources.read(source.path, source.offset + low - item.offset, into)
+                continue
+            if isinstance(item, Literal):
+                data = memoryview(item.data)
+            elif isinstance(item, Pack):
+                data = item.read(sources)
+            else:
+                data = elements(item, sources)
+                if item.offset >= part.offset:  # one that reaches into two parts is made twice
+                    sources.seen += overflowed(item, data, sources)
+            into[:] = data[low - item.offset : high - item.offset]
+    return buffer, sources.seen
 
 
 def passing(part: Part, checks: Checks) -> tuple[str, int, int] | None:
@@ -264,10 +258,10 @@ def _send_part(part: Part, held: Held, sink: PartSink, how: _How) -> tuple[list[
     if whole_range is not None and sink.copy(part.number, *whole_range):
         return [], part.moved_nbytes
     with how.taken(part.nbytes):
-        data, seen, nbytes = _made(part, how.checks, how.direct)
+        data, seen = _made(part, how.checks, how.direct)
         for number, ready in held.add(part, data):
             sink.send(number, ready)
-    return seen, nbytes
+    return seen, part.moved_nbytes
 
 
 def _send_file(one: FilePlan, sink: StreamSink, step: int, how: _How) -> tuple[list[Seen], int]:
@@ -286,9 +280,9 @@ def _send_file(one: FilePlan, sink: StreamSink, step: int, how: _How) -> tuple[l
         for part in parts(one, step, how.checks):
             if how.workers.is_ending:  # all of the file is not waited for
                 raise _EndedError
-            data, seen, nbytes = _made(part, how.checks, how.direct)
+            data, seen = _made(part, how.checks, how.direct)
             every.extend(seen)
-            moved += nbytes
+            moved += part.moved_nbytes
             held.patch(part.number, data)
             yield data
 
@@ -308,13 +302,10 @@ class Held:
         self._step = step
         self.checksums = sorted(checksums, key=attrgetter("start"))
         self._missing = [one.end - one.start for one in self.checksums]
-        self._sums: list[list[tuple[int, int, int]]] = [[] for _ in self.checksums]
-        self._waiting: dict[int, int] = {}
-        self._patches: dict[int, list[tuple[int, int]]] = {}
+        self._sums: list[list[Seen]] = [[] for _ in self.checksums]
+        self._waiting = Counter(number for one in self.checksums for number in self._places(one))
+        self._patches: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         self._data: dict[int, bytearray] = {}
-        for one in self.checksums:
-            for number in self._places(one):
-                self._waiting[number] = self._waiting.get(number, 0) + 1
         for index, one in enumerate(self.checksums):
             if one.start == one.end:
                 self._state(index)
@@ -331,25 +322,23 @@ class Held:
         first = bisect_right(self.checksums, low, key=attrgetter("end"))
         for index in range(first, bisect_left(self.checksums, high, key=attrgetter("start"))):
             start, end = max(self.checksums[index].start, low), min(self.checksums[index].end, high)
-            sums.append((index, start, end, crc32(view[start - low : end - low])))
+            sums.append((index, Seen("", start, end - start, crc32(view[start - low : end - low]))))
         with self._lock:
-            for index, start, end, crc in sums:
-                self._sums[index].append((start, end - start, crc))
-                self._missing[index] -= end - start
+            for index, seen in sums:
+                self._sums[index].append(seen)
+                self._missing[index] -= seen.nbytes
                 if not self._missing[index]:
                     self._state(index)
 
     def _state(self, index: int) -> None:
         """Put a checksum where it belongs."""
-        one, crc = self.checksums[index], crc32(b"")
-        for _, nbytes, each in sorted(self._sums[index]):
-            crc = combine(crc, each, nbytes)
+        one = self.checksums[index]
+        crc = crc_of("", one.start, one.end, sorted(self._sums[index], key=start_of), Sources())
         self._sums[index].clear()
         for offset in one.offsets:
             for at, value in enumerate(crc.to_bytes(4, "little"), offset):
-                self._patches.setdefault(at // self._step, []).append((at % self._step, value))
-        for number in self._places(one):
-            self._waiting[number] -= 1
+                self._patches[at // self._step].append((at % self._step, value))
+        self._waiting.subtract(self._places(one))
 
     def patch(self, number: int, data: bytearray) -> None:
         """State the checksums that belong into a part."""
@@ -363,7 +352,7 @@ class Held:
         self.sum(part, data)
         with self._lock:
             self._data[part.number] = data
-            ready = [number for number in self._data if not self._waiting.get(number)]
+            ready = [number for number in self._data if not self._waiting[number]]
             found = [(number, self._data.pop(number)) for number in ready]
         for number, one in found:
             self.patch(number, one)
