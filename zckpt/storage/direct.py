@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -81,37 +81,38 @@ def unavailable(sources: Iterable[str], directory: Path | None = None) -> list[s
     """
     lines = []
     tried: dict[str, str] = {}
-    is_written = directory is not None and not is_remote(directory)
+    written = None if directory is None or is_remote(directory) else directory
     for path in (path for path in sources if found(path) is None):
         tried.setdefault(os.path.dirname(path), path)  # noqa: PTH120  # of thousands
     without = [folder or "." for folder, path in sorted(tried.items()) if not _reads(path)]
     if without:
         others = f" and {len(without) - 1} more" if len(without) > 1 else ""
         lines.append(f"{without[0]}{others} is read through the page cache: its file system has no O_DIRECT")
-    if not tried and not is_written:
+    if not tried and written is None:
         lines.append(f"--direct: {'no source' if directory is None else 'neither source nor target'} is on a disk here")
-    if directory is not None and is_written and not _writes(directory):
-        lines.append(f"{directory} is written through the page cache: its file system has no O_DIRECT")
+    if written is not None and not _writes(written):
+        lines.append(f"{written} is written through the page cache: its file system has no O_DIRECT")
     return lines
 
 
 def _reads(path: str) -> bool:
-    descriptor = opened_directly(path, FLAGS)
-    try:
-        return descriptor is not None and os.preadv(descriptor, [aligned(PAGE_NBYTES)], 0) >= 0
-    except OSError:
-        return False
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
+    return _moves(path, FLAGS, lambda descriptor: os.preadv(descriptor, [aligned(PAGE_NBYTES)], 0))
 
 
 def _writes(directory: Path) -> bool:
     with suppress(OSError), tempfile.NamedTemporaryFile(dir=directory, prefix=".zckpt-sample-") as file:
-        descriptor = opened_directly(file.name, os.O_WRONLY)
-        if descriptor is not None:
-            try:
-                return os.pwrite(descriptor, aligned(PAGE_NBYTES), 0) == PAGE_NBYTES
-            finally:
-                os.close(descriptor)
+        return _moves(file.name, os.O_WRONLY, lambda descriptor: os.pwrite(descriptor, aligned(PAGE_NBYTES), 0))
     return False
+
+
+def _moves(path: str, flags: int, page: Callable[[int], int]) -> bool:
+    """Tell whether a page of a file, or what there is of it, is read or written directly."""
+    descriptor = opened_directly(path, flags)
+    if descriptor is None:
+        return False
+    try:
+        return page(descriptor) >= 0
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)

@@ -155,11 +155,9 @@ def journal_name(target: Path) -> Path:
 def forget(target: Path) -> None:
     """Remove the journal of a target, of which nothing else is left, or whose remains go as well."""
     name = journal_name(target)
-    try:
+    with suppress(FileNotFoundError, NotADirectoryError):
         if stat.S_ISREG(name.lstat().st_mode):
             name.unlink()
-    except (FileNotFoundError, NotADirectoryError):
-        return
 
 
 def settle(target: Path) -> None:

@@ -57,10 +57,6 @@ Left = Callable[[int], "bool | None"]
 """Called with the descriptor of what a killed run left, locked; true: it is gone on with, else it is removed."""
 
 
-def _any(_: Path) -> bool:
-    return True
-
-
 @immutable
 class Owned:
     """What tells a directory that may be replaced as a whole.
@@ -70,7 +66,7 @@ class Owned:
     """
 
     is_own: Callable[[str], bool]
-    is_marked: Callable[[Path], bool] = _any
+    is_marked: Callable[[Path], bool] = lambda _: True
 
 
 def called(pattern: str) -> Callable[[str], bool]:

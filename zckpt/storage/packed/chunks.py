@@ -54,9 +54,9 @@ def encode(data: Bytes, width: int, predictions: Iterable[tuple[int, Bytes]]) ->
     `width`: bytes of an element, of which the chunk has a whole number; `predictions`: what is done to each first, and
     its bytes, as many as that makes of the chunk. After one that is right no more are asked for.
     """
-    cast_ones, ways = list[tuple[int, Bytes]](), [(Way(LITERAL, width), 0)]
+    cast_ones, ways = list[Bytes](), [(Way(LITERAL, width), 0)]
     for number, (cast, prediction) in enumerate(predictions):
-        cast_ones.append((cast, one := _casted(prediction, cast)))
+        cast_ones.append(one := _casted(prediction, cast))
         if np.array_equal(one, data):
             return Way(XOR, width, cast), number, _compressor().compress(bytes(len(data)))
         ways += [(Way(op, width, cast), number) for op in ((XOR, DIFFERENCE) if width > 1 else (XOR,))]
@@ -64,11 +64,11 @@ def encode(data: Bytes, width: int, predictions: Iterable[tuple[int, Bytes]]) ->
         ways += [(Way(LITERAL, 1), 0)] if width > 1 else []
         first = 0 if len(data) <= SAMPLE_NBYTES else (len(data) - SAMPLE_NBYTES) // 2 // 8 * 8
         part = slice(first, first + SAMPLE_NBYTES)
-        sizes = [len(_stored(data[part], way, cast_ones[n][1][part] if cast_ones else None)) for way, n in ways]
+        sizes = [len(_stored(data[part], way, cast_ones[n][part] if cast_ones else None)) for way, n in ways]
         best, number = ways[sizes.index(min(sizes))]
     else:
         best, number = ways[0]
-    return best, number, _stored(data, best, cast_ones[number][1] if cast_ones else None)
+    return best, number, _stored(data, best, cast_ones[number] if cast_ones else None)
 
 
 def decode(stored: bytes, way: Way, nbytes: int, prediction: Bytes | None) -> Bytes:

@@ -21,6 +21,7 @@ import zstandard
 
 from zckpt.errors import DamagedFileError
 from zckpt.immutable import immutable
+from zckpt.state import positions
 from zckpt.storage.files import read_whole
 from zckpt.storage.packed.chunks import DIFFERENCE, MOST_NBYTES, TO_FLOAT16
 
@@ -88,6 +89,10 @@ class Index:
         end = int(np.searchsorted(some, offset + nbytes, "left"))
         return [(low + n, int(some[n])) for n in range(max(first, 0), end)]
 
+    def row(self, number: int) -> dict[str, int]:
+        """Return what is said of a chunk."""
+        return dict(zip(ROW.names or (), self.rows[number].tolist(), strict=True))
+
     def depth(self, file: int, offset: int, nbytes: int) -> int:
         """Return how deep the deepest chunk of a range is."""
         return max((int(self.rows["depth"][row]) for row, _ in self.rows_of(file, offset, nbytes)), default=0)
@@ -95,7 +100,7 @@ class Index:
     @cached_property
     def numbers(self) -> dict[str, int]:
         """The files' numbers, by name."""
-        return {one.name: number for number, one in enumerate(self.files)}
+        return positions(one.name for one in self.files)
 
     def to_bytes(self) -> bytes:
         """Return the file."""

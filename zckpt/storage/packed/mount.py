@@ -6,6 +6,7 @@ TEMPORARY/zckpt-remote-XXXX/7/packed/%2Fruns%2Fstore.zckpt/step500/...      a pl
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -129,7 +130,8 @@ def mounted_place(value: str | os.PathLike[str]) -> PackedMount | None:
     return None if found is None else PackedMount(PackedStore(found[0]), found[1])
 
 
-_ADOPTED: dict[str, PackedStore] = {}
+_adopted = lru_cache(maxsize=1 << 10)(PackedStore)
+"""Returns the store at a path, which was opened before, or is now."""
 
 
 def adopt(path: str, host: str, parts: list[str]) -> Distant:
@@ -138,7 +140,7 @@ def adopt(path: str, host: str, parts: list[str]) -> Distant:
     Raises SourceError: there is no such file in the store.
     """
     where = unquote(host)
-    store = _ADOPTED.setdefault(where, PackedStore(where))
+    store = _adopted(where)
     names, _ = store.names()
     for name, number in names.items():
         index, inside = store.index(number), "/".join(parts)

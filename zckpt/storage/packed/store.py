@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -143,7 +143,7 @@ class PackedStore:
                 found = self._decoded(number, row)
             except (ValueError, OverflowError, IndexError, MemoryError, zstandard.ZstdError) as error:
                 raise self.damaged(number, row, begin, str(error)) from error
-            if not _is_right(found, self.index(number).rows[row]):
+            if not _is_right(found, self.index(number).row(row)):
                 raise self.damaged(number, row, begin, "another checksum")
         self._kept.put((number, row), found, len(found))
         return found
@@ -154,26 +154,26 @@ class PackedStore:
         if place is None:
             return None
         index = self.index(number)
-        about = index.rows[row]
-        path = place if index.is_file else place / index.files[int(about["file"])].name
+        about = index.row(row)
+        path = place if index.is_file else place / index.files[about["file"]].name
         try:
             with opened(path) as file:
-                found = np.frombuffer(file.read(begin, int(about["nbytes"])), np.uint8)
+                found = np.frombuffer(file.read(begin, about["nbytes"]), np.uint8)
         except SourceError:
             return None
         return found if _is_right(found, about) else None
 
     def _decoded(self, number: int, row: int) -> Bytes:
         index = self.index(number)
-        about = index.rows[row]
-        way = Way(int(about["op"]), int(about["width"]), int(about["cast"]))
-        nbytes, stored = int(about["nbytes"]), b""
+        about = index.row(row)
+        way = Way(about["op"], about["width"], about["cast"])
+        nbytes, stored = about["nbytes"], b""
         if about["stored"]:
-            with opened(self.chunks_path(int(about["data"]))) as file:
-                stored = file.read(int(about["offset"]), int(about["stored"]))
+            with opened(self.chunks_path(about["data"])) as file:
+                stored = file.read(about["offset"], about["stored"])
         if not about["count"]:
             return decode(stored, way, nbytes, None)
-        ranges = index.ranges[int(about["first"]) : int(about["first"]) + int(about["count"])]
+        ranges = index.ranges[about["first"] :][: about["count"]]
         total = int(ranges["nbytes"].sum())
         if total != nbytes * (1 if way.cast == AS_IT_IS else 2):
             raise ValueError("a prediction of another size")
@@ -196,11 +196,11 @@ class PackedStore:
 
     def damaged(self, number: int, row: int, begin: int, why: str) -> DamagedFileError:
         """Return the error about a chunk that is not as it was written."""
-        about = self.index(number).rows[row]
+        about = self.index(number).row(row)
         return DamagedFileError(
-            f"bytes {begin} to {begin + int(about['nbytes'])} are damaged",
-            path=self.named(number, int(about["file"])),
-            expected=f"what was packed, from {self.chunks_path(int(about['data'])).name} at {int(about['offset'])}",
+            f"bytes {begin} to {begin + about['nbytes']} are damaged",
+            path=self.named(number, about["file"]),
+            expected=f"what was packed, from {self.chunks_path(about['data']).name} at {about['offset']}",
             found=why,
             advice="copy that file again from the store's origin; `zckpt verify` tells what else needs it",
             code=CHECKSUM,
@@ -216,6 +216,6 @@ class PackedStore:
                 raise damaged_index(self.index_path(number))
 
 
-def _is_right(data: Bytes, about: np.void) -> bool:
+def _is_right(data: Bytes, about: Mapping[str, int]) -> bool:
     digest = xxhash.xxh3_128_intdigest(data.data)
     return len(data) == about["nbytes"] and (digest >> 64, digest & (1 << 64) - 1) == (about["high"], about["low"])

@@ -159,13 +159,8 @@ class SftpStore(FsspecStore):
     settings: ClassVar = {"timeout": 10}
     moves_folders = True
 
-    def __init__(self, address: Address) -> None:
-        self._idle: queue.LifoQueue[Any] = queue.LifoQueue()
-        self._channels = threading.BoundedSemaphore(CHANNELS)
-        super().__init__(address)
-
     def _open(self) -> tuple[Any, str]:
-        self._idle = queue.LifoQueue()  # of another process, if there were any
+        self._idle: queue.LifoQueue[Any] = queue.LifoQueue()  # of another process, if there were any
         self._channels = threading.BoundedSemaphore(CHANNELS)
         fs, root = attempt(super()._open, self.address.shown)
         fs.ftp.get_channel().settimeout(SILENT_SECONDS)
