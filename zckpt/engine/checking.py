@@ -176,7 +176,7 @@ class Checks:
         """Return where records begin or end between two offsets in a file."""
         sums = self.sums[path]
         within = sums[bisect_right(sums, start, key=end_of) : bisect_left(sums, end, key=start_of)]
-        return sorted(at for at in {at for one in within for at in (one.offset, end_of(one))} if start < at < end)
+        return sorted({at for one in within for at in (one.offset, end_of(one)) if start < at < end})
 
     @property
     def count(self) -> int:

@@ -154,7 +154,7 @@ def scan(
         with Workers(threads, at_once=share.at_once) as workers:
             most = share.nbytes
             blocks = (block for index, one in enumerate(sets) for block in _blocks(index, one, numel, most, goes_on))
-            spare: list[list[Array]] = []
+            spare: list[dict[int, Array]] = []
             batches = batched(blocks, attrgetter("nbytes"))
             portions = Portions(total, _batch_nbytes, _reads)
             run = partial(look_at_batch, look, spare, most if direct else 0, memory // share.at_once // BUFFERS_OF_CUTS)
@@ -199,14 +199,14 @@ def _blocks(
 
 
 def look_at_batch(
-    look: Look[Result], spare: list[list[Array]], direct: int, most: int, batch: Sequence[Block]
+    look: Look[Result], spare: list[dict[int, Array]], direct: int, most: int, batch: Sequence[Block]
 ) -> list[tuple[int, Result]]:
     """Look at blocks; return what was found, by index of the set. May run in another process.
 
     `spare` has the buffers that no batch of the scan uses at the moment; `direct` is as for `Sources`; `most` bytes are
     read together.
     """
-    buffers: list[Array] = []
+    buffers: dict[int, Array] = {}
     with suppress(IndexError):  # none are spare yet
         buffers = spare.pop()
     results = []
@@ -239,12 +239,10 @@ def _cuts(block: Block) -> list[CutPiece]:
     return [part for part in block.parts if isinstance(part, CutPiece)]
 
 
-def _read(part: Hole, number: int, pieces: Sequence[Piece], buffers: list[Array], sources: Sources) -> Array:
+def _read(part: Hole, number: int, pieces: Sequence[Piece], buffers: dict[int, Array], sources: Sources) -> Array:
     """Read a block of one slot of its set into the buffer that such slots have."""
     nbytes = part.nbytes
-    while len(buffers) <= number:
-        buffers.append(np.empty(0, np.uint8))
-    if len(buffers[number]) < nbytes + PAGE_NBYTES:
+    if len(buffers.get(number, ())) < nbytes + PAGE_NBYTES:
         buffers[number] = np.frombuffer(sources.room(nbytes), np.uint8)
     view = buffers[number][:nbytes]
     if len(pieces) == 1 and pieces[0].is_bytewise:

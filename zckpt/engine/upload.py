@@ -237,18 +237,15 @@ def passing(part: Part, checks: Checks) -> tuple[str, int, int] | None:
     """
     if part.nbytes < LEAST_PART_NBYTES:
         return None
-    path, start, at = "", 0, part.offset
+    begins, at = set[tuple[str, int]](), part.offset
     for item in part.items:
         if not isinstance(item, Piece) or not item.is_bytewise or item.offset > at:
             return None
         source = item.copies[0].sources[0]
-        begins = source.offset - item.offset  # of the file there, at the beginning of that here
-        if not path:
-            path, start = source.path, begins
-        if (source.path, begins) != (path, start):
-            return None
+        begins.add((source.path, source.offset - item.offset))  # of the file there, at the beginning of that here
         at = max(at, end_of(item))
-    if at < end_of(part) or path in checks.watched or distant.found(path) is None:
+    path, start = next(iter(begins), ("", 0))
+    if len(begins) != 1 or at < end_of(part) or path in checks.watched or distant.found(path) is None:
         return None
     return path, start + part.offset, part.nbytes
 

@@ -131,8 +131,8 @@ class Workers:
         count = _at_once(given, threads)
         self._at_once = min(at_once or count, count)
         self._is_own = given is None
-        self.are_here = given is None or isinstance(given, ThreadPoolExecutor)
         self._pool = given or ThreadPoolExecutor(self._at_once, thread_name_prefix="zckpt")
+        self.are_here = isinstance(self._pool, ThreadPoolExecutor)
         self._is_bounded = given is not None and self._at_once < count
         self.is_ending = False
         """Whether nothing is waited for but work that runs: what takes long may look, and end at once."""
@@ -146,9 +146,7 @@ class Workers:
             give_back()
 
     def map(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-        """Return the results of items, all of which are queued at once."""
-        if self.are_here:
-            return self._pool.map(work, items)
+        """Return the results of items."""
         return (result for _, result in self.run(work, items, Portions()))
 
     def run(
