@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -287,6 +288,17 @@ def test_a_server_without_an_end(tmp_path):
         refused(5, "inspect", f"{address}/dir/?token=x", words=("an endless chain of directories",))
     assert len(asked) < 50
     assert not [path for path in asked if not path.endswith("/?token=x")]
+
+
+@pytest.mark.parametrize("link", ["%2e%2e%2f%2e%2e%2fw.bin", "%2e%2e", "w%00.bin", "%2Fw.bin", "a%2F%2Fw.bin"])
+def test_links_that_lead_elsewhere_are_none(link, monkeypatch, tmp_path):
+    """Or a server would make files where it likes."""
+    found = {"size": 5, "etag": "x", "ranges": True, "html": False}
+    monkeypatch.setattr(web.HttpStore, "_links", lambda self, url: iter([f"{url}w.bin", f"{url}{link}"]))
+    monkeypatch.setattr(web.HttpStore, "_info", lambda self, url: found if url.endswith((".bin", "e")) else None)
+    monkeypatch.setattr(stand_ins, "_BASE", [(os.getpid(), tmp_path / "a" / "b")])
+    refused(5, "inspect", "http://127.0.0.1:1/run/", words=("cannot be a file name",))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_a_server_that_stalls_is_told_of_and_given_up(served, proxies, monkeypatch, tmp_path):

@@ -115,6 +115,10 @@ class Store(ABC):
         """Return a small file; None: it is not there."""
         raise NotImplementedError
 
+    def _name(self, key: str) -> str:
+        """Return the name that a key stands for."""
+        return key
+
     def remove_folder(self, key: str) -> None:  # noqa: B027
         """Remove a directory in which no file is left, where a store has any."""
 
@@ -146,7 +150,7 @@ class Store(ABC):
 
     def _listed(self, key: str, info: Mapping[str, Any], root: str | None = None) -> Listed:
         root = self.root if root is None else root
-        rest = key.strip("/").removeprefix(root.strip("/")).removeprefix("/")
+        rest = self._name(key.strip("/").removeprefix(root.strip("/")).removeprefix("/"))
         parts = tuple(rest.split("/")) if rest else ()
         if any(part in ("", ".", "..") or "\0" in part for part in parts):
             raise UnsupportedError(

@@ -93,14 +93,17 @@ class HttpStore(Store):
             else:
                 yield name
 
+    def _name(self, key: str) -> str:
+        return unquote(key)
+
     def _listed(self, key: str, info: Mapping[str, Any], root: str | None = None) -> Listed:
         found = super()._listed(key, info, root)
         if not info["ranges"]:
             raise UnsupportedError(
-                "the server only sends whole files", path="/".join([self.address.shown, *map(unquote, found.parts)]),
+                "the server only sends whole files", path="/".join([self.address.shown, *found.parts]),
                 expected="a server that supports ranges", advice="download it, and read the copy",
             )  # fmt: skip
-        return Listed(tuple(map(unquote, found.parts)), key, found.nbytes, found.version, found.modified)
+        return found
 
     def _fetch(self, one: Listed, offset: int, nbytes: int) -> bytes:
         return _fetched(self.client, one.key + self._query, one, offset, nbytes)
