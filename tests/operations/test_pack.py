@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import zckpt
@@ -22,7 +23,9 @@ from tests.pairwise import some
 from tests.refusals import refusing
 from zckpt.errors import TargetError
 from zckpt.operations.unpack import unpack
-from zckpt.storage.packed.index import Filed, read_index
+from zckpt.storage.packed.index import RANGE, ROW, Filed, Index, read_index
+from zckpt.storage.packed.mount import mounted_place
+from zckpt.storage.packed.store import STORE, document
 
 MADE = {
     "step-1": "s2_bf16_dp2/global_step5",
@@ -98,6 +101,37 @@ def test_links_empty_directories_and_modes_come_back(made, tmp_path):
     zckpt.pack(tmp_path / "run", tmp_path / "s")
     unpack(tmp_path / "s", tmp_path / "again")
     assert contents(tmp_path / "again") == contents(tmp_path / "run")
+
+
+def test_links_of_a_store_lead_nowhere_else(tmp_path):
+    """Not by way of other links, either; and what only looks so is read."""
+    links = {
+        "a/b/c/up": "../../../top",
+        "out": "a/b/c/up/../../../../x",
+        "far": "/etc/hostname",
+        "over": "../x",
+        "in": "..data/model",
+        "round": "round",
+        "none": "nothing",
+    }
+    files = [Filed("top", "folder", 0o755, 0), Filed("..data/model", "file", 0o644, 0)]
+    files += [Filed(name, "link", 0o777, 0, 0, target) for name, target in links.items()]
+    index = Index("c", False, tuple(files), np.empty(0, ROW), np.empty(0, RANGE))
+    (tmp_path / "store.json").write_bytes(document(STORE))
+    (tmp_path / "000001.index").write_bytes(index.to_bytes())
+    mount = mounted_place(tmp_path / "c")
+    assert mount is not None
+    found = {name for name in links if (mount.path / name).is_symlink()}
+    mount.close()
+    assert found == {"a/b/c/up", "in", "round", "none"}
+
+
+def test_a_link_of_a_store_to_no_name_is_damage(tmp_path):
+    index = Index("c", False, (Filed("l", "link", 0o777, 0, 0, "a\0b"),), np.empty(0, ROW), np.empty(0, RANGE))
+    (tmp_path / "store.json").write_bytes(document(STORE))
+    (tmp_path / "000001.index").write_bytes(index.to_bytes())
+    with refusing(zckpt.SourceError, "the index of a checkpoint in this store is damaged"):
+        zckpt.inspect(tmp_path / "c")
 
 
 def test_what_is_packed_again_takes_no_room_and_the_store_is_smaller_than_the_files(made):

@@ -153,7 +153,7 @@ def read_index(path: Path) -> Index:
 def _filed(said: Sequence[Any]) -> Filed:
     """Return a file as a header says it. Raises TypeError, ValueError: it says what no file is."""
     is_one = [*map(type, said)] == [str, str, int, int, int, str]
-    if not is_one or said[2] >> 16 or any(abs(one) >> 63 for one in said[3:5]):
+    if not is_one or "\0" in said[5] or said[2] >> 16 or any(abs(one) >> 63 for one in said[3:5]):
         raise TypeError
     os.fsencode(said[0] + said[5])
     return Filed(*said)
