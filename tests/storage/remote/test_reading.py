@@ -301,6 +301,14 @@ def test_links_that_lead_elsewhere_are_none(link, monkeypatch, tmp_path):
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+@pytest.mark.parametrize("size", [10**30, -5])
+def test_a_size_that_no_file_has_is_one_line(size, monkeypatch):
+    found = {"size": size, "etag": "x", "ranges": True, "html": False}
+    monkeypatch.setattr(web.HttpStore, "_links", lambda self, url: iter([f"{url}w.bin"]))
+    monkeypatch.setattr(web.HttpStore, "_info", lambda self, url: found)
+    refused(3, "inspect", "http://127.0.0.1:1/run/", words=("/run/w.bin", "cannot hold such names"))
+
+
 def test_a_server_that_stalls_is_told_of_and_given_up(served, proxies, monkeypatch, tmp_path):
     put(served("http"), SOURCE, "run")
     proxy = proxies("http")

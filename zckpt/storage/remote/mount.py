@@ -208,10 +208,9 @@ def adopt(path: str) -> Distant:
 def _make_file(path: Path, nbytes: int, modified: float | None) -> None:
     try:
         stand_in(path, nbytes, modified)
-    except OSError as error:
-        raise SourceError(
-            "this machine's file system cannot hold such names", path=path, found=error.strerror
-        ) from error
+    except (OSError, OverflowError) as error:  # the latter of a size, or a time, that no file has
+        found = getattr(error, "strerror", str(error))
+        raise SourceError("this machine's file system cannot hold such names", path=path, found=found) from error
 
 
 def mount_of(path: Path) -> Mount:
