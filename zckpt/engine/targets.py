@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from zckpt.immutable import immutable, mutable
 from zckpt.state import Extent, Shape, Slot, itemsize
+from zckpt.state.mappings import Sized
 
 if TYPE_CHECKING:
     from zckpt.engine.packs import Pack
@@ -16,16 +17,12 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 
-class Bytes(Protocol):
+class Bytes(Sized, Protocol):
     """Bytes of a file, read or written."""
 
     @property
     def offset(self) -> int:
         """Of the first one."""
-
-    @property
-    def nbytes(self) -> int:
-        """How many there are."""
 
 
 start_of: Callable[[Bytes], int] = attrgetter("offset")

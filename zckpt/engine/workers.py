@@ -133,7 +133,8 @@ class Workers:
         self._is_own = given is None
         self._pool = given or ThreadPoolExecutor(self._at_once, thread_name_prefix="zckpt")
         self.are_here = isinstance(self._pool, ThreadPoolExecutor)
-        self._is_bounded = given is not None and self._at_once < count
+        is_bounded = given is not None and self._at_once < count  # others' threads run all that is queued
+        self._queued = self._at_once if is_bounded else QUEUED * self._at_once
         self.is_ending = False
         """Whether nothing is waited for but work that runs: what takes long may look, and end at once."""
 
@@ -176,21 +177,19 @@ class Workers:
             if len(first) == 1 and self._is_own:
                 yield first[0], work(first[0])
             else:
-                yield from self._run(work, chain(first, remaining), QUEUED * self._at_once)
+                yield from self._run(work, chain(first, remaining))
             return
-        workers = workers_of(self._pool)
-        tasks = tasks_of(work, batches, portions, workers)
-        with closing(self._run(results_of, tasks, QUEUED * workers)) as done:
+        tasks = tasks_of(work, batches, portions, workers_of(self._pool))
+        with closing(self._run(results_of, tasks)) as done:
             for task, results in done:
                 yield from zip(task.batches, results, strict=True)
 
-    def _run(self, work: Callable[[Item], Result], items: Iterable[Item], most: int) -> Generator[tuple[Item, Result]]:
+    def _run(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Generator[tuple[Item, Result]]:
         queue: deque[tuple[Item, Future[Result]]] = deque()
-        most = self._at_once if self._is_bounded else most  # others' threads run all that is queued
         remaining = iter(items)
         try:
             while True:
-                for item in islice(remaining, most - len(queue)):
+                for item in islice(remaining, self._queued - len(queue)):
                     with self._errors():
                         queue.append((item, self._pool.submit(work, item)))
                 if not queue:

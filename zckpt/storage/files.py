@@ -69,8 +69,7 @@ def open_file(path: str) -> int:
                 return descriptor
             close_read(descriptor)
     except (OSError, ValueError) as error:
-        found = error.strerror if isinstance(error, OSError) else str(error)
-        raise SourceError("cannot be opened", path=path, found=found) from error
+        raise SourceError("cannot be opened", path=path, found=getattr(error, "strerror", str(error))) from error
     raise SourceError("is not a regular file", path=path)
 
 

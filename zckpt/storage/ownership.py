@@ -34,15 +34,16 @@ REMOVED = ".zckpt-removed"
 
 SHOWN_NAMES = 4
 
-_KINDS = (
-    (stat.S_ISREG, "a file"),
-    (stat.S_ISDIR, "a directory"),
-    (stat.S_ISLNK, "a symbolic link"),
-    (stat.S_ISBLK, "a block device"),
-    (stat.S_ISCHR, "a character device"),
-    (stat.S_ISFIFO, "a FIFO"),
-    (stat.S_ISSOCK, "a socket"),
-)
+_KINDS = {
+    "-": "a file",
+    "d": "a directory",
+    "l": "a symbolic link",
+    "b": "a block device",
+    "c": "a character device",
+    "p": "a FIFO",
+    "s": "a socket",
+}
+"""By the letter that `ls` has for it."""
 
 _MARK = ".zckpt-"
 """What temporary names have."""
@@ -76,7 +77,7 @@ def called(pattern: str) -> Callable[[str], bool]:
 
 def kind_of(mode: int) -> str:
     """Return what a file of this mode is."""
-    return next((kind for is_it, kind in _KINDS if is_it(mode)), "something else")
+    return _KINDS.get(stat.filemode(mode)[0], "something else")
 
 
 def check_target(target: Path, *, overwrite: bool, owned: Owned | None = None) -> None:
