@@ -36,6 +36,7 @@ def test_what_no_run_holds_is_removed_and_all_else_stays(tmp_path):
         made(tmp_path / ".resumed.zckpt-partial", "a.own"),
         made(tmp_path / "whole", "a.own"),
         made(tmp_path / ".zckpt-partial"),
+        made(tmp_path / "...zckpt-partial"),  # of no name, either
     }
     (tmp_path / ".resumed.zckpt-journal").write_text("")
     (tmp_path / ".file.zckpt-partial").write_text("")

@@ -24,7 +24,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -187,9 +187,8 @@ def remove_leftovers(directory: Path, owned: Owned) -> None:
     """
     with suppress(OSError, TargetError):
         for left in list(directory.iterdir()):
-            name = left.name.removeprefix(".").removesuffix(".zckpt-partial")
-            target = left.with_name(name) if name else left
-            if partial_name(target) != left or os.path.lexists(journal_name(target)):
+            target = _target_of(left, partial_name)
+            if target is None or os.path.lexists(journal_name(target)):
                 continue
             with suppress(OSError, TargetError):
                 every = [left, *left.rglob("*")] if left.is_dir() and not left.is_symlink() else [left]
@@ -234,9 +233,13 @@ def old_name(target: Path) -> Path:
 
 def target_of_old(path: Path) -> Path | None:
     """Return the target of which something is the old directory, by its name; None: of none."""
-    name = path.name.removesuffix(".zckpt-old").removeprefix(".")
-    target = path.with_name(name) if name else path
-    return target if old_name(target) == path else None
+    return _target_of(path, old_name)
+
+
+def _target_of(path: Path, name_of: Callable[[Path], Path]) -> Path | None:
+    name = path.stem.removeprefix(".")
+    target = path.with_name(name) if name not in ("", ".") else path
+    return target if name_of(target) == path else None
 
 
 def _naming_name(target: Path) -> Path:
