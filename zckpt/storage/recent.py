@@ -37,10 +37,9 @@ class Recent(Generic[Key, Value]):
 
     def put(self, key: Key, value: Value, nbytes: int) -> None:
         """Keep a value, of so many bytes."""
-        self.pop(key)
         with self._lock:
+            self._nbytes += nbytes - self._found.pop(key, (value, 0))[1]
             self._found[key] = value, nbytes
-            self._nbytes += nbytes
             while self._nbytes > self._most and len(self._found) > 1:
                 first, (other, size) = self._found.popitem(last=False)
                 self._nbytes -= size
@@ -49,5 +48,5 @@ class Recent(Generic[Key, Value]):
     def pop(self, key: Key) -> None:
         """Keep a value no longer, if it is there."""
         with self._lock:
-            if key in self._found:
-                self._nbytes -= self._found.pop(key)[1]
+            _, nbytes = self._found.pop(key, (None, 0))
+            self._nbytes -= nbytes

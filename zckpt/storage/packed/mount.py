@@ -68,7 +68,7 @@ class PackedMount:
         self.store = store
         self.files: dict[str, Distant] = {}
         names, wrong = store.names()
-        wanted = [n for n in names if not within or n == within or f"{within}/".startswith(f"{n}/")]
+        wanted = [n for n in names if not within or f"{within}/".startswith(f"{n}/")]
         wanted = wanted or [n for n in names if n.startswith(f"{within}/")]
         if not wanted:
             broken = next(iter(wrong.values()), None)
@@ -148,7 +148,7 @@ def adopt(path: str, host: str, parts: list[str]) -> Distant:
     for name, number in names.items():
         index, inside = store.index(number), "/".join(parts)
         within = index.files[0].name if index.is_file and inside == name else inside.removeprefix(f"{name}/")
-        if (inside == name or inside.startswith(f"{name}/")) and within in index.numbers:
+        if f"{inside}/".startswith(f"{name}/") and within in index.numbers:
             count = index.numbers[within]
             if not os.path.lexists(path):  # on another machine
                 stand_in(Path(path), index.files[count].nbytes)

@@ -363,7 +363,7 @@ class S3Uploads(UploadsBase):
         except TargetError:
             return None
         every = ({"Bucket": place["Bucket"], "Key": one["Key"], "UploadId": one["UploadId"]} for one in found)
-        return [one for one in every if one["Key"] == place["Key"] or one["Key"].startswith(f"{place['Key']}/")]
+        return [one for one in every if f"{one['Key']}/".startswith(f"{place['Key']}/")]
 
     def _parts(self, which: Mapping[str, str]) -> Iterator[dict[str, Any]]:
         with suppress(TargetError):  # it is gone by now
