@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -83,6 +84,24 @@ def test_there_and_back_at_the_same_degree_gives_the_same_files(name, tmp_path):
             )
             assert theirs
             assert mine == theirs, one
+
+
+def test_one_dict_of_shapes_for_all_groups_is_split(tmp_path):
+    """As files before 2021 have it; a list that is too short cannot be split."""
+    name = "tp2_s1_bf16_dp2"
+    run = Path(shutil.copytree(run_of(name), tmp_path / name))
+
+    def merge(content: dict[str, Any]) -> None:
+        content["param_shapes"] = {name: shape for group in content["param_shapes"] for name, shape in group.items()}
+
+    for rank in (0, 1):
+        edit(tag_of(run) / f"mp_rank_{rank:02d}_model_states.pt", merge)
+    assert_consolidated(tag_of(run), Truth(FIXTURES / name), tmp_path)
+    assert_same_groups(zckpt.open(run), zckpt.open(run_of(name)))
+    for rank in (0, 1):
+        edit(tag_of(run) / f"mp_rank_{rank:02d}_model_states.pt", lambda content: content["param_shapes"].popitem())
+    with refusing(LayoutError, "one param_shapes for several groups, which cannot be separated"):
+        zckpt.open(run)
 
 
 # --- every way of slicing

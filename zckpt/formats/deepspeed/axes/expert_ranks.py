@@ -104,13 +104,12 @@ class ExpertFiles(NamedTuple):
 
     by_lane: dict[int, Weights]  # by model-parallel rank
     layers: dict[str, int]
-    """Number of the MoE layer by the name before its experts' numbers, counted within a stage of a pipeline."""
+    """Number of the MoE layer by the name before its experts' numbers, counted within a stage of a pipeline; of all."""
 
     def of_stage(self, ranks: Sequence[int]) -> ExpertFiles:
         """Return those of one stage of a pipeline, given its model-parallel ranks."""
         held = {lane: self.by_lane[rank] for lane, rank in enumerate(ranks) if rank in self.by_lane}
-        known = {layer_of(name) for weights in held.values() for name in weights if is_expert(name)}
-        return ExpertFiles(held, {layer: number for layer, number in self.layers.items() if layer in known})
+        return self._replace(by_lane=held)
 
     def all(self) -> Weights:
         """Return each weight once, from the first rank that has it."""
@@ -162,20 +161,18 @@ def spread_over(ranks: Sequence[Sequence[OptimizerShard]], lane: int, model: Mod
     members, dp, tp = ranks[lane], len(ranks[lane]), len(ranks)
     if tp == 1 or any(len(one) != dp for one in ranks):
         return alone
-    every, named = Spread([one[d] for d in range(dp) for one in ranks], tp, data_first), []
-    if members and members[0].stage != 3:
-        counts = members[0].partition_count
-        named = [list(group) for group in model.param_shapes][: len(counts)] if model.param_shapes is not None else [
-            [name for member in members for name in member.mapping(index)] for index in range(len(counts))
-        ]  # fmt: skip
+    every = Spread([one[d] for d in range(dp) for one in ranks], tp, data_first)
     # As many experts of a layer as files speak of, or as the model file says, if that is more.
     totals = {layer: max(numbers) + 1 for layer, numbers in by_layer(files.all()).items()}
-    recorded = plain(model.content.get("num_experts"))
-    counts = list_of(recorded)
+    counts = list_of(plain(model.content.get("num_experts")))
     for layer, number in files.layers.items():
         if number < len(counts) and type(counts[number]) is int:
             totals[layer] = max(totals.get(layer, 0), counts[number])
-    for names, count in zip(named, members[0].partition_count if named else (), strict=True):
+    shapes, parts = model.param_shapes, members[0].partition_count if members and members[0].stage != 3 else []
+    named: Sequence[Collection[str]] = [
+        [name for member in members for name in member.mapping(index)] for index in range(len(parts))
+    ] if shapes is None else shapes  # fmt: skip
+    for names, count in zip(named, parts, strict=False):  # others than files have are refused where they are cut
         if not every.are_experts(names) or count < 1 or dp * tp % count:
             continue
         local = experts_per_rank(names)
