@@ -30,7 +30,7 @@ from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY, SLICED, Rule, map_en
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes, Weights
 from zckpt.formats.deepspeed.values import viewed
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, dict_of, list_of, without
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, dict_of, list_of, size_of, without
 from zckpt.state.views import concat, narrow, reshape
 from zckpt.torchfile import FromFile, node_of
 
@@ -52,6 +52,12 @@ class AutoLayer(NamedTuple):
     def per_rank(self) -> int:
         """Experts of one rank."""
         return self.experts // self.degree
+
+    @property
+    def placed(self) -> dict[int, list[int]]:
+        """The experts of each rank."""
+        count = self.per_rank
+        return {rank: list(range(rank * count, (rank + 1) * count)) for rank in range(self.degree)}
 
     @property
     def names(self) -> list[str]:
@@ -82,26 +88,18 @@ def auto_experts(model: ModelShard) -> dict[str, AutoLayer]:
 def layer_from(entry: object) -> AutoLayer:
     """Return a layer as it is listed; errors are those of `auto_layers`."""
     known = dict_of(entry)
-    prefix, experts, degree = (known.get(key) for key in ("expert_key_prefix", "num_experts", "ep_size"))
-    if (
-        not isinstance(prefix, str)
-        or not isinstance(experts, int)
-        or not isinstance(degree, int)
-        or degree < 1
-        or experts < 1
-        or experts % degree
-    ):
+    prefix, experts, degree = known.get("expert_key_prefix"), size_of(known, "num_experts"), size_of(known, "ep_size")
+    if not isinstance(prefix, str) or experts is None or degree is None or experts % degree:
         raise DamagedFileError(f"unreadable {KEY}", expected="layers with their experts and ranks",
                                found=str(entry)[:80])  # fmt: skip
     number, placement = known.get("moe_layer_id"), known.get("expert_placement")
     layer = AutoLayer(prefix, experts, degree, number if isinstance(number, int) else 0)
     ranks = map(dict_of, list_of(dict_of(placement).get("ranks")))
     held = {one.get("rank"): one.get("experts") for one in ranks}
-    count = layer.per_rank
-    if placement is not None and held != {r: list(range(r * count, (r + 1) * count)) for r in range(degree)}:
+    if placement is not None and held != layer.placed:
         raise UnsupportedError(
-            f"the experts of {layer.prefix} are not placed on the ranks in order",
-            expected=f"{count} consecutive experts on each of {layer.degree} ranks",
+            f"the experts of {prefix} are not placed on the ranks in order",
+            expected=f"{layer.per_rank} consecutive experts on each of {degree} ranks",
             found=str(held)[:80],
         )
     return layer
@@ -239,8 +237,10 @@ def listed_layers(model: ModelShard, places: Places, world_size: int, *, sharded
         return {}
     listed: list[object] = []
     for entry in list_of(model.content[KEY]):
-        degree, rank, position = places.get(entry["expert_key_prefix"], (entry["ep_size"], 0, 0))
-        count, per = entry["num_experts"], entry["num_experts"] // degree
+        known = layer_from(entry)
+        degree, rank, position = places.get(known.prefix, (known.degree, 0, 0))
+        layer = known._replace(degree=degree)
+        per = layer.per_rank
         changed = {
             "num_local_experts": per,
             "ep_size": degree,
@@ -254,14 +254,14 @@ def listed_layers(model: ModelShard, places: Places, world_size: int, *, sharded
             "checkpoint_format_version": 1 if sharded else None,
         }
         if isinstance(placement := entry.get("expert_placement"), dict):
-            ranks = [{"rank": r, "experts": list(range(r * per, (r + 1) * per))} for r in range(degree)]
+            ranks = [{"rank": number, "experts": experts} for number, experts in layer.placed.items()]
             changed["expert_placement"] = {**placement, "ep_size": degree, "ranks": ranks}
         if isinstance(maps := entry.get("affine_maps"), dict):  # where the slices of a tensor are in the whole
             shares, params = shares_of([[per] * degree], degree), {}
-            for name, known in maps["params"].items():
-                rest = map(int, list_of(known["logical_shape"])[1:])
-                entry_of = map_entry(Rule(SLICED, (count, *rest), 0, shares), degree)
-                params[name] = {**known, "ranks": entry_of["ranks"]}
+            for name, one in maps["params"].items():
+                rest = map(int, list_of(one["logical_shape"])[1:])
+                entry_of = map_entry(Rule(SLICED, (layer.experts, *rest), 0, shares), degree)
+                params[name] = {**one, "ranks": entry_of["ranks"]}
             changed["affine_maps"] = {**maps, "params": params}
         more = changed if sharded else {}  # which DeepSpeed does not load without; some lists leave them out
         listed.append({key: changed.get(key, value) for key, value in {**entry, **more}.items()})
@@ -310,10 +310,13 @@ def _listed(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
 
 def expert_counts(checkpoint: Checkpoint) -> dict[str, int]:
     """Return how many experts each tensor has that AutoEP has made of them, as far as they are listed as they are."""
-    layers = [layer_from(entry) for entry in _listed(checkpoint)]
-    counts = {name: layer.experts for layer in layers for name in layer.names}
     known = checkpoint.parameters
-    return {n: count for n, count in counts.items() if n in known and holds_all(known[n].shape, count)}
+    return {
+        name: layer.experts
+        for layer in map(layer_from, _listed(checkpoint))
+        for name in layer.names
+        if name in known and holds_all(known[name].shape, layer.experts)
+    }
 
 
 def _unknown(found: str) -> UnsupportedError:

@@ -264,8 +264,7 @@ class _Optimizer(Numbered):
 
         def orders(index: int, free: Sequence[str]) -> Sequence[Sequence[str]]:
             """Return the model's, and that in which what AutoEP has put there comes after all else."""
-            replaced = [any(_is_of(name, layer.prefix) for layer in layers) for name in free]
-            last = [name for kind in (False, True) for name, its in zip(free, replaced, strict=True) if its is kind]
+            last = sorted(free, key=lambda name: any(_is_of(name, layer.prefix) for layer in layers))
             return [*in_order_or_sorted(index, free), last]
 
         self._attach(parameters, names, orders)

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.axes.tp_rules import ARGUMENTS, INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules
 from zckpt.formats.torch_files.tensors import arguments_of
-from zckpt.state import Parameter, Shape, list_of
+from zckpt.state import Parameter, Shape, list_of, size_of
 from zckpt.torchfile import node_of, plain
 
 JOINED = "ds_sequence_parallel_fpdt"
@@ -182,8 +182,8 @@ def padded_rows(
     `parameters`: of another format, which keeps no padding: the rows are those that were, if they divide.
     """
     arguments, known = arguments_in(content) or {}, info or {}
-    size, multiple = known.get("original_vocab_size"), arguments.get("make_vocab_size_divisible_by")
-    if type(size) is int and type(multiple) is int and multiple > 0:
+    size, multiple = known.get("original_vocab_size"), size_of(arguments, "make_vocab_size_divisible_by")
+    if type(size) is int and multiple is not None:
         return -(-size // (multiple * degree)) * multiple * degree
     rows, rules = known.get("padded_vocab_size"), Rules.of_vocabulary(known, "")
     present = [p.shape[0] for name, p in parameters.items() if p.shape and rules.is_vocabulary(name)]

@@ -26,7 +26,7 @@ from zckpt.formats.deepspeed.origin import Rank, gathered
 from zckpt.formats.deepspeed.ranks import check_stages_alike
 from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard, Shapes, Weights, mapped_numels, weights_of
 from zckpt.formats.deepspeed.values import copies_of
-from zckpt.state import ParamGroup, Shape, Slot
+from zckpt.state import ParamGroup, Shape, Slot, dict_of, size_of
 from zckpt.torchfile import Digests, TorchFile
 
 TIED = "tied_modules."
@@ -73,10 +73,7 @@ def degrees(models: Sequence[ModelShard], layers: Sequence[Shard]) -> tuple[int,
     model-parallel ranks.
     """
     recorded, mp_ranks = models[0].content.get("checkpoint_parallel_dimensions"), len(models)
-    if isinstance(recorded, dict) and type(recorded.get("tp_degree")) is int and recorded["tp_degree"] > 0:
-        tp = recorded["tp_degree"]
-    else:
-        tp = len({layer.mp_rank or 0 for layer in layers})
+    tp = size_of(dict_of(recorded), "tp_degree") or len({layer.mp_rank or 0 for layer in layers})
     if not tp:  # ranks have parameters of the same names, all but in a pipeline with experts
         tp = sum(model.module.keys() == models[0].module.keys() for model in models)
         tp = tp if len(models) % tp == 0 and are_stages(models, tp) else len(models)
@@ -168,10 +165,10 @@ def with_shapes(
                 shapes.append({})
                 for name, numel in mapped_numels(members, index).items():
                     filed = unwrapped(name)
-                    fitting, key = {weights[filed]} if filed in weights else set[Shape](), within(filed)
-                    if not fitting:
-                        of_key = {shape for n, shape in weights.items() if n.partition(".")[2] == key}
-                        fitting = {shape for shape in of_key if math.prod(shape) == numel}
+                    key = within(filed)
+                    fitting = {weights[filed]} if filed in weights else {
+                        shape for n, shape in weights.items() if (n.partition(".")[2], math.prod(shape)) == (key, numel)
+                    }  # fmt: skip
                     if len(fitting) != 1:
                         raise UnsupportedError(
                             f"the shape of {name} is unknown",
@@ -190,9 +187,7 @@ def layer_names(shard: Shard, file: TorchFile, models: Sequence[ModelShard]) -> 
     `models`: one for each stage, of the file's tensor-parallel rank. Raises UnsupportedError: the weights could be
     those of several tied layers.
     """
-    known: dict[str, Shape | None] = {}
-    for model in models:
-        known.update(_names(model))
+    known = {name: shape for model in models for name, shape in _names(model).items()}
     found = {}
     for key, slot in weights_of(file).items():
         name = f"{shard.layer}.{key}"
@@ -250,15 +245,13 @@ def join(stages: Sequence[Rank]) -> Rank:
         if twice:
             raise LayoutError(f"{twice[0]} is in two pipeline stages")
         joined.buffers.update(stage.buffers)
-        for name in [name for name in stage.parameters if name in joined.parameters]:
-            held = stage.parameters[name].slots
-            for one in copies_of(name, held, joined.parameters[name].slots, stage.mp_rank, kind="layer"):
+        for name, parameter in stage.parameters.items():
+            first = joined.parameters.setdefault(name, parameter)
+            for one in copies_of(name, parameter.slots, first.slots, stage.mp_rank, kind="layer"):
                 shared = (
                     not is_of_gpt or not name.startswith(f"{TIED}embed.") or name.endswith(f".{SHARED}")
                 )  # else against itself
                 joined.duplicates.append(one if shared else replace(one, original=one.slot))
-        for name, parameter in stage.parameters.items():
-            joined.parameters.setdefault(name, parameter)
     degrees = {id(g): degree for one in stages for g, degree in zip(one.param_groups, one.degrees, strict=False)}
     rows = align_groups([stage.param_groups for stage in stages])
     check_stages_alike(stages, rows)

@@ -26,11 +26,11 @@ from zckpt.formats.deepspeed.axes.pipeline import TIED, layer_names, layer_of, t
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.immutable import immutable, mutable
-from zckpt.state.mappings import are_distinct
+from zckpt.state.mappings import are_distinct, by_key
 from zckpt.state.names import is_number
 
 Numbers = tuple[int, ...]
-"""Of layers: bounds of stages, or those that use a tied one."""
+"""The bounds of stages."""
 UNIFORM = "uniform"
 PARAMETERS = "parameters"
 TYPE = "type:"
@@ -64,7 +64,7 @@ class Stages:
     """How the layers are dealt."""
 
     bounds: Numbers  # stage s has the layers from bounds[s] to before bounds[s + 1]
-    uses: Mapping[str, Numbers]  # the layers that use each tied one, by its key
+    uses: Mapping[str, Sequence[int]]  # the layers that use each tied one, by its key
     untold: tuple[str, ...] = ()  # what is to be said of param groups whose order no stage of the source shows
 
     def __str__(self) -> str:
@@ -143,13 +143,9 @@ def parse_layers(text: str | None) -> list[Layer]:
     return found
 
 
-def uses_of(layers: Iterable[Layer]) -> dict[str, Numbers]:
+def uses_of(layers: Iterable[Layer]) -> dict[str, list[int]]:
     """Return which layers use each tied one, by its key."""
-    found: dict[str, Numbers] = {}
-    for number, layer in enumerate(layers):
-        if layer.tied is not None:
-            found[layer.tied] = (*found.get(layer.tied, ()), number)
-    return found
+    return by_key((layer.tied, number) for number, layer in enumerate(layers) if layer.tied is not None)
 
 
 def _dealt(method: str, layers: Sequence[Layer], count: int, weights: Weights) -> Stages:
@@ -243,7 +239,7 @@ def stages_of(
     if count == 1 and bounds is None:
         if len(seen.tied) > 1 and seen.tied.keys() != seen.first_use.keys():
             raise _unsure("several tied layers without files, in an order that is not known")
-        return Stages((0, max(seen.least, 1)), {key: tuple(seen.first_use.get(key, (0,))) for key in seen.tied})
+        return Stages((0, max(seen.least, 1)), {key: seen.first_use.get(key, [0]) for key in seen.tied})
     layers, method = _layers(origin, source, seen, options, path)
     if bounds is not None and bounds[-1] < seen.least:
         raise UsageError(
@@ -403,8 +399,9 @@ def _layers_told(
     for name in names:
         number, _, rest = name.partition(".")
         if is_number(number):
+            if ".self_attention." in name:
+                of[int(number)] = _BLOCK
             of.setdefault(int(number), rest)
-            of[int(number)] = _BLOCK if ".self_attention." in name else of[int(number)]
     blocks = sorted(number for number, kind in of.items() if kind == _BLOCK)
     norms = [number for number, kind in of.items() if kind in ("weight", "bias")]
     tied = any(name.startswith(f"{TIED}embed.") for name in names)
