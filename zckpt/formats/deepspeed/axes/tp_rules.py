@@ -74,14 +74,27 @@ REPLICATED_KEY = "tp_replicated_parameter_patterns"
 VOCABULARY_KEYS = ("vocabulary_parameter_patterns", "original_vocab_size")
 """The rules that also matter where nothing is sliced."""
 
+
+class Named(NamedTuple):
+    """What patterns say of a parameter: the kind of its rule, and the dimension that is sliced.
+
+    Of sub-parameters also the pattern that names them, and how many they are or how large.
+    """
+
+    kind: str = SLICED
+    dim: int = 0
+    pattern: str = ""
+    sizes: object = 1
+
+
 _PATTERNS = {
-    REPLICATED_KEY: (REPLICATED, 0),
-    "parameter_to_average_patterns": (AVERAGED, 0),
-    "parameter_with_2_sub_params_cat_dim_0": (TWO, 0),
-    "parameter_with_sub_params": (SUB, 0),
-    "parameter_with_row_parallelism_patterns": (SLICED, 1),
+    REPLICATED_KEY: Named(REPLICATED),
+    "parameter_to_average_patterns": Named(AVERAGED),
+    "parameter_with_2_sub_params_cat_dim_0": Named(TWO, sizes=2),
+    "parameter_with_sub_params": Named(SUB),
+    "parameter_with_row_parallelism_patterns": Named(SLICED, 1),
 }
-"""The kind of a rule and the dimension that is sliced; of several that name a parameter the first is its rule."""
+"""What each kind of patterns says; of several that name a parameter the first is its rule."""
 
 RULE_KEYS = frozenset({*VOCABULARY_KEYS, "padded_vocab_size", "sub_param_shard_widths", AFFINE_KEY, *_PATTERNS})
 """Keys that say how a parameter is cut."""
@@ -146,18 +159,6 @@ class Rule(NamedTuple):
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
 
-class Named(NamedTuple):
-    """What patterns say of a parameter: the kind of its rule, and the dimension that is sliced.
-
-    Of sub-parameters also the pattern that names them, and how many they are or how large.
-    """
-
-    kind: str = SLICED
-    dim: int = 0
-    pattern: str = ""
-    sizes: object = 1
-
-
 class Rules:
     """The rules that a checkpoint carries.
 
@@ -194,9 +195,8 @@ class Rules:
             (one, brief(reason)) for pattern, reason in dict_of(unknown).items() for one in self._compile([pattern])
         ]
         self.named_by: list[tuple[re.Pattern[str], Named]] = []
-        for key, (kind, dim) in _PATTERNS.items():
-            if kind != SUB:
-                named = Named(kind, dim, sizes=2 if kind == TWO else 1)
+        for key, named in _PATTERNS.items():
+            if named.kind != SUB:
                 self.named_by += [(one, named) for one in self._compile(info.get(key))]
                 continue
             for rule in list_of(info.get(key)):
@@ -248,19 +248,18 @@ class Rules:
                 )
             found = Rule(kind, shapes[0])
         else:
-            widths = self._widths(name, shapes)
-            fits = widths and all(len(sub) == len(shapes) for sub in widths)
-            local_sizes = [sum(sub[rank] for sub in widths) if fits else -1 for rank in range(len(shapes))]
-            rest = {s[:dim] + s[dim + 1 :] for s in shapes}
-            if len(rest) > 1 or any(dim >= len(s) or s[dim] != n for s, n in zip(shapes, local_sizes, strict=True)):
+            widths, count = self._widths(name, shapes), len(shapes)
+            fits = widths and all(len(sub) == count for sub in widths)
+            local_sizes = [sum(sub[rank] for sub in widths) if fits else -1 for rank in range(count)]
+            whole = (*shapes[0][:dim], sum(local_sizes), *shapes[0][dim + 1 :])
+            found = Rule(SLICED, whole, dim, shares_of(widths if fits else [local_sizes], count))
+            if [found.local(rank) for rank in range(count)] != list(shapes):
                 raise LayoutError(
                     f"slices of {name} do not fit their rule",
                     path=self.path,
                     expected=f"sizes {local_sizes} along dimension {dim}",
                     found=list(shapes),
                 )
-            whole = (*shapes[0][:dim], sum(local_sizes), *shapes[0][dim + 1 :])
-            found = Rule(SLICED, whole, dim, shares_of(widths, len(shapes)))
         size = self.vocabulary_size
         is_padded = kind not in (TWO, SUB) and size is not None and found.shape[:1] > (size,)
         if padded or size is None or not is_padded or not self.is_vocabulary(name):
@@ -289,12 +288,9 @@ class Rules:
         is_nearly_even = False
         if mapped is not None:
             shape, dim = mapped.shape, mapped.dim
-            held = [share for shares in mapped.shares for share in shares]
-            ends = list(accumulate((share.size for share in held), initial=0))
-            in_order = not mapped.copies and [*(share.target for share in held), shape[dim]] == ends
-            if ranks == 1 or in_order:
+            if ranks == 1 or _are_subs(mapped, [shape[dim]]):
                 subs = [shape[dim]]
-            elif sum(subs) != shape[dim] or _of_subs(mapped, subs) != tuple(map(joined, mapped.shares)):
+            elif not _are_subs(mapped, subs):
                 raise self._unusable(
                     f"{name} is cut in a special order, which does not say how to cut it for {ranks} "
                     "tensor-parallel ranks",
@@ -472,13 +468,14 @@ def joined(shares: Sequence[Share]) -> tuple[Share, ...]:
     return tuple(found)
 
 
-def _of_subs(rule: Rule, widths: Sequence[int]) -> Shares | None:
-    """Return the shares of the ranks that a rule is for, if these are the widths of its sub-parameters."""
-    ends = list(accumulate(widths, initial=0))
+def _are_subs(rule: Rule, widths: Sequence[int]) -> bool:
+    """Tell whether a rule is one of sub-parameters of these widths, of each of which every rank has the next share."""
+    ends = accumulate(widths, initial=0)
     found = [
         [sum(s.size for s in one if low <= s.target < high) for one in rule.shares] for low, high in pairwise(ends)
     ]
-    return shares_of(found, len(rule.shares)) if [sum(sub) for sub in found] == list(widths) else None
+    is_whole = [sum(sub) for sub in found] == list(widths)
+    return is_whole and shares_of(found, len(rule.shares)) == tuple(map(joined, rule.shares))
 
 
 def _of(node: object, key: str) -> object:
