@@ -222,14 +222,12 @@ def _ranks(checkpoint: Checkpoint, folder: Path, files: Sequence[tuple[Path, re.
         raise LayoutError("holds files of different world sizes", path=folder, found=listed(sorted(map(str, sizes))))
     pp, dp, tp, exp = next(iter(sizes), (1, 1, 1, 1))
     found: list[Rank] = []
-    for path, match in sorted(files, key=lambda one: [int(n or 0) for n in one[1].groups()[::2]]):
+    for at, path, match in sorted(([int(n or 0) for n in match.groups()[::2]], path, match) for path, match in files):
         file = read_torchfile(path)
         root = as_mapping(file.root, file.path)
-        its = {str(key): root.get(key) for key in ("state", "param_groups")}
         numbers = as_mapping(root.get("names", {}), file.path)
         own = {number: str(name) for number, name in numbers.items() if isinstance(number, int)}
-        at = [int(n or 0) for n in match.groups()[::2]]
-        one = Rank(at[0], None if match[3] is None else at[1], at[2], at[3], file, parse(its, file.path), own,
+        one = Rank(at[0], None if match[3] is None else at[1], at[2], at[3], file, parse(root, file.path), own,
                    as_mapping(root.get(MASTERS, {}), file.path))  # fmt: skip
         if unnamed := one.state.state.keys() - own.keys():
             raise DamagedFileError("has state for parameters without names", path=path, found=listed(sorted(unnamed)))
@@ -248,12 +246,10 @@ def _ranks(checkpoint: Checkpoint, folder: Path, files: Sequence[tuple[Path, re.
             "a rank's optimizer file is missing", path=folder, expected=f"{pp * dp * tp * exp} files",
             found=f"{len(found)}, none of pp {gone[0]}, dp {gone[1]}, tp {gone[2]}, exp {gone[3]}", code=MISSING_FILE,
         )  # fmt: skip
-    said = checkpoint.metadata["nanotron"]
-    dp = size_of(dict_of(said), "dp") or dp
+    dp = size_of(dict_of(checkpoint.metadata["nanotron"]), "dp") or dp
     checkpoint.topology, checkpoint.world_size = Topology(dp, tp, pp, exp), dp * tp * pp
-    config = folder / "optimizer_config.json"
     if found:
-        checkpoint.claims[str(config)] = Claim(IMPLIED, "how ranks have cut the state")
+        checkpoint.claims[str(folder / "optimizer_config.json")] = Claim(IMPLIED, "how ranks have cut the state")
     return found
 
 

@@ -62,6 +62,7 @@ from zckpt.state import (
     by_key,
     dict_of,
     list_of,
+    size_of,
     without,
 )
 from zckpt.state.dtypes import is_floating, itemsize
@@ -130,8 +131,7 @@ def _read_models(directory: Path) -> tuple[list[list[ModelShard]], list[ModelSha
                          found=f"model-parallel ranks {sorted(by_rank)[:16]}", code=MISSING_FILE)  # fmt: skip
     ranks = list(map(read_models, by_rank.values()))
     for models in ranks if not whole else ():
-        world = models[0].content.get("dp_world_size")
-        size = world if type(world) is int else len(models)
+        size = size_of(models[0].content, "dp_world_size") or len(models)
         missing = missing_files("model files", size, [model.rank for model in models], models[0].path)
         if missing and models[0].frozen_fragments:  # only ranks with cut frozen parameters are needed
             raise missing
@@ -168,8 +168,7 @@ class _Reading:
         ]
         checkpoint.files.append(describe(self.file, "optimizer", rules=OPTIMIZER_RULES))
         checkpoint.padding_spans = [FrozenPadding(one) for one in self.ranks if self.parameterwise]
-        world = model.content.get("dp_world_size")
-        checkpoint.world_size = world if type(world) is int and world > 0 else 1
+        checkpoint.world_size = size_of(model.content, "dp_world_size") or 1
         checkpoint.topology = Topology(dp=checkpoint.world_size)
         version = content.get("ds_version", model.content.get("ds_version"))
         checkpoint.format_version = version if isinstance(version, str) else None
@@ -256,9 +255,11 @@ class _Reading:
             elif name in aliases and (aliases[name] in self.module or aliases[name] in trained):
                 checkpoint.parameters[name] = Parameter(name, (), tensor.dtype, tied_to=aliases[name])
             else:
-                slot = None if others or self.parameterwise else slot_of(WEIGHT, tensor, model.path)
-                if self.parameterwise and not others:
+                slot = None
+                if not others and self.parameterwise:
                     slot = frozen_weight(name, tensor.dtype, next(its for its in self.ranks if its[0] is model))
+                elif not others:
+                    slot = slot_of(WEIGHT, tensor, model.path)
                 if slot is None:
                     lost.append(name)
                 else:

@@ -220,13 +220,12 @@ def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Folders
             "state": {0: {STEP_STEM: step}},
             "param_groups": [_group(shared([group.hyperparameters for group in groups]), [])],
         }
-    trained = [p for p in checkpoint.parameters.values() if p.group is not None]
     tree[KEY] = {  # what neither the folders nor the rest of DeepSpeed's files can hold
         **remainder(checkpoint),
         "metadata": {key: value for key, value in checkpoint.metadata.items() if key in STRUCTURE},
         "optimizer_metadata": {key: v for key, v in checkpoint.optimizer_metadata.items() if key in OWN_KEYS},
         "masters": False,
-        "without_master": [p.name for p in trained if not p.master],
+        "without_master": [p.name for p in checkpoint.parameters.values() if p.group is not None and not p.master],
         "groups": [list(group.parameters) for group in groups],
         "filled_in": list(filled_in(checkpoint)),
         "made": folders.filled,

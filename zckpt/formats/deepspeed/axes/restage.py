@@ -23,7 +23,7 @@ from zckpt.formats.deepspeed.options import Options, RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, Rank, by_stage
 from zckpt.formats.deepspeed.target_groups import expert_groups, joined_experts
 from zckpt.formats.remainder import origin as origin_of_state
-from zckpt.state import Checkpoint, ParamGroup, by_key
+from zckpt.state import Checkpoint, ParamGroup, by_key, positions
 from zckpt.state.names import renamed
 from zckpt.torchfile import Digests
 
@@ -132,9 +132,7 @@ def _dealt(origin: Origin, source: Sequence[Rank], stages: Stages, orders: Order
     parameters = {name: p for state in reversed(source) for name, p in state.parameters.items()}
     buffers = {name: p for state in reversed(source) for name, p in state.buffers.items()}
     has = {name: stages.of(name) for name in (*parameters, *buffers)}
-    places = (
-        {} if origin.is_foreign else {n: place for place, n in enumerate(n for one in source for n in one.parameters)}
-    )
+    places = {} if origin.is_foreign else positions(name for one in source for name in one.parameters)
     joined = [joined_experts(state) for state in source]
     by_size = origin.is_foreign or all(fits for *_, fits in joined)
     digests = Digests()

@@ -20,7 +20,7 @@ from zckpt.formats.deepspeed.axes.experts import is_expert
 from zckpt.formats.deepspeed.axes.pipeline import TIED, align_groups, is_of_layer, layer_of
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.remainder import origin
-from zckpt.state import Checkpoint, are_distinct
+from zckpt.state import Checkpoint, are_distinct, positions
 from zckpt.state.names import plain_name
 
 KEY = "stage_orders"
@@ -37,7 +37,7 @@ def stage_orders(stages: Sequence[Rank]) -> dict[str, object]:
     texts: list[str] = []
     for row in align_groups([one.param_groups for one in stages]):
         own = [group.parameters if group is not None else [] for group in row]
-        whole = {name: number for number, name in enumerate(dict.fromkeys(name for one in own for name in one))}
+        whole = positions(dict.fromkeys(name for one in own for name in one))
         plain = is_ordered(list(whole), {}) and not _unseen(own, [list(whole)])
         shares = [_ranges([whole[name] for name in one]) for one in own]
         texts.append("" if plain else ";".join([_sum(whole), *shares]))
