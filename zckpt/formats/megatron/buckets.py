@@ -25,7 +25,7 @@ from zckpt.engine.copy import read_extent
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
 from zckpt.formats.torch_files.tensors import as_mapping, slot_of
 from zckpt.immutable import immutable, mutable
-from zckpt.state import MASTER, PaddingSpan, Shape, Slot, size_of
+from zckpt.state import MASTER, PaddingSpan, Shape, Slot, list_of, size_of
 from zckpt.state.boxes import SpanIndex
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import ANY, IMPLIED, Rule
@@ -203,7 +203,7 @@ def gathered(node: object, path: str) -> list[Buffer]:
             raise DamagedFileError("an unreadable buffer of the distributed optimizer",
                                    expected="flat tensors of one size, including `param`",
                                    found=listed(sorted(map(str, shapes))))  # fmt: skip
-        said = [one.name for one in types if isinstance(one, DType)] if isinstance(types, tuple) else []
+        said = [one.name for one in list_of(types) if isinstance(one, DType)]
         kind, gradients = (*said, "", "")[:2]
         named = {MASTER if key == PARAM else key: one for key, one in tensors.items()}
         lines = {key: Line(slot_of(key, one, path)) for key, one in named.items()}

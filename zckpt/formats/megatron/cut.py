@@ -86,8 +86,9 @@ class Cut:
 
         Raises LayoutError: a copy is of another shape or type.
         """
-        ranks = () if self.dimension is not None else enumerate(slices[1:], 1)
-        for one, rank in [*([(whole, None)] if whole is not original else []), *((one, rank) for rank, one in ranks)]:
+        every: list[tuple[int | None, Slot]] = [] if whole is original else [(None, whole)]
+        every += enumerate(slices[1:], 1) if self.dimension is None else ()
+        for rank, one in every:
             check_alike(one, original, f"ranks have copies of {name} that differ")
             if one.numel:
                 yield Duplicate(kind, name, name, one, original, rank)

@@ -73,7 +73,6 @@ class Place:
 
     path: Path  # the directory with the files
     tracker: Path | None = None  # the file that named it
-    version: int = 1  # of `torch_dist` or `zarr`
     kind: str = TORCH_DIST  # {"torch_dist", "legacy", "fsdp_dtensor", "zarr"}
 
 
@@ -118,8 +117,8 @@ def _here(directory: Path, tracker: Path | None = None) -> Place | None:
     if is_marked(directory):
         return _place(directory, tracker)
     if is_fsdp(directory):
-        return Place(directory, tracker, kind=FSDP_DTENSOR)
-    return Place(directory, tracker, kind=LEGACY) if folders(directory) else None
+        return Place(directory, tracker, FSDP_DTENSOR)
+    return Place(directory, tracker, LEGACY) if folders(directory) else None
 
 
 def is_fsdp(directory: Path) -> bool:
@@ -203,4 +202,4 @@ def _place(path: Path, tracker: Path | None = None) -> Place:
     for name in needed:
         if not is_file(path / name):
             raise missing(f"file {name} is missing", path, f"{' and '.join(needed)} beside {MARK}")
-    return Place(path, tracker, version, backend)
+    return Place(path, tracker, backend)

@@ -147,14 +147,9 @@ def with_flat(
         checkpoint.optimizer_metadata[SCALER] = carried(one.file, node)
         checkpoint.loss_scale = loss_scale_of(node, one.file.path)
     _explain(checkpoint, known)
-    own = common.content.get(OPTIMIZER)
-    around = dict_of(own)
-    if len(firsts) == 1:
-        optimizer: object = {**around, OPTIMIZER: firsts[0]}
-    else:
-        every = {chain: around.get(chain) for chain in range(len(firsts))}
-        optimizer = {chain: {**dict_of(one), OPTIMIZER: firsts[chain]}
-                     for chain, one in every.items()}  # fmt: skip
+    around = dict_of(common.content.get(OPTIMIZER))
+    chained = {chain: {**dict_of(around.get(chain)), OPTIMIZER: first} for chain, first in enumerate(firsts)}
+    optimizer = {**around, OPTIMIZER: firsts[0]} if len(firsts) == 1 else chained
     return Common(common.file, {**common.content, OPTIMIZER: optimizer})
 
 
@@ -204,7 +199,7 @@ def _buffers(items: Mapping[str, TensorItem], objects: Objects) -> Buffers:
         stored = unpadded = tuple(one.pop() for one in numels)
         node = objects.node(UNPADDED_SIZES, (chain, group))
         said = node[number] if isinstance(node, list) and number < len(node) else None
-        sizes = [one for one in said.values() if isinstance(one, list)] if isinstance(said, dict) else []
+        sizes = [one for one in dict_of(said).values() if isinstance(one, list)]
         if len(sizes) == 1 and all(type(n) is int and n > 0 for n in sizes[0]):
             unpadded = tuple(sizes[0])
         if len(unpadded) != len(stored) or any(size > whole for size, whole in zip(unpadded, stored, strict=False)):

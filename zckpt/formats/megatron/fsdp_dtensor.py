@@ -47,16 +47,16 @@ def read(place: Place) -> Checkpoint:
     Raises SourceError: files are missing or damaged, or contradict each other.
     """
     path = place.path
-    checkpoint = Checkpoint(str(path), FORMAT, FSDP_DTENSOR)
+    checkpoint = Checkpoint(str(path), FORMAT)
     root, folders = tree_of(Directory(path, {"": path}), checkpoint)
     checkpoint.format_version = FSDP_DTENSOR
     tree = dict(root)
     model = branch(tree.get(MODEL))
     if not model or not all(isinstance(item, TensorItem) for item in model.values()):
         raise UnsupportedError("holds no model", expected=f"tensors under {MODEL}", found=listed(list(root)))
-    shapes = {_bare(str(name)): item.shape for name, item in model.items() if isinstance(item, TensorItem)}
     items = {bare: item for bare, name in _named(map(str, model)).items()
              if isinstance(item := model[name], TensorItem)}  # fmt: skip
+    shapes = {bare: item.shape for bare, item in items.items()}
     joined = {one.key: _whole(one.key, [items[part] for part in one.parts]) for one in stored(items)}
     whole: Tree = {name: joined[name] for name in in_order(joined)}
     tree[MODEL] = whole

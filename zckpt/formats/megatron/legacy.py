@@ -41,7 +41,18 @@ from zckpt.formats.megatron.own import read_own, restore_own
 from zckpt.formats.megatron.stages import FURTHER
 from zckpt.formats.torch_files.tensors import arguments_of, as_mapping, carried, describe, slot_of
 from zckpt.immutable import immutable, mutable
-from zckpt.state import WEIGHT, Checkpoint, Parameter, ParamGroup, Slot, SourceFile, size_of
+from zckpt.state import (
+    WEIGHT,
+    Checkpoint,
+    Parameter,
+    ParamGroup,
+    Slot,
+    SourceFile,
+    dict_of,
+    first_of,
+    positions,
+    size_of,
+)
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import COPY, IMPLIED, REST, STATE, Rule
 from zckpt.storage.files import is_file
@@ -112,8 +123,8 @@ def read_ranks(directory: Path, known: Mapping[str, int]) -> list[RankFile]:
     content = as_mapping(first.root, first.path)
     arguments = arguments_of(content.get("args"))
     tp, own = size_of(arguments, TENSOR_RANKS), size_of(arguments, "expert_tensor_parallel_size")
-    states = [its for key, its in content.items() if isinstance(key, str) and _CHUNK.fullmatch(key)]
-    has_experts = any(is_expert(str(name)) for its in states if isinstance(its, dict) for name in its)
+    states = (dict_of(its) for key, its in content.items() if isinstance(key, str) and _CHUNK.fullmatch(key))
+    has_experts = any(is_expert(str(name)) for its in states for name in its)
     if has_experts and tp is not None and own not in (None, tp):  # which ranks have them, no file says
         raise UnsupportedError("experts are cut for another number of tensor-parallel ranks than the rest",
                                expected=f"expert_tensor_parallel_size {tp}", found=own,
@@ -126,8 +137,8 @@ def read_ranks(directory: Path, known: Mapping[str, int]) -> list[RankFile]:
         stages, experts = ([], rest) if is_second_expert else (rest[:1], rest[1:])
         file, path = files[name], files[name].path
         content = as_mapping(file.root, path)
-        matches = {key: _CHUNK.fullmatch(key) for key in content if isinstance(key, str)}
-        chunks = sorted((int(match[1] or 0), key) for key, match in matches.items() if match is not None)
+        texts = [key for key in content if isinstance(key, str)]
+        chunks = sorted((int(match[1] or 0), key) for key in texts if (match := _CHUNK.fullmatch(key)))
         if not chunks or [number for number, _ in chunks] != list(range(len(chunks))):
             raise DamagedFileError("unexpected content", path=path, expected="the rank's model under `model`",
                                    found=listed(list(content)))  # fmt: skip
@@ -294,8 +305,8 @@ class Model:
         settle(checkpoint)
         named = [[name_of_one(name, 0) for name in its.values()] for its in sequences]
         known = [[one for name in its if (one := self.given.get(name, name)) in checkpoint.parameters] for its in named]
-        places = {name: at for at, name in enumerate(checkpoint.parameters)}
-        if all([places[name] for name in its] == sorted(places[name] for name in its) for its in known):
+        places = positions(checkpoint.parameters)
+        if all(its == sorted(its, key=places.__getitem__) for its in known):
             return
         complete = next((its for its in known if set(its) == checkpoint.parameters.keys()), None)
         if complete is None:
@@ -329,7 +340,7 @@ class Model:
             whole = self._in_current_order(name, slots) or cut.joined(name, slots)
             original = found.setdefault(key, whole)
             checkpoint.duplicates += cut.copies(kind, given, whole, slots, original)
-        group = next((its[0].group for its in every if its[0].group is not None), None)
+        group = first_of(its[0].group for its in every)
         state = next((its[0].state for its in every if its[0].state), {})
         return Parameter(given, found[WEIGHT].shape, found[WEIGHT].dtype, found, group, state=state)
 

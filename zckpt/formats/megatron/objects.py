@@ -17,7 +17,7 @@ from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.megatron.names import BUFFERS
 from zckpt.formats.torch_files.tensors import arguments_of, carried
 from zckpt.immutable import immutable
-from zckpt.state import Checkpoint, Topology, size_of
+from zckpt.state import Checkpoint, Topology, size_of, stated
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import TorchFile
 
@@ -63,8 +63,8 @@ class Common:
 
 def topology_of(arguments: Mapping[object, object], checkpoint: Checkpoint) -> tuple[Topology, int]:
     """Return how many ranks of each kind a program's arguments say, and how many in all: or wrote the files."""
-    sizes = {name: value for key, name in RANKS if (value := size_of(arguments, key)) is not None}
-    return Topology(**sizes), size_of(arguments, "world_size") or checkpoint.world_size
+    sizes = {name: size_of(arguments, key) for key, name in RANKS}
+    return Topology(**stated(sizes)), size_of(arguments, "world_size") or checkpoint.world_size
 
 
 def settle(checkpoint: Checkpoint) -> None:

@@ -190,7 +190,7 @@ def keep_rest(checkpoint: Checkpoint, common: Common, every: Sequence[Held], tak
 def _has_only_steps(value: object, groups: Sequence[ParamGroup], common: Common) -> bool:
     """Tell whether what is left of each parameter's state is the step of the groups, as torch's Adam counts it."""
     nodes = list(dict_of(value).values())
-    steps = [node[STEP] for node in nodes if isinstance(node, dict) and list(node) == [STEP]]
+    steps = [node[STEP] for node in map(dict_of, nodes) if list(node) == [STEP]]
     tensors = [one for one in steps if isinstance(one, Tensor) and one.numel == 1]
     if not groups or len(tensors) != len(nodes):
         return False

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 
 from zckpt.formats.megatron.fused import ONE
 from zckpt.formats.megatron.names import Name
+from zckpt.state import first_of
 
 
 def _both(*fronts: str) -> list[str]:
@@ -86,8 +87,7 @@ def order_of(names: Iterable[str], *, engine: bool) -> list[str] | None:
     `names`: as the module's; `engine`: whether its layers are Transformer Engine's.
     """
     every = list(names)
-    found = [_ordered(every, spec, grouped=False) for spec in (reversed(_SPECS) if engine else _SPECS)]
-    return next((one for one in found if one is not None), None)
+    return first_of(_ordered(every, spec, grouped=False) for spec in (reversed(_SPECS) if engine else _SPECS))
 
 
 def _ordered(names: Sequence[str], spec: list[str], *, grouped: bool) -> list[str] | None:

@@ -89,7 +89,7 @@ def bounds_of(given: str | None, layers: int, chunks: int) -> Bounds:
     `given`: as the user says; None: each has as many. Raises UsageError: they are not in order, or do not divide.
     """
     if given is None:
-        if chunks > 1 and layers % chunks:
+        if layers % chunks:
             raise UsageError(
                 f"{layers} layers cannot be distributed evenly over {chunks} chunks of the model",
                 expected="--stage-bounds 0,N,...: the first layer of each, then the number of layers",

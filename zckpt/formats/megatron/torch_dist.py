@@ -71,7 +71,7 @@ def read_by(place: Place, items_of: Callable[[Checkpoint, Path], Items]) -> Chec
     path = place.path
     file = read_torchfile(path / COMMON)
     common = Common(file, by_name(as_mapping(file.root, file.path), file.path))
-    checkpoint = Checkpoint(str(path), FORMAT, f"{place.kind} {place.version}")
+    checkpoint = Checkpoint(str(path), FORMAT, f"{place.kind} 1")
     items = items_of(checkpoint, path)
     checkpoint.claims[str(path / MARK)] = Claim(IMPLIED, "which backend wrote it")
     own = read_own(path)
