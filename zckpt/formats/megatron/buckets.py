@@ -25,9 +25,8 @@ from zckpt.engine.copy import read_extent
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
 from zckpt.formats.torch_files.tensors import as_mapping, slot_of
 from zckpt.immutable import immutable, mutable
-from zckpt.state import MASTER, PaddingSpan, Shape, Slot, list_of, size_of
+from zckpt.state import MASTER, PaddingSpan, Shape, Slot, itemsize, list_of, size_of
 from zckpt.state.boxes import SpanIndex
-from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import ANY, IMPLIED, Rule
 from zckpt.state.ranges import without
 from zckpt.state.views import narrow, reshape

@@ -50,10 +50,10 @@ from zckpt.state import (
     SourceFile,
     dict_of,
     first_of,
+    is_floating,
     positions,
     size_of,
 )
-from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import COPY, IMPLIED, REST, STATE, Rule
 from zckpt.storage.files import is_file
 from zckpt.storage.nodes import ADVICE

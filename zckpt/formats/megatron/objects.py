@@ -17,8 +17,7 @@ from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.megatron.names import BUFFERS
 from zckpt.formats.torch_files.tensors import arguments_of, carried
 from zckpt.immutable import immutable
-from zckpt.state import Checkpoint, Topology, size_of, stated
-from zckpt.state.dtypes import is_floating
+from zckpt.state import Checkpoint, Topology, is_floating, size_of, stated
 from zckpt.torchfile import TorchFile
 
 OPTIMIZER, ARGUMENTS = "optimizer", "args"

@@ -25,9 +25,8 @@ from zckpt.formats.dcp.items import Items, ObjectItem
 from zckpt.formats.megatron.directory import Place, missing
 from zckpt.formats.megatron.torch_dist import read_by
 from zckpt.formats.torch_files.tensors import TensorItem, describe
-from zckpt.state import Checkpoint, Extent, Slot, SourceFile, Span
+from zckpt.state import Checkpoint, Extent, Slot, SourceFile, Span, itemsize
 from zckpt.state.boxes import row_major
-from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.storage.files import folders_in, is_file, json_object
 from zckpt.torchfile import read_torchfile

@@ -41,8 +41,19 @@ from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of, s
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, value_node, view
 from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX, parameter_file
 from zckpt.immutable import immutable, mutable
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Shape, Slot, SourceFile, dict_of
-from zckpt.state.dtypes import is_floating
+from zckpt.state import (
+    MASTER,
+    WEIGHT,
+    Checkpoint,
+    Extent,
+    Parameter,
+    Scalar,
+    Shape,
+    Slot,
+    SourceFile,
+    dict_of,
+    is_floating,
+)
 from zckpt.state.inventory import STATE, Rule
 from zckpt.storage.files import entries_of
 from zckpt.torchfile import Global, Object, Tensor

@@ -61,11 +61,12 @@ from zckpt.state import (
     as_float,
     by_key,
     dict_of,
+    is_floating,
+    itemsize,
     list_of,
     size_of,
     without,
 )
-from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.storage.files import entries_of
 from zckpt.torchfile import Digests, Object, Tensor, TorchFile, plain, read_torchfile

@@ -26,7 +26,7 @@ from zckpt.formats.deepspeed.axes.pipeline import TIED, layer_names, layer_of, t
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.immutable import immutable, mutable
-from zckpt.state.mappings import are_distinct, by_key
+from zckpt.state import are_distinct, by_key
 from zckpt.state.names import is_number
 
 Numbers = tuple[int, ...]
