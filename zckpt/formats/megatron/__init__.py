@@ -168,11 +168,13 @@ class Megatron(InFolder):
                 raise UsageError(f"{other} only applies to torch_dist",
                                  expected="--ckpt-format=torch without it")  # fmt: skip
             return legacy_writer.lay_out(job)
-        given = next((one.name for one in fields(Ranks) if getattr(job.options, one.name) is not None), None)
-        if given is not None:
-            raise UsageError(f"--{given.replace('_', '-')} only applies to legacy files: any number of ranks loads "
-                "torch_dist",
-                             expected="--ckpt-format=torch with it")  # fmt: skip
+        for one in fields(Ranks):
+            if getattr(job.options, one.name) is not None:
+                raise UsageError(
+                    f"--{one.name.replace('_', '-')} only applies to legacy files: any number of ranks loads "
+                    "torch_dist",
+                    expected="--ckpt-format=torch with it",
+                )
         return writer.lay_out(job)
 
     def recut(self, job: Job) -> TargetFiles:

@@ -118,8 +118,7 @@ class Placed:
 def check_names(names: Iterable[str]) -> None:
     """Raise UnsupportedError unless these are the names of a model of Megatron-Core that can be written."""
     every = list(names)
-    odd = next((name for name in every if _UNWRITTEN.fullmatch(name)), None)
-    if odd is not None:
+    for odd in filter(_UNWRITTEN.fullmatch, every):
         raise UnsupportedError(
             "Megatron-Core writes this tensor in another form, which only its configuration determines",
             found=odd,
@@ -167,8 +166,7 @@ def placed(tensors: Mapping[str, tuple[Shape, object]], *, apart: bool | None) -
             layers.setdefault(name.block, set()).add(name.layer)
             stacks.setdefault((name.block, inner[text], name.expert), []).append(tensors[text])
     for block, numbers in layers.items():
-        missing = next((at for at in range(len(numbers)) if at not in numbers), None)
-        if missing is not None:
+        for missing in sorted({*range(len(numbers))} - numbers):
             raise UnsupportedError(f"{block} has no layer {missing}", expected=f"layers 0 to {max(numbers)}")
     unlike = [f"{block}.*.{rest}" for (block, rest, _), its in stacks.items()
               if len(its) != len(layers[block]) or len(set(its)) > 1]  # fmt: skip

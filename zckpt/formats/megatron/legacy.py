@@ -25,6 +25,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
+from itertools import product
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
@@ -182,17 +183,15 @@ def _check_all(ranks: Sequence[RankFile], arguments: Mapping[object, object]) ->
     there = {(one.pp, one.ep, one.tp) for one in ranks}
     kinds = zip(zip(*there, strict=True), (STAGE_RANKS, EXPERT_RANKS, TENSOR_RANKS), strict=True)
     pp, ep, tp = (max(1 + max(numbers), size_of(arguments, key) or 0) for numbers, key in kinds)
-    every = ((p, e, t) for p in range(pp) for e in range(ep) for t in range(tp))
-    missing = next((one for one in every if one not in there), None)
-    if missing is not None:
-        p, e, t = missing
-        raise ShardError(
-            "rank files are missing",
-            expected=f"{tp} tensor-parallel ranks, {pp} stages, {ep} expert-parallel ranks",
-            found=f"none of rank {t} of stage {p}" + (f" and experts {e}" if ep > 1 else ""),
-            advice=ADVICE,
-            code=MISSING_FILE,
-        )
+    for p, e, t in product(range(pp), range(ep), range(tp)):
+        if (p, e, t) not in there:
+            raise ShardError(
+                "rank files are missing",
+                expected=f"{tp} tensor-parallel ranks, {pp} stages, {ep} expert-parallel ranks",
+                found=f"none of rank {t} of stage {p}" + (f" and experts {e}" if ep > 1 else ""),
+                advice=ADVICE,
+                code=MISSING_FILE,
+            )
     first = ranks[0]
     for one in ranks[1:]:
         for key in ("iteration", VERSION):

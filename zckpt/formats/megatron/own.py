@@ -112,9 +112,9 @@ def restore_own(checkpoint: Checkpoint, own: Own) -> None:
             one.slots = {key: replace(slot, shape=(rows, *slot.shape[1:])) if slot.shape == one.shape else slot
                          for key, slot in one.slots.items()}  # fmt: skip
             one.shape = (rows, *one.shape[1:])
-    there = next((name for name in own.absent if name in checkpoint.parameters or name in checkpoint.buffers), None)
-    if there is not None:
-        raise DamagedFileError("unexpected content", path=own.file.path, expected=f"no {there}")
+    for name in own.absent:
+        if name in checkpoint.parameters or name in checkpoint.buffers:
+            raise DamagedFileError("unexpected content", path=own.file.path, expected=f"no {name}")
     checkpoint.parameters |= own.absent
     checkpoint.files.append(describe(own.file, "metadata", rules=RULES))
     metadata, of_optimizer, scale = checkpoint.metadata, checkpoint.optimizer_metadata, checkpoint.loss_scale

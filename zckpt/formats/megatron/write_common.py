@@ -258,14 +258,13 @@ def _groups(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: lis
     if expert_parallel_size is not None and expert_parallel_size < 1:
         raise UsageError("unusable --expert-parallel-size", expected="at least 1", found=expert_parallel_size)
     groups = checkpoint.param_groups
-    grouped = {name for group in groups for name in group.parameters}
     refuse_ungrouped(checkpoint)
-    trained = [checkpoint.parameters[name] for name in grouped]
+    trained = [checkpoint.parameters[name] for name in checkpoint.grouped]
     most = {key for one in trained for key in one.optimizer_slots}
-    lacking = next(((one.name, key) for one in trained for key in sorted(most) if key not in one.slots), None)
-    if lacking is not None:
-        raise UnsupportedError(f"{lacking[0]} has no {lacking[1]}, but others do",
-                               expected="state for all trained parameters")  # fmt: skip
+    for one in trained:
+        for key in sorted(most - one.slots.keys()):
+            raise UnsupportedError(f"{one.name} has no {key}, but others do",
+                                   expected="state for all trained parameters")  # fmt: skip
     as_source = checkpoint.topology.ep > 1 or any(one.hyperparameters.get(EXPERTS) is True for one in groups)
     chained = as_source if expert_parallel_size is None else expert_parallel_size > 1
     own = all(_factor(group.hyperparameters, WEIGHT_DECAY) is not None for group in groups)
@@ -280,16 +279,16 @@ def _groups(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: lis
             if not own:
                 factors[WEIGHT_DECAY] = 1.0 if by_rule_decays(checkpoint.parameters[name]) else 0.0
             values |= {f"pre_{key}" if f"pre_{key}" in values else key: value for key, value in factors.items()}
-            one = found.setdefault(tuple(factors.values()), Group(values))
-            unlike = next((key for key in {**one.values, **values} if one.values.get(key) != values.get(key)), None)
-            if unlike is not None:
-                raise UnsupportedError(
-                    "param groups that are one in Megatron differ",
-                    expected="the same hyperparameters for all parameters with weight decay, and for all biases and "
-                    "parameters of one axis",
-                    found=f"{unlike} {one.values.get(unlike)} and {values.get(unlike)}",
-                )
-            one.members += [name] if name else []
+            its = found.setdefault(tuple(factors.values()), Group(values))
+            for key in {**its.values, **values}:
+                if its.values.get(key) != values.get(key):
+                    raise UnsupportedError(
+                        "param groups that are one in Megatron differ",
+                        expected="the same hyperparameters for all parameters with weight decay, and for all biases "
+                        "and parameters of one axis",
+                        found=f"{key} {its.values.get(key)} and {values.get(key)}",
+                    )
+            its.members += [name] if name else []
     made = sorted(found.values(), key=lambda one: (one.is_of_experts, not own and one.values[WEIGHT_DECAY] == 0.0))
     if not own:
         count = f"{len(groups)} param groups were" if len(groups) > 1 else "the param group was"

@@ -113,13 +113,12 @@ def _described(path: Path) -> tuple[tuple[int, ...], tuple[int, ...], str]:
     if not is_known or min(shape, default=0) < 0 or min(chunks, default=1) < 1:
         raise DamagedFileError("does not describe an array", path=path, expected="shape and chunks",
                                found=f"{both[0]} and {both[1]}"[:80])  # fmt: skip
-    odd = next(((key, node.get(key), value) for key, value in PLAIN.items() if node.get(key) != value), None)
-    if odd is not None:
-        key, given, value = odd
-        told = given.get("id", given) if isinstance(given, dict) else given
-        raise UnsupportedError(f"is a zarr array with {key} {str(told)[:40]}", path=path,
-                               expected=f"{key} {value}, as in Megatron-Core",
-                               advice="save it as torch_dist with the program that wrote it")  # fmt: skip
+    for key, value in PLAIN.items():
+        if (given := node.get(key)) != value:
+            told = given.get("id", given) if isinstance(given, dict) else given
+            raise UnsupportedError(f"is a zarr array with {key} {str(told)[:40]}", path=path,
+                                   expected=f"{key} {value}, as in Megatron-Core",
+                                   advice="save it as torch_dist with the program that wrote it")  # fmt: skip
     dtype = DTYPES.get(str(node.get("dtype")))
     if dtype is None:
         raise UnsupportedError("is an array of an unknown type", path=path, expected=", ".join(DTYPES),

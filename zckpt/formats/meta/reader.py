@@ -55,14 +55,14 @@ def read(directory: Path, files: Mapping[int, Path]) -> Checkpoint:
     `files`: by rank. Raises ShardError: a rank's file is missing; SourceError: files are damaged, contradict each
     other, or hold what no rule is known for.
     """
-    missing = next((rank for rank in range(max(files)) if rank not in files), None)
-    if missing is not None:
-        raise ShardError(
-            "a file of the model is missing",
-            path=directory,
-            expected=f"consolidated.{missing:02d}.pth",
-            found=f"{len(files)} files up to {max(files):02d}",
-        )
+    for rank in range(max(files)):
+        if rank not in files:
+            raise ShardError(
+                "a file of the model is missing",
+                path=directory,
+                expected=f"consolidated.{rank:02d}.pth",
+                found=f"{len(files)} files up to {max(files):02d}",
+            )
     checkpoint = Checkpoint(str(directory), "meta", topology=Topology(tp=len(files)))
     path = directory / PARAMS_NAME
     params = json_object(path, "sizes of the model", most=MAXIMUM_NBYTES) if is_file(path) else None
@@ -80,14 +80,14 @@ def read(directory: Path, files: Mapping[int, Path]) -> Checkpoint:
     first, *rest = ({name: (one.shape, one.dtype) for name, one in content.items() if isinstance(one, Tensor)}
                     for content in contents)  # fmt: skip
     for file, its in zip(every[1:], rest, strict=True):
-        name = next((one for one in [*first, *its] if first.get(one) != its.get(one)), None)
-        if name is not None:
-            raise LayoutError(
-                f"{name} differs from {Path(every[0].path).name}",
-                path=file.path,
-                expected=first.get(name, "nothing"),
-                found=its.get(name, "nothing"),
-            )
+        for name in [*first, *its]:
+            if first.get(name) != its.get(name):
+                raise LayoutError(
+                    f"{name} differs from {Path(every[0].path).name}",
+                    path=file.path,
+                    expected=first.get(name, "nothing"),
+                    found=its.get(name, "nothing"),
+                )
     output = contents[0].get("output.weight")
     words = output.shape[0] * len(files) if isinstance(output, Tensor) and output.shape else None
     with about(every[0].path):

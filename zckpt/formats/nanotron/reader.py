@@ -67,8 +67,7 @@ Part = tuple[int, int | None]
 class Boxes:
     """Where a rank's part lies in the whole."""
 
-    shape: Shape  # of the part, and of the whole
-    whole: Shape
+    whole: Shape  # the shape of that
     pairs: tuple[tuple[Shape, Shape, Shape], ...]  # where each box begins in the part, and in the whole, and its sizes
 
 
@@ -87,11 +86,10 @@ class Weight:
     def joined(self, name: str, held: Mapping[Part | None, Slot]) -> Slot:
         """Return the whole of what ranks have of it. Raises ShardError: a part is missing; LayoutError: or twice."""
         tp, exp = self.ranks or ((), ())
-        gone = next((one for one in product(tp, exp) if one not in self.parts), None)
-        if gone is not None:
-            rank, count = gone[0], len(tp) * len(exp)
-            raise ShardError(f"the part of {name} of tensor-parallel rank {rank} is missing",
-                             expected=f"{count} files", found=len(self.parts), code=MISSING_FILE)  # fmt: skip
+        for part in product(tp, exp):
+            if part not in self.parts:
+                raise ShardError(f"the part of {name} of tensor-parallel rank {part[0]} is missing", code=MISSING_FILE,
+                                 expected=f"{len(tp) * len(exp)} files", found=len(self.parts))  # fmt: skip
         boxes = []
         for key, one in self.parts.items():
             for low, to, sizes in one.pairs:
@@ -176,7 +174,7 @@ def _add_weight(
             raise DamagedFileError("unexpected content", expected="one tensor, `data`", found=listed([*slots]))
         slot = slots["data"]
         if match[2] is None:
-            one.parts[None] = Boxes(slot.shape, slot.shape, (((0,) * len(slot.shape),) * 2 + (slot.shape,),))
+            one.parts[None] = Boxes(slot.shape, (((0,) * len(slot.shape),) * 2 + (slot.shape,),))
             one.held[None] = slot
             return
         key = int(match[4]), None if match[6] is None else int(match[6])
@@ -200,7 +198,7 @@ def _boxes(slot: Slot, texts: Mapping[str, str]) -> Boxes:
         raise DamagedFileError(
             "the slices of the part and of the whole differ", found=texts["local_global_slices_pairs"]
         )
-    return Boxes(slot.shape, whole, tuple((low, to, sizes) for (low, sizes), (to, _) in pairs))
+    return Boxes(whole, tuple((low, to, sizes) for (low, sizes), (to, _) in pairs))
 
 
 def _ranges(text: str, shape: Shape) -> tuple[Shape, Shape]:
@@ -288,7 +286,7 @@ def _joined(
     dp = checkpoint.topology.dp
     for (_, tp, exp), pieces in by_rank.items():
         part = weight.part_of(tp, exp)
-        numel = math.prod(weight.parts[part].shape)
+        numel = weight.held[part].numel
         cut = [numel // dp + (rank < numel % dp) for rank in range(dp)] if pieces[0][0].dp is not None else [numel]
         found, expected = [tensor.numel for _, tensor in pieces], [size for size in cut if size]
         if found != expected:
@@ -296,7 +294,7 @@ def _joined(
                               expected=listed([*map(str, expected)]), found=listed([*map(str, found)]))  # fmt: skip
         flat = [reshape(slot_of(key, tensor, rank.file.path), (tensor.numel,)) for rank, tensor in pieces]
         whole = placed([((low,), one) for low, one in zip(accumulate([0, *found]), flat, strict=False)])
-        copies.setdefault(part, []).append(reshape(whole, weight.parts[part].shape))
+        copies.setdefault(part, []).append(reshape(whole, weight.held[part].shape))
     counts = {len(its) for its in copies.values()}
     if copies.keys() != weight.parts.keys() or len(counts) != 1:
         raise LayoutError(

@@ -216,11 +216,12 @@ def folders(checkpoint: Checkpoint) -> Iterator[Folder]:
         needed.append({})
         for name in group.parameters:
             own = parameter_values(checkpoint, checkpoint.parameters[name])
-            if clash := [key for key in own if key in TAKEN]:
-                raise UnsupportedError(
-                    f"{name} has a slot {clash[0]!r}, which has another meaning here",
-                    advice="`zckpt convert --to zckpt` or `--to=dcp` keeps it",
-                )
+            for key in own:
+                if key in TAKEN:
+                    raise UnsupportedError(
+                        f"{name} has a slot {key!r}, which has another meaning here",
+                        advice="`zckpt convert --to zckpt` or `--to=dcp` keeps it",
+                    )
             # a single value that its group has too is taken as that, which is known already
             known = {key: group.state[key] for key in own if key in group.state and isinstance(own[key], Slot)}
             states[name] = {**own, **known}

@@ -240,12 +240,10 @@ def join(stages: Sequence[Rank]) -> Rank:
     joined = gathered(stages)
     is_of_gpt = is_gpt(name for stage in stages for name in stage.parameters)
     for stage in stages:
-        tied = stage.tied
-        twice = [n for n in stage.parameters if n in joined.parameters and not n.startswith(TIED) and n not in tied]
-        if twice:
-            raise LayoutError(f"{twice[0]} is in two pipeline stages")
         joined.buffers.update(stage.buffers)
         for name, parameter in stage.parameters.items():
+            if name in joined.parameters and not name.startswith(TIED) and name not in stage.tied:
+                raise LayoutError(f"{name} is in two pipeline stages")
             first = joined.parameters.setdefault(name, parameter)
             for one in copies_of(name, parameter.slots, first.slots, stage.mp_rank, kind="layer"):
                 shared = (

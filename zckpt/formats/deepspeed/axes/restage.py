@@ -201,13 +201,13 @@ def _in_order(
     for group in groups:
         if len(tied) < 2 and set(names) <= set(group.parameters):
             return [name for name in group.parameters if name in set(names)]
-    odd = next((group for group in groups if not is_ordered(group.parameters, places)), None)
-    if odd is not None:
-        raise UnsupportedError(
-            "a param group is not in the order of the stage's modules, so its order in another stage is unknown",
-            found=", ".join(odd.parameters[:8]),
-            advice="keep the source's stages",
-        )
+    for group in groups:
+        if not is_ordered(group.parameters, places):
+            raise UnsupportedError(
+                "a param group is not in the order of the stage's modules, so its order in another stage is unknown",
+                found=", ".join(group.parameters[:8]),
+                advice="keep the source's stages",
+            )
     return sorted(names, key=lambda name: stages.order(name, stage))
 
 

@@ -180,9 +180,9 @@ def cut(parameter: Parameter, rule: Rule, rank: int) -> Parameter:
     """
     if rule.kind != SLICED:
         return parameter
-    computed = [key for key, slot in parameter.slots.items() if isinstance(slot, Computed)]
-    if computed:
-        raise of_slices(f"{computed[0]} of {parameter.name}")
+    for key, slot in parameter.slots.items():
+        if isinstance(slot, Computed):
+            raise of_slices(f"{key} of {parameter.name}")
 
     def of_rank(slot: Slot) -> Slot:
         present = slot.shape[rule.dim]
