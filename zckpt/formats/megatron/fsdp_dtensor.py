@@ -38,7 +38,7 @@ MODEL, META, STEP = "model", "param_to_group_meta", "step"
 Shapes = Mapping[str, Shape]
 """Of the model's tensors as they are saved."""
 
-_WRAPPERS = re.compile(r"(?:module\.)+")
+_WRAPPERS = re.compile(r"^(?:module\.)+")
 
 
 def read(place: Place) -> Checkpoint:
@@ -80,7 +80,7 @@ def read(place: Place) -> Checkpoint:
 
 def _bare(name: str) -> str:
     """Return a name without wrappers, experts as modules of their own."""
-    return by_itself(_WRAPPERS.sub("", name, count=1) if _WRAPPERS.match(name) else name)
+    return by_itself(_WRAPPERS.sub("", name))
 
 
 def _named(names: Iterable[str]) -> dict[str, str]:

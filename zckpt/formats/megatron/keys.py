@@ -98,7 +98,7 @@ def stored(keys: Iterable[str]) -> list[Stored]:
         order = next((one for one in every_order if set(one) == set(parts)), None)
         every = [(key, (key,)) for key in parts.values()]  # those that are not all there are by themselves
         for key, its in every if order is None else [(whole, tuple(parts[part] for part in order))]:
-            axes = (*((LAYER,) if _LAYERS.search(key) else ()), *((EXPERT,) if _EXPERTS.search(key) else ()))
+            axes = tuple(axis for axis, pattern in ((LAYER, _LAYERS), (EXPERT, _EXPERTS)) if pattern.search(key))
             found.append(Stored(key, its, axes))
     return found
 

@@ -34,7 +34,7 @@ from zckpt.formats.megatron.buckets import bucket_numels
 from zckpt.formats.megatron.cut import CURRENT, KEPT, SPLITS, Shapes, cut_of, reordered
 from zckpt.formats.megatron.directory import FILE, FOLDER, FORMAT, LEGACY, OPTIMIZER_FILE, Place, folders, missing
 from zckpt.formats.megatron.fused import apart, expert_count, is_fused, name_of_one
-from zckpt.formats.megatron.local import GRADIENTS, attach_distributed, attach_plain
+from zckpt.formats.megatron.local import attach_distributed, attach_plain
 from zckpt.formats.megatron.names import BLOCK, BUFFERS, TIED, Name, in_order, is_expert
 from zckpt.formats.megatron.objects import OPTIMIZER, VERSION, Common, settle, topology_of
 from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, Held, attach, keep_common, keep_rest, optimizers
@@ -327,9 +327,8 @@ class Model:
                                   expected=f"dimension {rule.dimension}", found=self.said[name])  # fmt: skip
         every = [[copy[rank] for rank in range(self.ranks)] for copy in self.copies[name].values()]
         found: dict[str, Slot] = {}
-        for key, own in [(key, [its.slots.get(key) for its in parameters])
-                         for parameters in every for key in parameters[0].slots]:  # fmt: skip
-            slots = [slot for slot in own if slot is not None]
+        for key, slots in [(key, [its.slots[key] for its in parameters if key in its.slots])
+                           for parameters in every for key in parameters[0].slots]:  # fmt: skip
             if len(slots) != self.ranks:
                 raise LayoutError(f"{key} of {name} is not on all tensor-parallel ranks")
             if slots[0].shape != shape and slots[0].numel != 1 and self.ranks > 1:
@@ -404,9 +403,7 @@ def read(place: Place) -> Checkpoint:
     keep_common(checkpoint, common)
     _carry(checkpoint, every)
     if any(local.more for local in every):
-        checkpoint.details["optimizer sharding"] = OPTIMIZER_FILE
-        if GRADIENTS in every[0].checkpoint.details:
-            checkpoint.details[GRADIENTS] = every[0].checkpoint.details[GRADIENTS]
+        checkpoint.details |= {"optimizer sharding": OPTIMIZER_FILE, **every[0].checkpoint.details}
     checkpoint.padding_spans += [spans for local in every for spans in local.checkpoint.padding_spans]
     topology, checkpoint.world_size = topology_of(common.arguments, checkpoint)
     checkpoint.topology = replace(topology, **sizes)

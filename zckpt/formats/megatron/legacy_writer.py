@@ -405,7 +405,7 @@ def _buffers(model: Model, rank: Rank, groups: Sequence[Group]) -> dict[object, 
 
 def _of_ranks(checkpoint: Checkpoint, ranks: Sequence[Rank], target: Target) -> dict[str, dict[str, object]] | None:
     """Return what each rank's file had for itself, where the target's ranks are the same; None where they are not."""
-    folders = {Path(file.path).parent.name for file in checkpoint.files if Path(file.path).name == FILE}
+    folders = {Path(file.path).parent.name for file in checkpoint.files if file.name == FILE}
     bounds = ",".join(map(str, target.bounds))
     if folders != {rank.folder for rank in ranks} or checkpoint.details.get(BOUNDS, bounds) != bounds:
         return None

@@ -29,8 +29,8 @@ TIED = {
 }
 """What the last stage calls its copy of an embedding that is the output layer, too."""
 
-_FIRST = ("embedding", "encoder", "decoder", "mtp")
-_LAST = ("output_layer",)
+_PLACES, _REST = {"embedding": 0, "encoder": 1, "decoder": 2, "mtp": 3, "output_layer": 5}, 4
+"""Where the modules of a model are, and all others."""
 
 
 @immutable
@@ -82,8 +82,7 @@ def in_order(names: Iterable[str]) -> list[str]:
     seen: dict[str, int] = {}
 
     def place(at: int, text: str) -> tuple[int, ...]:
-        step = next((step for step in text.split(".") if step in (*_FIRST, *_LAST)), "")
-        rank = _FIRST.index(step) if step in _FIRST else len(_FIRST) + (step in _LAST)
+        rank = next((_PLACES[step] for step in text.split(".") if step in _PLACES), _REST)
         one = Name.of(text)
         if one.layer is None:
             return rank, 1, at

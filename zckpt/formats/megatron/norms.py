@@ -56,11 +56,11 @@ def filed_names(names: Iterable[str]) -> dict[str, str]:
     return {name: new if linear in every and new not in every else name for name, (new, linear) in merged.items()}
 
 
-def keyed_names(names: Iterable[str], implementation: str | None) -> dict[str, str]:
+def keyed_names(names: Iterable[str], implementation: object) -> dict[str, str]:
     """Return the name that the keys of `torch_dist` have for each tensor of a model whose layers are known.
 
-    `names`: of Megatron-Core, of either kind of layers; `implementation`: None: it is not known, and what the names
-    leave open stays as it is.
+    `names`: of Megatron-Core, of either kind of layers; `implementation`: {ENGINE, LOCAL}; of anything else it is not
+    known, and what the names leave open stays as it is.
     """
     every = set(names)
     if implementation == LOCAL:

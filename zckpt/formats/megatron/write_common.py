@@ -22,15 +22,7 @@ from zckpt.formats.companions import copy_of, files_below
 from zckpt.formats.consolidated.tensors import model_tensors
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.latest import TRACKER, folder_of
-from zckpt.formats.megatron.directory import (
-    AS_IT_IS,
-    FOLDER,
-    FORMAT,
-    OF_TRAINING,
-    OPTIMIZER_FILE,
-    RELEASE,
-    TRAIN_STATE,
-)
+from zckpt.formats.megatron.directory import AS_IT_IS, FOLDER, FORMAT, OF_TRAINING, RELEASE, TRAIN_STATE
 from zckpt.formats.megatron.keys import check_names
 from zckpt.formats.megatron.names import is_expert
 from zckpt.formats.megatron.objects import ARGUMENTS, OPTIMIZER, VERSION
@@ -124,8 +116,7 @@ class Source:
         kind = getattr(options, "optimizer", None)
         if not kind:  # as the source's arguments say, or else as its files do where they are Megatron-Core's
             facts = checkpoint.converted_from or {"format": checkpoint.format}
-            flat = any(Path(file.path).name == OPTIMIZER_FILE for file in checkpoint.files)
-            distributed = facts.get("format") != FORMAT or SHARDED in {**facts, **checkpoint.details} or flat
+            distributed = facts.get("format") != FORMAT or SHARDED in {**facts, **checkpoint.details}
             said = arguments_of(checkpoint.metadata.get(ARGUMENTS)).get("use_distributed_optimizer")
             is_plain = said is False if isinstance(said, bool) else checkpoint.param_groups and not distributed
             kind = PLAIN if is_plain else DISTRIBUTED

@@ -33,7 +33,7 @@ from zckpt.formats.megatron.cut import is_gated
 from zckpt.formats.megatron.directory import COMMON, MARK, TORCH_DIST
 from zckpt.formats.megatron.keys import Placed, is_of_one_layer, placed
 from zckpt.formats.megatron.names import by_itself
-from zckpt.formats.megatron.norms import ENGINE, LOCAL, keyed_names
+from zckpt.formats.megatron.norms import keyed_names
 from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, states_by
 from zckpt.formats.megatron.optimizer import COMMON_STEP, GROUPS, SHARDING, STATES
 from zckpt.formats.megatron.write_common import CONTENT, DISTRIBUTED, FLATTENED, PLAIN, Source, shards_of
@@ -92,7 +92,7 @@ def lay_out(job: Job) -> TargetFiles:
     source = Source.of(checkpoint, options, options.expert_parallel_size)
     tensors, kind = source.tensors, source.kind
     said = arguments_of(checkpoint.metadata.get(ARGUMENTS)).get("transformer_impl")  # by the source
-    keyed = keyed_names(tensors, options.transformer_impl or (str(said) if said in (ENGINE, LOCAL) else None))
+    keyed = keyed_names(tensors, options.transformer_impl or said)
     filed = {name: by_itself(new) for name, new in keyed.items()}
     slots = {name: sorted({*one.slots} - {WEIGHT}) for name, one in source.trained.items()}
     kinds = {filed[name]: (slot.shape, (dtype, *slots.get(name, ()))) for name, (slot, dtype) in tensors.items()}

@@ -193,8 +193,7 @@ class _Reading:
             raise DamagedFileError("unreadable param_groups", expected="a list of dicts",
                                    found=type(stored).__name__)  # fmt: skip
         groups = [with_scalars(group, path) for group in stored]
-        params = [group.pop("params", None) for group in groups]
-        members = [[n for n in list_of(its) if type(n) is int] for its in params]
+        members = [[n for n in list_of(group.pop("params", None)) if type(n) is int] for group in groups]
         shapes = self._group_shapes()
         if len(shapes) != len(groups):  # ZeRO-3's sub-groups: a group's `params` are their numbers
             if sorted(number for numbers in members for number in numbers) != list(range(len(shapes))):
@@ -209,16 +208,15 @@ class _Reading:
         recorded = self.rest.get("groups")
         if recorded is not None:  # by zckpt: the same in another order
             known = list(map(as_names, list_of(recorded)))
-            if [sorted(one) for one in known] != [sorted(one) for one in names]:
+            if list(map(sorted, known)) != list(map(sorted, names)):
                 raise DamagedFileError("groups and param_shapes disagree", expected="the same names in each")
             names = known
         states = inner.get("state") if recorded is None else None
         for group, listed_names, numbers in zip(groups, names, members, strict=True):
             values: dict[str, object] = {}
-            for state in map(dict_of(states).get, numbers):
-                if isinstance(state, dict):
-                    single = {key: v for key, v in state.items() if not isinstance(v, Tensor) or v.shape == ()}
-                    values = {**with_scalars(single, path), **values}
+            for state in map(dict_of, map(dict_of(states).get, numbers)):
+                single = {key: v for key, v in state.items() if not isinstance(v, Tensor) or v.shape == ()}
+                values = {**with_scalars(single, path), **values}
             self.checkpoint.param_groups.append(ParamGroup(group, listed_names, values))
 
     def _group_shapes(self) -> list[Shapes]:

@@ -214,9 +214,9 @@ def router_names(model: ModelShard, *, parameterwise: bool) -> dict[str, str]:
     for layer in auto_layers(model):
         module = layer.prefix.removesuffix(".experts")
         for name in model.module:
-            rest = re.fullmatch(r"\w+\.gate\.(weight|bias)", name.removeprefix(f"{module}."))
-            first = f"{module}.router.gate.{rest[1]}" if rest else ""
-            if not name.startswith(f"{module}.") or name == first:
+            gate = re.fullmatch(rf"{re.escape(module)}\.\w+\.gate\.(weight|bias)", name)
+            first = f"{module}.router.gate.{gate[1]}" if gate else name
+            if name == first:
                 continue
             if (name not in listed and first in listed) if parameterwise else is_copy(name, first):
                 found[name] = first

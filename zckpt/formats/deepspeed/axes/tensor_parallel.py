@@ -62,12 +62,11 @@ def merge(states: Sequence[Rank], rules: Rules | None, *, padded: bool = False) 
     hyperparameters.
     """
     first = states[0]
-    names = list(first.parameters)
     if rules is None:
-        raise without_rules(names, "how to put them together")
+        raise without_rules(list(first.parameters), "how to put them together")
     for other in states[1:]:
         if (
-            set(other.parameters) != set(names)
+            other.parameters.keys() != first.parameters.keys()
             or other.whole != first.whole
             or [g.parameters for g in other.param_groups] != [g.parameters for g in first.param_groups]
         ):
