@@ -387,6 +387,25 @@ def test_files_that_contradict_each_other_are_refused(tmp_path):
         zckpt.open(target)
 
 
+def test_a_vocabulary_that_is_padded_in_the_model_file_is_cut_to_its_rows(tmp_path):
+    """A master of no dimension, or of more rows, is not one of such a weight."""
+    target, name = sample(tmp_path), "emb.weight"
+    path, model = target / "mp_rank_00_model_states.pt", load(target / "mp_rank_00_model_states.pt")
+    weight = model["module"][name]
+    shapes = [
+        {one: (40, 8) if one == name else shape for one, shape in group.items()} for group in model["param_shapes"]
+    ]
+    padded = torch.cat([weight, torch.ones(3, 8, dtype=weight.dtype)])
+    resaved(path, module={**model["module"], name: padded}, param_shapes=shapes)
+    for file in ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt"):
+        resaved(target / "zero" / name / file, vocab_tensor=True)
+    assert_same(zckpt.open(target).read(name, "weight"), weight, name)
+    for master in (torch.tensor(1.0), torch.zeros(41, 8)):
+        resaved(target / "zero" / name / "fp32.pt", param=master)
+        with refusing(LayoutError, rf"model_states.pt: {name} has two shapes"):
+            zckpt.open(target)
+
+
 @pytest.mark.parametrize("content", [5, {"param": 3}, [torch.zeros(1)], {"param": {"param": torch.zeros(1)}}], ids=str)
 def test_files_that_hold_something_else_are_refused(content, tmp_path):
     target = sample(tmp_path)

@@ -37,7 +37,7 @@ from zckpt.formats.deepspeed.axes.tp_rules import AVERAGED, REPLICATED, SLICED, 
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.values import implied, weight_or_master
 from zckpt.formats.lost import stand_in, tensor_of
-from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of, span_of
+from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, value_node, view
 from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX, parameter_file
 from zckpt.immutable import immutable, mutable
@@ -45,7 +45,6 @@ from zckpt.state import (
     MASTER,
     WEIGHT,
     Checkpoint,
-    Extent,
     Parameter,
     Scalar,
     Shape,
@@ -55,6 +54,7 @@ from zckpt.state import (
     is_floating,
 )
 from zckpt.state.inventory import STATE, Rule
+from zckpt.state.views import reshape
 from zckpt.storage.files import entries_of
 from zckpt.torchfile import Global, Object, Tensor
 
@@ -90,9 +90,8 @@ class Stored:
         tensor = self.tensor
         if tensor.shape == shape:
             return slot_of(name, tensor, self.path)
-        if (self.flat or shape == ()) and tensor.numel == math.prod(shape) and tensor.is_contiguous:
-            span = span_of(tensor, self.path, Extent.whole(shape))
-            return Slot(name, tensor.dtype, shape, (span,) if tensor.numel else ())
+        if (self.flat or shape == ()) and tensor.numel == math.prod(shape):
+            return reshape(slot_of(name, tensor, self.path), shape)
         if self.flat or name == MASTER:
             raise LayoutError(
                 "does not have the parameter's shape",

@@ -42,7 +42,7 @@ from zckpt.formats.latest import is_name
 from zckpt.formats.lost import stand_in, tensor_of
 from zckpt.formats.remainder import KEY, remainder_rules, restore
 from zckpt.formats.torch_files.optimizer import optimizer_rules
-from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe, slot_of, span_of, with_scalars
+from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe, slot_of, with_scalars
 from zckpt.formats.universal.directory import FOLDER, MASTER_STEM, OPTIMIZER_NAME, STEP_STEM, SUFFIX
 from zckpt.formats.universal.folders import StoredFolder, read_folder
 from zckpt.formats.universal.writer import OWN_KEYS, STRUCTURE, shared
@@ -51,7 +51,6 @@ from zckpt.state import (
     WEIGHT,
     Checkpoint,
     Duplicate,
-    Extent,
     GivenNames,
     Parameter,
     ParamGroup,
@@ -68,6 +67,7 @@ from zckpt.state import (
     without,
 )
 from zckpt.state.inventory import IMPLIED, STATE, Rule
+from zckpt.state.views import narrow
 from zckpt.storage.files import entries_of
 from zckpt.torchfile import Digests, Object, Tensor, TorchFile, plain, read_torchfile
 
@@ -328,9 +328,10 @@ class _Reading:
             if tensor.shape == shape:
                 slots[WEIGHT] = slot_of(WEIGHT, tensor, model.path)
             elif len(self.ranks) == 1:
-                if not master.padding_stripped or tensor.shape[1:] != shape[1:] or shape[0] > tensor.shape[0]:
+                has_rows = tensor.shape[1:] == shape[1:] and () < shape[:1] <= tensor.shape[:1]
+                if not master.padding_stripped or not has_rows:
                     raise LayoutError(f"{name} has two shapes", path=model.path, expected=shape, found=tensor.shape)
-                slots[WEIGHT] = Slot(WEIGHT, tensor.dtype, shape, (span_of(tensor, model.path, Extent.whole(shape)),))
+                slots[WEIGHT] = narrow(slot_of(WEIGHT, tensor, model.path), 0, 0, shape[0])
         for key in (MASTER, *(key for key in stored.tensors if key != MASTER)):
             slots[key] = stored.tensors[key].slot(key, shape)
         return Parameter(name, shape, holders[0][1].dtype if holders else self.first.dtype, slots)
