@@ -207,6 +207,25 @@ def test_a_vocabulary_gets_rows_of_zeros_for_a_model_that_has_more(tmp_path):
         zckpt.reshard(source, tmp_path / "odd", world_size=1, tensor_parallel_size=3)
 
 
+def test_a_vocabulary_without_rows_is_none(tmp_path):
+    """Neither in a source nor in files that say how many rows it had."""
+    weights = {
+        "embedding.word_embeddings.weight": torch.ones(8, 4),
+        "decoder.layers.0.mlp.linear_fc2.weight": torch.ones(4, 16),
+        "output_layer.bias": torch.tensor(1.0),
+    }
+    torch.save(weights, tmp_path / "x.pt")
+    with refusing(UnsupportedError, r"output_layer.bias has no rows, which a vocabulary has: found \(\)"):
+        zckpt.convert(tmp_path / "x.pt", tmp_path / "out", to="megatron", ckpt_format="torch")
+    torch.save(weights | {"output_layer.bias": torch.ones(8)}, tmp_path / "x.pt")
+    zckpt.convert(tmp_path / "x.pt", tmp_path / "out", to="megatron", ckpt_format="torch", padded_vocab_size=16)
+    path = tmp_path / "out" / "release" / "mp_rank_00" / "model_optim_rng.pt"
+    content = torch.load(path, weights_only=False)
+    content["model"]["output_layer.bias"] = torch.tensor(1.0)
+    torch.save(content, path)
+    assert zckpt.open(tmp_path / "out").read("output_layer.bias", "weight") == 1.0
+
+
 def test_what_cannot_be_is_refused(tmp_path):
     source, out = OTHER / "mcore_legacy_tp2_pp2" / "ckpt", tmp_path / "out"
     with refusing(UsageError, "expected --stage-bounds"):

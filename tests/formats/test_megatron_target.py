@@ -199,6 +199,17 @@ def test_a_torch_optimizer_becomes_megatrons(optimizer, tmp_path):
     assert ("master" in opened.slot_names()) is (optimizer == "distributed")
 
 
+@pytest.mark.parametrize("optimizer", ["distributed", "flattened", "plain"])
+def test_a_parameter_without_dimensions_comes_back(optimizer, tmp_path):
+    """As the scale of a model's logits."""
+    weights = {**model(), "logit_scale": torch.nn.Parameter(torch.tensor(2.5))}
+    names = trained(tmp_path / "x.pt", weights, {"keys": lambda _: True, "weight_decay": 0.0})
+    zckpt.convert(tmp_path / "x.pt", tmp_path / "out", to="megatron", names=names, optimizer=optimizer)
+    opened, source = zckpt.open(tmp_path / "out"), zckpt.open(tmp_path / "x.pt", names=names)
+    for slot in ("weight", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(opened.read("logit_scale", slot), source.read("logit_scale", slot))
+
+
 def test_experts_are_an_optimizer_of_their_own_above_one_rank(tmp_path):
     source = OTHER / "mcore_bf16_moe_freq" / "ckpt"
     for size, chained in ((1, False), (2, True), (None, True)):

@@ -218,7 +218,7 @@ def end_to_end(slots: Sequence[Slot], key: str) -> Slot:
         if not first.shape or (one.dtype, one.shape[1:]) != (first.dtype, first.shape[1:]):
             raise LayoutError(f"the tensors of {key} do not fit together",
                               expected=f"{first.dtype} {first.shape}", found=f"{one.dtype} {one.shape}")  # fmt: skip
-    return concat(slots, 0)
+    return concat(slots, 0) if len(slots) > 1 else first
 
 
 def is_flattened(shape: Shape, of: Shape) -> bool:

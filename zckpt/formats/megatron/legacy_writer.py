@@ -121,7 +121,11 @@ def target_of(checkpoint: Checkpoint, options: object) -> Target:
 
 def _rows(checkpoint: Checkpoint, rows: int | None) -> int | None:
     """Return the rows of the vocabulary: those that the user says, or SOURCE's model had; None: those that it has."""
-    present = max((one.shape[0] for one in checkpoint.tensors() if one.name.endswith(VOCABULARY)), default=0)
+    vocabularies = [one for one in checkpoint.tensors() if one.name.endswith(VOCABULARY)]
+    for one in vocabularies:
+        if not one.shape:
+            raise UnsupportedError(f"{one.name} has no rows, which a vocabulary has", found=one.shape)
+    present = max((one.shape[0] for one in vocabularies), default=0)
     known = checkpoint.details.get(ROWS)
     rows = known if rows is None and isinstance(known, int) else rows
     if rows is not None and rows < present:

@@ -106,7 +106,7 @@ def restore_own(checkpoint: Checkpoint, own: Own) -> None:
         return
     rows = own.ranks.get("rows")
     for one in checkpoint.tensors():
-        if rows is not None and one.name.endswith(VOCABULARY) and one.shape[0] > rows:
+        if rows is not None and one.name.endswith(VOCABULARY) and one.shape[:1] > (rows,):
             checkpoint.details[ROWS] = one.shape[0]
             # Spans may reach over the end of a slot with fewer rows; what is not there is not read.
             one.slots = {key: replace(slot, shape=(rows, *slot.shape[1:])) if slot.shape == one.shape else slot
