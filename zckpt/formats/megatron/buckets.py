@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 
 from zckpt.compare.weights import not_rounded
@@ -193,9 +193,9 @@ def gathered(node: object, path: str) -> list[Buffer]:
             expected=f"{JOINED}, as Megatron-Core writes it since 0.6",
             advice="load and save it with a newer version of its program",
         )
-    by_types = [as_mapping(content[number], path) for number in sorted(key for key in content if type(key) is int)]
+    numbers = sorted(key for key in content if type(key) is int)
     found = []
-    for types, its in (item for by_type in by_types for item in by_type.items()):
+    for types, its in chain.from_iterable(as_mapping(content[number], path).items() for number in numbers):
         tensors = {str(key): one for key, one in as_mapping(its, path).items() if isinstance(one, Tensor)}
         shapes = {one.shape for one in tensors.values()}
         if PARAM not in tensors or len(shapes) > 1 or len(tensors[PARAM].shape) != 1:

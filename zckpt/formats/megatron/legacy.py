@@ -54,6 +54,7 @@ from zckpt.state import (
     is_floating,
     positions,
     size_of,
+    without,
 )
 from zckpt.state.inventory import COPY, IMPLIED, REST, STATE, Rule
 from zckpt.storage.files import is_file
@@ -392,7 +393,7 @@ def read(place: Place) -> Checkpoint:
             model.gather(local, sizes["ep"], tied=tied)
     _check_groups(every)
     model.add_to(checkpoint, [its for local in every for its in local.names])
-    common = Common(first.file, {str(key): value for key, value in first.content.items() if key not in first.keys})
+    common = Common(first.file, {str(key): value for key, value in without(first.content, *first.keys).items()})
     if every[0].is_plain:
         for number, group in enumerate(every[0].checkpoint.param_groups):
             members = [one.name for one in checkpoint.parameters.values() if one.group == number]
@@ -509,9 +510,7 @@ def _carry(checkpoint: Checkpoint, every: Sequence[Local]) -> None:
             rules.append(Rule((*held.steps, GROUPS, REST), STATE if one is first else COPY, "hyperparameters"))
             others = [] if one is first else [str(key) for key in held.outer if key not in (OPTIMIZER, MASTERS)]
             rules += [Rule((*held.outer_steps, key, REST), COPY, SAME, tensors=True) for key in others]
-        for key, value in one.content.items():
-            if one is first or key in (*one.keys, OPTIMIZER):
-                continue
+        for key, value in without(one.content, *one.keys, OPTIMIZER).items() if one is not first else ():
             if digests.of(first.content.get(key)) == digests.of(value) and not has_tensors(value):
                 rules.append(Rule((str(key), REST), COPY, SAME))
             else:

@@ -34,7 +34,7 @@ from zckpt.formats.megatron.objects import FLAT, Common, carry_objects, settle, 
 from zckpt.formats.megatron.optimizer import attach, keep_common
 from zckpt.formats.megatron.own import read_own, restore_own
 from zckpt.formats.torch_files.tensors import TensorItem, as_mapping, by_name, describe
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot, without
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.state.names import bare_names
 from zckpt.state.views import transpose, unstacked
@@ -93,7 +93,7 @@ def _by_slot(tensors: Mapping[str, TensorItem]) -> tuple[Slots, dict[str, Tensor
     """Return what each tensor is, and those that are flat buffers."""
     flat = {key: item for key, item in tensors.items() if FLAT.fullmatch(key)}
     found: Slots = {WEIGHT: {}}
-    for key, item in ((key, item) for key, item in tensors.items() if key not in flat):
+    for key, item in without(tensors, *flat).items():
         match = _SLOT.fullmatch(key)
         slot, of = (WEIGHT, key) if match is None else (MASTER if match[1] in MASTERS else match[1], match[2])
         if of in found.setdefault(slot, {}):

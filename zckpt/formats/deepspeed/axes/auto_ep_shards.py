@@ -44,14 +44,15 @@ class ExpertShardedLayout(ShardedLayout):
         layers = auto_experts(self.model)
         experts = {name: shape for name, shape in shapes.items() if name in layers}
         check_shapes(experts, layers, len(sharing))
-        for expert_rank, rank in ((expert_rank, rank) for expert_rank, ranks in enumerate(sharing) for rank in ranks):
-            model = self.rank.model_files[rank]
-            said = {dict_of(one).get("ep_rank") for one in list_of(model.content.get(KEY))}
-            if said != {expert_rank}:
-                raise LayoutError(
-                    f"rank {rank} does not have the experts that its position implies",
-                    path=model.path, expected=f"ep_rank {expert_rank}", found=str(said)[:80],
-                )  # fmt: skip
+        for expert_rank, ranks in enumerate(sharing):
+            for rank in ranks:
+                model = self.rank.model_files[rank]
+                said = {dict_of(one).get("ep_rank") for one in list_of(model.content.get(KEY))}
+                if said != {expert_rank}:
+                    raise LayoutError(
+                        f"rank {rank} does not have the experts that its position implies",
+                        path=model.path, expected=f"ep_rank {expert_rank}", found=str(said)[:80],
+                    )  # fmt: skip
         own = [_only(member, of_experts, wanted=False) for member in members]
         found = cut_parameters(without(shapes, *layers), own, keys)
         found.degree, found.shapes = len(sharing), dict(shapes)
