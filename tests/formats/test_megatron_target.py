@@ -281,9 +281,10 @@ def test_models_that_cannot_be_written_are_named(names, said, tmp_path):
         ([{"keys": lambda n: n == FC1.format(0), "lr": 0.5}, {"keys": lambda n: n != FC1.format(0), "lr": 0.25}], None,
          "param groups that are one in Megatron differ.*lr 0.5 and 0.25"),
         ([{"keys": lambda _: True}], torch.optim.NAdam, "cannot hold mu_product"),
+        ([{"keys": lambda _: True, "lr_mult": [1.0]}], None, "by numbers: expected lr_mult as a number, found list"),
         ([{"keys": lambda n: "layers.0" in n}], None, "layers that differ|has no exp_avg"),
     ],
-    ids=["groups", "values", "frozen"],
+    ids=["groups", "values", "numbers", "frozen"],
 )  # fmt: skip
 def test_state_that_megatron_has_no_place_for_is_named(groups, of, said, tmp_path):
     names = trained(tmp_path / "x.pt", model(), *groups, of=of)

@@ -33,7 +33,7 @@ from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import arguments_of
 from zckpt.formats.torch_files.writer import ValueTensor, value_node
 from zckpt.immutable import immutable, mutable
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, stated
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, number_of, stated
 from zckpt.torchfile import node_of, put_back
 
 DISTRIBUTED, FLATTENED, PLAIN = "distributed", "flattened", "plain"
@@ -265,6 +265,10 @@ def _groups(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: lis
             values = dict(group.hyperparameters)
             said = {key: _factor(values, key) for key in FACTORS}
             factors = {**FACTORS, **stated(said)}
+            for key, value in factors.items():
+                if not isinstance(number_of(value), (int, float)):
+                    raise UnsupportedError("Megatron tells param groups by numbers", expected=f"{key} as a number",
+                                           found=type(value).__name__)  # fmt: skip
             if name:
                 factors[EXPERTS] = chained and is_expert(name)
             if not own:

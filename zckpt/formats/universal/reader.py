@@ -295,8 +295,8 @@ class _Reading:
                 own.pop(key, None)
             self.values[name] = own
         self._check_complete(held)
-        names = dict.fromkeys([*self.module, *checkpoint.parameters])
-        checkpoint.parameters = {name: checkpoint.parameters[name] for name in names if name in checkpoint.parameters}
+        known = checkpoint.parameters
+        checkpoint.parameters = {name: known[name] for name in self.module if name in known} | known
         complete_aliases(checkpoint.parameters)
 
     def _stored(self, name: str) -> StoredFolder:
