@@ -101,7 +101,7 @@ def fit(members: Sequence[Member], sizes: Sequence[int]) -> Layout | None:
     bucket, end = 0, 0
     for member in reversed(members):
         start = _rounded(end)
-        if end and bucket < len(sizes) and (end == sizes[bucket] or (member.alone and start == sizes[bucket])):
+        if end and (end == sizes[bucket] or (member.alone and start == sizes[bucket])):
             bucket, start = bucket + 1, 0
         if bucket >= len(sizes) or start + member.numel > sizes[bucket]:
             return None

@@ -364,8 +364,7 @@ def _numbered(
         first = number
         masters.append([])
         for one in model.members(group, rank.chunks):
-            step = model.source.own_step
-            node: dict[object, object] = {} if step is None else {STEP: step}
+            node: dict[object, object] = {**stated({STEP: model.source.own_step})}
             for key, slot, dtype, label in model.states(one, rank.tp):
                 tensor = SlotTensor(slot, dtype, label)
                 if key == MASTER:

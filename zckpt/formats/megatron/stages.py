@@ -115,7 +115,7 @@ class Chunks:
     def __init__(self, names: Sequence[str], tied: Mapping[str, str]) -> None:
         self._names, self._tied = names, {name: local for name, local in tied.items() if name in set(names)}
         self._layers: dict[int, list[tuple[int, Name]]] = {}
-        self._ends: dict[str, list[int]] = {"first": [], "both": [], "last": [], "norm": []}
+        self._ends: list[tuple[int, str]] = []
         self.unknown: list[str] = []
         further = any(map(FURTHER.fullmatch, names))
         for at, name in enumerate(names):
@@ -123,9 +123,10 @@ class Chunks:
             if one.layer is not None and BLOCK.fullmatch(one.block):
                 self._layers.setdefault(one.layer, []).append((at, one))
             elif _FRONT.fullmatch(name) or _IMAGES.fullmatch(name):
-                self._ends["both" if further and _FRONT.fullmatch(name) else "first"].append(at)
+                self._ends.append((at, "both" if further and _FRONT.fullmatch(name) else "first"))
             elif FURTHER.fullmatch(name) or _BACK.fullmatch(name):
-                self._ends["norm" if further and "final_" in name and _BACK.fullmatch(name) else "last"].append(at)
+                is_norm = further and "final_" in name and _BACK.fullmatch(name)
+                self._ends.append((at, "norm" if is_norm else "last"))
             else:
                 self.unknown.append(name)
         self.count = 1 + max(self._layers, default=-1)
@@ -139,8 +140,9 @@ class Chunks:
         ]
         has_norm = low < high == self.count or (last and not self.count)
         has = {"first": first, "both": first or last, "last": last, "norm": has_norm}
-        found += [(at, self._names[at]) for end, every in self._ends.items() if has[end] for at in every]
-        words = {*self._tied, *(self._names[at] for at in self._ends["both"] if _WORDS.fullmatch(self._names[at]))}
+        found += [(at, self._names[at]) for at, end in self._ends if has[end]]
+        both = [self._names[at] for at, end in self._ends if end == "both"]
+        words = {*self._tied, *filter(_WORDS.fullmatch, both)}
         dealt = [Dealt((self._names[at],), local, self._names[at] in words) for at, local in sorted(found)]
         return [*dealt, *(Dealt((name,), local, shared=True) for name, local in self._tied.items())] if last else dealt
 

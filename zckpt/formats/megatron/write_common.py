@@ -33,7 +33,7 @@ from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import arguments_of
 from zckpt.formats.torch_files.writer import ValueTensor, value_node
 from zckpt.immutable import immutable, mutable
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, number_of, stated
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, first_of, number_of, stated, without
 from zckpt.torchfile import node_of, put_back
 
 DISTRIBUTED, FLATTENED, PLAIN = "distributed", "flattened", "plain"
@@ -120,8 +120,7 @@ class Source:
             said = arguments_of(checkpoint.metadata.get(ARGUMENTS)).get("use_distributed_optimizer")
             is_plain = said is False if isinstance(said, bool) else checkpoint.param_groups and not distributed
             kind = PLAIN if is_plain else DISTRIBUTED
-        chosen = getattr(options, ITERATION, None)
-        chosen = checkpoint.step if chosen is None else chosen
+        chosen = first_of([getattr(options, ITERATION, None), checkpoint.step])
         if chosen is None and trained:
             raise UsageError("SOURCE does not state its iteration", expected="--iteration N")
         if chosen is not None and chosen < 0:
@@ -168,12 +167,12 @@ class Source:
         known = [self.checkpoint.optimizer_metadata.get(key) for key in SCALERS]
         for of_experts in (False, True):
             own = [one for one in self.groups if one.is_of_experts == of_experts]
-            scaler = known[of_experts] if known[of_experts] is not None else known[0]
+            scaler = first_of([known[of_experts], known[0]])
             if own:
                 values: list[dict[object, object]] = [
                     {**{key: value_node(value) for key, value in one.values.items()}, **self.group_step} for one in own
                 ]
-                yield own, values, {SCALER: scaler} if scaler is not None else {}
+                yield own, values, stated({SCALER: scaler})
 
     @property
     def is_megatrons(self) -> bool:
@@ -188,16 +187,13 @@ class Source:
 
     def common_tree(self, but: Iterable[str]) -> dict[object, object]:
         """Return what `common.pt` holds but for the optimizer, and for some keys of metadata."""
-        tree: dict[object, object] = {}
         apart = {OPTIMIZER, *self.of_training}
-        for key, value in self.checkpoint.metadata.items():
-            own = self.is_megatrons and not FOLDER.match(key) and key not in apart
-            if key not in but and key not in RESTATED and (own or key in OF_PROGRAM):
-                tree[key] = value
-        tree[VERSION] = CURRENT
-        if self.iteration is not None:
-            tree[ITERATION] = self.iteration
-        return tree
+        tree: dict[object, object] = {
+            key: value
+            for key, value in without(self.checkpoint.metadata, *but, *RESTATED).items()
+            if key in OF_PROGRAM or (self.is_megatrons and not FOLDER.match(key) and key not in apart)
+        }
+        return {**tree, VERSION: CURRENT, **stated({ITERATION: self.iteration})}
 
     def finished(
         self,

@@ -292,7 +292,7 @@ def local_states(
         for files in like
     ]  # fmt: skip
     for name, parameter in merged.parameters.items():
-        if name in experts:
+        if name in experts or parameter.tied_to is not None:
             slices = [replace(parameter) for _ in states]
         elif degree == len(ranks) and not rules.is_vocabulary(name):
             slices = [replace(files.parameters[name]) for files in ranks]
@@ -330,8 +330,6 @@ def _rules(origin: Origin, ranks: Sequence[Rank], degree: int) -> Rules:
 
 def _cut(parameter: Parameter, rules: Rules, degree: int, rows: int | None) -> list[Parameter]:
     """Return each rank's slice of a whole parameter."""
-    if parameter.tied_to is not None:
-        return [replace(parameter) for _ in range(degree)]
     if rules.is_vocabulary(parameter.name):
         present = parameter.shape[0] if parameter.shape else 0
         padded = -(-present // degree) * degree if rows is None else rows
