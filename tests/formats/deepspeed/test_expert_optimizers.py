@@ -100,6 +100,13 @@ def test_expert_rank_of_another_run_is_named(tmp_path):
         zckpt.open(tag)
 
 
+def test_masters_of_a_group_that_are_no_list_are_refused(tmp_path):
+    tag = copy("moe_ep2_s0_bf16_dp2", tmp_path)
+    edit(model_file(tag), lambda content: content["optimizer"]["fp32_groups"].__setitem__(0, True))
+    with refusing(zckpt.DamagedFileError, "masters and param groups disagree"):
+        zckpt.open(tag)
+
+
 def test_degree_is_what_the_groups_say(tmp_path):
     tag = copy("moe_ep2_s0_fp32_dp4", tmp_path)
 

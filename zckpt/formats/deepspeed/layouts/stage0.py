@@ -77,7 +77,7 @@ class Numbered:
                 )
             groups, masters = content.get("fp32_groups"), []
             if "optimizer_state_dict" in content and isinstance(groups, list):
-                masters = [t for group in groups for t in group if isinstance(t, Tensor)]
+                masters = [t for group in groups for t in list_of(group) if isinstance(t, Tensor)]
             base = None if FLAT_KEY in content else content
             state = parse(content.get("optimizer_state_dict", base), file.path, masters)
             self.content, self.state = content, without_errors(state)
