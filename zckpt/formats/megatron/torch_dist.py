@@ -51,11 +51,6 @@ Slots = dict[str, dict[str, TensorItem]]
 """The tensors of a directory by slot, and the key of the weight."""
 
 
-def read(place: Place) -> Checkpoint:
-    """Read the structure of a directory."""
-    return read_by(place, _items)
-
-
 def _items(checkpoint: Checkpoint, path: Path) -> Items:
     metadata = read_metadata(path)
     items = read_items(metadata)
@@ -63,10 +58,11 @@ def _items(checkpoint: Checkpoint, path: Path) -> Items:
     return items
 
 
-def read_by(place: Place, items_of: Callable[[Checkpoint, Path], Items]) -> Checkpoint:
-    """Read a directory whose tensors and objects are in files of some kind, which are added to the checkpoint's.
+def read(place: Place, items_of: Callable[[Checkpoint, Path], Items] = _items) -> Checkpoint:
+    """Read the structure of a directory.
 
-    Raises SourceError: files are missing or damaged, contradict each other, or hold what is not known.
+    `items_of`: returns its tensors and objects, and adds the files that they are in to a checkpoint's. Raises
+    SourceError: files are missing or damaged, contradict each other, or hold what is not known.
     """
     path = place.path
     file = read_torchfile(path / COMMON)
@@ -102,7 +98,7 @@ def _by_slot(tensors: Mapping[str, TensorItem]) -> tuple[Slots, dict[str, Tensor
     if not found[WEIGHT]:
         raise UnsupportedError("holds no model", found=listed(list(tensors)) or "nothing")
     for slot, its in found.items():
-        others = [key for key in its if key not in found[WEIGHT]]
+        others = list(without(its, *found[WEIGHT]))
         if others:
             raise UnsupportedError(
                 f"the optimizer has {slot} for something that is not a model tensor", found=listed(others)

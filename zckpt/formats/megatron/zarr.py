@@ -22,8 +22,8 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE, TRUNCATED
 from zckpt.errors import DamagedFileError, ShardError, UnsupportedError
 from zckpt.formats.dcp.items import Items, ObjectItem
+from zckpt.formats.megatron import torch_dist
 from zckpt.formats.megatron.directory import Place, missing
-from zckpt.formats.megatron.torch_dist import read_by
 from zckpt.formats.torch_files.tensors import TensorItem, describe
 from zckpt.state import Checkpoint, Extent, Slot, SourceFile, Span, itemsize
 from zckpt.state.boxes import row_major
@@ -46,7 +46,7 @@ PLAIN = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C"}
 
 def read(place: Place) -> Checkpoint:
     """Read the structure of a directory."""
-    return read_by(place, _items)
+    return torch_dist.read(place, _items)
 
 
 def _items(checkpoint: Checkpoint, path: Path) -> Items:
