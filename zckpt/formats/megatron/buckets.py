@@ -23,6 +23,7 @@ from math import prod
 from zckpt.compare.weights import not_rounded
 from zckpt.engine.copy import read_extent
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
+from zckpt.formats.megatron.objects import Arguments
 from zckpt.formats.torch_files.tensors import as_mapping, slot_of
 from zckpt.immutable import immutable, mutable
 from zckpt.state import MASTER, PaddingSpan, Shape, Slot, itemsize, list_of, size_of
@@ -111,12 +112,12 @@ def fit(members: Sequence[Member], sizes: Sequence[int]) -> Layout | None:
     return Layout(places, tuple(sizes)) if whole else None
 
 
-def bucket_numels(arguments: Mapping[object, object]) -> list[int | None]:
+def bucket_numels(arguments: Arguments) -> list[int | None]:
     """Return at which sizes buckets may have ended: never, or where the program's arguments say so, in elements."""
     return [None, default_bucket_numel(arguments, size_of(arguments, "data_parallel_size") or 1)]
 
 
-def default_bucket_numel(arguments: Mapping[object, object], data_ranks: int) -> int:
+def default_bucket_numel(arguments: Arguments, data_ranks: int) -> int:
     """Return the elements after which a bucket ends, if gradients are reduced as they come.
 
     `arguments`: the program's; `data_ranks`: data-parallel ones, without those of context parallelism.

@@ -40,7 +40,7 @@ from zckpt.formats.megatron.buckets import (
 )
 from zckpt.formats.megatron.cut import cuts_of
 from zckpt.formats.megatron.names import TIED, is_expert
-from zckpt.formats.megatron.objects import OPTIMIZER, Common
+from zckpt.formats.megatron.objects import OPTIMIZER, Arguments, Common
 from zckpt.formats.megatron.optimizer import HYPERPARAMETERS, SCALER, loss_scale_of
 from zckpt.formats.megatron.order import orders
 from zckpt.formats.megatron.stages import FURTHER, Chunks, Dealt, Sliced, expert_counts, on_expert_rank
@@ -218,7 +218,7 @@ def _buffers(items: Mapping[str, TensorItem], objects: Objects) -> Buffers:
 # --- guesses, and what proves one
 
 
-def _proven(checkpoint: Checkpoint, buffers: Buffers, arguments: Mapping[object, object]) -> Reading:
+def _proven(checkpoint: Checkpoint, buffers: Buffers, arguments: Arguments) -> Reading:
     """Return the only reading that the values prove. Raises UnsupportedError: there is none, or more than one."""
     why = "a name of the model is not known"
     proven: list[Reading] = []
@@ -239,7 +239,7 @@ def _proven(checkpoint: Checkpoint, buffers: Buffers, arguments: Mapping[object,
     return proven[0]
 
 
-def _read(checkpoint: Checkpoint, guess: Guess, buffers: Buffers, arguments: Mapping[object, object]) -> Reading:
+def _read(checkpoint: Checkpoint, guess: Guess, buffers: Buffers, arguments: Arguments) -> Reading:
     """Return what a guess makes of the buffers, if every value of every master proves it."""
     found = Reading({}, [], [])
     for chain in sorted(buffers):
@@ -263,7 +263,7 @@ class _Chain:
         guess: Guess,
         buffers: Buffers,
         chain: int,
-        arguments: Mapping[object, object],
+        arguments: Arguments,
     ) -> None:
         self._guess, self._groups, self._parameters = guess, buffers[chain], checkpoint.parameters
         self._of_experts = chain == max(buffers) if len(buffers) > 1 else None  # None: of all parameters

@@ -36,7 +36,7 @@ from zckpt.formats.megatron.directory import FILE, FOLDER, FORMAT, LEGACY, OPTIM
 from zckpt.formats.megatron.fused import apart, expert_count, is_fused, name_of_one
 from zckpt.formats.megatron.local import attach_distributed, attach_plain
 from zckpt.formats.megatron.names import BLOCK, BUFFERS, TIED, Name, in_order, is_expert
-from zckpt.formats.megatron.objects import OPTIMIZER, VERSION, Common, settle, topology_of
+from zckpt.formats.megatron.objects import OPTIMIZER, VERSION, Arguments, Common, settle, topology_of
 from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, Held, attach, keep_common, keep_rest, optimizers
 from zckpt.formats.megatron.own import read_own, restore_own
 from zckpt.formats.megatron.stages import FURTHER
@@ -102,7 +102,7 @@ class RankFile:
     keys: tuple[str, ...]  # under which they are
 
     @property
-    def arguments(self) -> Mapping[object, object]:
+    def arguments(self) -> Arguments:
         """The program's arguments; empty where the file has none."""
         return arguments_of(self.content.get("args"))
 
@@ -151,7 +151,7 @@ def read_ranks(directory: Path, known: Mapping[str, int]) -> list[RankFile]:
     return sorted(found, key=lambda one: (one.pp, one.ep, one.tp))
 
 
-def _is_second_expert(arguments: Mapping[object, object], names: list[str]) -> bool:
+def _is_second_expert(arguments: Arguments, names: list[str]) -> bool:
     """Tell whether the second number of directories is that of expert parallelism."""
     stages, experts = size_of(arguments, STAGE_RANKS), size_of({EXPERT_RANKS: 1, **arguments}, EXPERT_RANKS)
     if stages is not None and experts is not None and (stages > 1) != (experts > 1):
@@ -179,7 +179,7 @@ def _flat(node: object, path: str) -> dict[str, object]:
     return found
 
 
-def _check_all(ranks: Sequence[RankFile], arguments: Mapping[object, object]) -> None:
+def _check_all(ranks: Sequence[RankFile], arguments: Arguments) -> None:
     """Raise ShardError where ranks are missing, are of different steps, or have other numbers of chunks."""
     there = {(one.pp, one.ep, one.tp) for one in ranks}
     kinds = zip(zip(*there, strict=True), (STAGE_RANKS, EXPERT_RANKS, TENSOR_RANKS), strict=True)

@@ -35,7 +35,7 @@ from zckpt.formats.megatron.legacy import APART, BOUNDS, CHUNKS, EXPERTS, FUSED,
 from zckpt.formats.megatron.local import GRADIENTS
 from zckpt.formats.megatron.names import BLOCK, TIED, Name
 from zckpt.formats.megatron.norms import ENGINE, LOCAL, filed_names, live_names
-from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, states_by
+from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, Arguments, states_by
 from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, STATES, STEP
 from zckpt.formats.megatron.order import order_of
 from zckpt.formats.megatron.own import ROWS
@@ -48,7 +48,7 @@ from zckpt.formats.megatron.stages import (
     expert_counts,
     on_expert_rank,
 )
-from zckpt.formats.megatron.write_common import PLAIN, Group, Source, shards_of
+from zckpt.formats.megatron.write_common import PLAIN, Content, Group, Source, shards_of
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import arguments_of, arguments_with
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, view
@@ -137,7 +137,7 @@ def _rows(checkpoint: Checkpoint, rows: int | None) -> int | None:
     return rows if rows != present else None
 
 
-def _experts(checkpoint: Checkpoint, names: Sequence[str], arguments: Mapping[object, object], *, engine: bool) -> str:
+def _experts(checkpoint: Checkpoint, names: Sequence[str], arguments: Arguments, *, engine: bool) -> str:
     """Return how the module has experts: as in SOURCE's legacy files, or as its program's arguments say."""
     if checkpoint.format_version == "legacy":
         return str(checkpoint.details.get(EXPERTS, APART))
@@ -154,7 +154,7 @@ def _experts(checkpoint: Checkpoint, names: Sequence[str], arguments: Mapping[ob
     )
 
 
-def sizes_of(target: Target, arguments: Mapping[object, object]) -> dict[str, object]:
+def sizes_of(target: Target, arguments: Arguments) -> dict[str, object]:
     """Return what Megatron-LM's arguments say of the target's sizes, by those of SOURCE."""
     top = target.topology
     return {
@@ -323,9 +323,9 @@ def _ranks(model: Model) -> Iterator[Rank]:
                 yield Rank(rank, stage, expert, folder, own)
 
 
-def _states(model: Model, rank: Rank) -> dict[object, object]:
+def _states(model: Model, rank: Rank) -> Content:
     """Return the state dicts of a rank's chunks; modules that ask for a state of their own have an empty one."""
-    found: dict[object, object] = {}
+    found: Content = {}
     for number, chunk in enumerate(rank.chunks):
         its: dict[str, object] = {}
         for one in chunk:
@@ -344,7 +344,7 @@ def _optimizers(model: Model, rank: Rank) -> object:
             every.append({OPTIMIZER: {GROUPS: values}, **around})
             continue
         states, masters = _numbered(model, rank, groups, values)
-        inner: dict[object, object] = {STATES: states, GROUPS: values}
+        inner: Content = {STATES: states, GROUPS: values}
         kinds = {source.tensors[name][1] == "float32" for group in groups for name in group.members}
         if len(kinds) > 1:
             raise UnsupportedError("trains both 16-bit and 32-bit weights, which these files number differently",
@@ -354,17 +354,17 @@ def _optimizers(model: Model, rank: Rank) -> object:
 
 
 def _numbered(
-    model: Model, rank: Rank, groups: Sequence[Group], values: Sequence[dict[object, object]]
-) -> tuple[dict[object, object], list[list[object]]]:
+    model: Model, rank: Rank, groups: Sequence[Group], values: Sequence[Content]
+) -> tuple[Content, list[list[object]]]:
     """Return the state of parameters by number, and the masters of each group, whose values get the numbers."""
-    states: dict[object, object] = {}
+    states: Content = {}
     masters: list[list[object]] = []
     number = 0
     for group, its in zip(groups, values, strict=True):
         first = number
         masters.append([])
         for one in model.members(group, rank.chunks):
-            node: dict[object, object] = {**stated({STEP: model.source.own_step})}
+            node: Content = {**stated({STEP: model.source.own_step})}
             for key, slot, dtype, label in model.states(one, rank.tp):
                 tensor = SlotTensor(slot, dtype, label)
                 if key == MASTER:
@@ -378,10 +378,10 @@ def _numbered(
     return states, masters
 
 
-def _buffers(model: Model, rank: Rank, groups: Sequence[Group]) -> dict[object, object]:
+def _buffers(model: Model, rank: Rank, groups: Sequence[Group]) -> Content:
     """Return the buffers of an optimizer: each has a flat tensor for each slot, of all buckets end to end."""
     members = {name for group in groups for name in group.members}
-    found: dict[object, object] = {JOINED: True}
+    found: Content = {JOINED: True}
     for at, chunk in enumerate(rank.chunks):
         kinds = by_key((model.dtype(one), one) for one in chunk if model.given[one.name] in members)
         for kind, its in kinds.items():
@@ -395,7 +395,7 @@ def _buffers(model: Model, rank: Rank, groups: Sequence[Group]) -> dict[object, 
                 for one in its
                 for key, slot, dtype, label in model.states(one, rank.tp)
             )
-            buffer: dict[object, object] = {}
+            buffer: Content = {}
             for key, its_parts in parts.items():
                 dtypes = sorted({dtype for dtype, _ in its_parts})
                 if len(dtypes) > 1:

@@ -32,6 +32,9 @@ FLAT = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\..+")
 
 EXTRA_STATE = "_extra_state"
 
+Arguments = Mapping[object, object]
+"""A program's, by name."""
+
 _ATTENTION = re.compile(r"(.+attention)\.linear_proj\.weight")
 
 RANKS = (
@@ -55,12 +58,12 @@ class Common:
         return next((value for key in STEP_KEYS if type(value := self.content.get(key)) is int), None)
 
     @property
-    def arguments(self) -> Mapping[object, object]:
+    def arguments(self) -> Arguments:
         """The program's arguments; empty where it has none."""
         return arguments_of(self.content.get(ARGUMENTS))
 
 
-def topology_of(arguments: Mapping[object, object], checkpoint: Checkpoint) -> tuple[Topology, int]:
+def topology_of(arguments: Arguments, checkpoint: Checkpoint) -> tuple[Topology, int]:
     """Return how many ranks of each kind a program's arguments say, and how many in all: or wrote the files."""
     sizes = {name: size_of(arguments, key) for key, name in RANKS}
     return Topology(**stated(sizes)), size_of(arguments, "world_size") or checkpoint.world_size

@@ -58,6 +58,9 @@ RESTATED = frozenset({CONTENT, VERSION, ITERATION})
 _SHARDS = re.compile(r"[0-9.]*_[0-9.]*")
 
 
+Content = dict[object, object]
+"""What is to be in a file, by key."""
+
 FACTORS = {WEIGHT_DECAY: 1.0, "lr_mult": 1.0, EXPERTS: False, "is_decoupled_lr": False}
 """By what Megatron-Core tells groups, and what each is in a group that says nothing of it."""
 
@@ -151,7 +154,7 @@ class Source:
             yield key, slot, slot.dtype
 
     @property
-    def group_step(self) -> dict[object, object]:
+    def group_step(self) -> Content:
         """The step as each group has it; the optimizers that have one of their own have it not."""
         return {} if self.step is None or (self.kind == PLAIN and type(self.step) is float) else {STEP: self.step}
 
@@ -162,14 +165,14 @@ class Source:
             return None
         return ValueTensor(struct.pack("<f", self.step), "float32", ())
 
-    def optimizers(self) -> Iterator[tuple[list[Group], list[dict[object, object]], dict[object, object]]]:
+    def optimizers(self) -> Iterator[tuple[list[Group], list[Content], Content]]:
         """Yield the groups of each optimizer, experts' last, their values in the file, and what is around them."""
         known = [self.checkpoint.optimizer_metadata.get(key) for key in SCALERS]
         for of_experts in (False, True):
             own = [one for one in self.groups if one.is_of_experts == of_experts]
             scaler = first_of([known[of_experts], known[0]])
             if own:
-                values: list[dict[object, object]] = [
+                values: list[Content] = [
                     {**{key: value_node(value) for key, value in one.values.items()}, **self.group_step} for one in own
                 ]
                 yield own, values, stated({SCALER: scaler})
@@ -185,10 +188,10 @@ class Source:
         every = self.checkpoint.metadata.items() if self.is_megatrons else ()
         return {key: value for key, value in every if OF_TRAINING.fullmatch(f"{key}.pt")}
 
-    def common_tree(self, but: Iterable[str]) -> dict[object, object]:
+    def common_tree(self, but: Iterable[str]) -> Content:
         """Return what `common.pt` holds but for the optimizer, and for some keys of metadata."""
         apart = {OPTIMIZER, *self.of_training}
-        tree: dict[object, object] = {
+        tree: Content = {
             key: value
             for key, value in without(self.checkpoint.metadata, *but, *RESTATED).items()
             if key in OF_PROGRAM or (self.is_megatrons and not FOLDER.match(key) and key not in apart)

@@ -36,7 +36,7 @@ from zckpt.formats.megatron.names import by_itself
 from zckpt.formats.megatron.norms import keyed_names
 from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, states_by
 from zckpt.formats.megatron.optimizer import COMMON_STEP, GROUPS, SHARDING, STATES
-from zckpt.formats.megatron.write_common import CONTENT, DISTRIBUTED, FLATTENED, PLAIN, Source, shards_of
+from zckpt.formats.megatron.write_common import CONTENT, DISTRIBUTED, FLATTENED, PLAIN, Content, Source, shards_of
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import arguments_of
 from zckpt.formats.torch_files.writer import SlotTensor
@@ -116,11 +116,11 @@ def lay_out(job: Job) -> TargetFiles:
     held |= {str(key) for key in tree}
     sharding = CUT.get(kind) if source.trained else None
     tree[CONTENT] = _content(sharding, one_by_one=any(is_of_one_layer(at.key) for at in places.values()))
-    cut: dict[object, object] = {} if sharding is None else {SHARDING: sharding}
+    cut: Content = {} if sharding is None else {SHARDING: sharding}
     every = []
     for _, values, around in source.optimizers():
         step = source.own_step
-        inner: dict[object, object] = {GROUPS: values, **({} if step is None else {STATES: {COMMON_STEP: step}})}
+        inner: Content = {GROUPS: values, **({} if step is None else {STATES: {COMMON_STEP: step}})}
         # FP32Optimizer, which has no masters, is none within another
         every.append({OPTIMIZER: inner, **cut, **around} if has_masters else {**inner, **around})
     if every:
@@ -154,9 +154,9 @@ def _objects(checkpoint: Checkpoint, places: Mapping[str, Placed], items: Items)
     return set(every)
 
 
-def _content(sharding: str | None, *, one_by_one: bool) -> dict[object, object]:
+def _content(sharding: str | None, *, one_by_one: bool) -> Content:
     """Return what the directory says of how it was written."""
-    content: dict[object, object] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    content: Content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if one_by_one:
         content["non_homogeneous_layers"] = True
     if sharding is not None:

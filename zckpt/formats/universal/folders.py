@@ -58,6 +58,9 @@ from zckpt.state.views import reshape
 from zckpt.storage.files import entries_of
 from zckpt.torchfile import Global, Object, Tensor
 
+Values = dict[str, object]
+"""What is under the keys of a file, or of a parameter's state."""
+
 EXPERT_KEY = "is_expert_param"
 COUNT_KEY = "ep_num_experts"
 
@@ -107,7 +110,7 @@ class StoredFolder:
     """What the folder of a parameter holds; `tensors` by the slot's name."""
 
     tensors: dict[str, Stored] = field(default_factory=dict)
-    values: dict[str, object] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
     files: list[SourceFile] = field(default_factory=list)
 
 
@@ -171,8 +174,8 @@ class Folder:
     """The folder of one parameter."""
 
     name: str
-    files: dict[str, object] = field(default_factory=dict)  # content of each file, by its stem
-    values: dict[str, object] = field(default_factory=dict)
+    files: Values = field(default_factory=dict)  # content of each file, by its stem
+    values: Values = field(default_factory=dict)
     """State that is neither tensor nor step, which no file here can hold."""
     filled: list[str] = field(default_factory=list)  # stems of files that the source has nothing for
 
@@ -187,7 +190,7 @@ class Folders:
     count: int = 0
     trained: set[str] = field(default_factory=set)
     filled: dict[str, list[str]] = field(default_factory=dict)
-    values: dict[str, dict[str, object]] = field(default_factory=dict)
+    values: dict[str, Values] = field(default_factory=dict)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Folders:
@@ -209,8 +212,8 @@ def folders(checkpoint: Checkpoint) -> Iterator[Folder]:
     Raises UnsupportedError: state that a universal checkpoint cannot hold.
     """
     slices = Slices(checkpoint)
-    states: dict[str, dict[str, object]] = {}
-    needed: list[dict[str, object]] = []  # of every parameter of a group: slots by element type, and the step
+    states: dict[str, Values] = {}
+    needed: list[Values] = []  # of every parameter of a group: slots by element type, and the step
     for group in checkpoint.param_groups:
         needed.append({})
         for name in group.parameters:
@@ -233,16 +236,14 @@ def folders(checkpoint: Checkpoint) -> Iterator[Folder]:
         if parameter.group is not None:
             yield _trained(parameter, states[parameter.name], needed[parameter.group], slices.keys(parameter))
             continue
-        slot, files = weight_or_master(checkpoint.owner(parameter.name)), dict[str, object]()
+        slot, files = weight_or_master(checkpoint.owner(parameter.name)), Values()
         if not slot.dtype.startswith("complex"):  # as DeepSpeed writes it; codes of a quantised weight are not cast
             dtype = "float32" if is_floating(slot.dtype) else slot.dtype
             files[MASTER_STEM] = {"param": SlotTensor(slot, dtype, f"{MASTER_STEM}/{parameter.name}")}
         yield Folder(parameter.name, files)
 
 
-def _trained(
-    parameter: Parameter, state: dict[str, object], needed: dict[str, object], keys: dict[str, object]
-) -> Folder:
+def _trained(parameter: Parameter, state: Values, needed: Values, keys: Values) -> Folder:
     master = parameter.master or weight_or_master(parameter)
     dtype = "float32" if not parameter.master and is_floating(master.dtype) else master.dtype
     folder = Folder(parameter.name)
@@ -294,12 +295,12 @@ class Slices:
         self.rules = Rules(self.info, checkpoint.source)
         self.experts = expert_counts(checkpoint)
 
-    def keys(self, parameter: Parameter) -> dict[str, object]:
+    def keys(self, parameter: Parameter) -> Values:
         """Return the values next to the tensor in each file of a parameter."""
         if parameter.name in self.experts:
             return {"cat_dim": 0, EXPERT_KEY: True, COUNT_KEY: self.experts[parameter.name]}
         kind, dim, pattern, sizes = self.rules.named(parameter.name)
-        keys: dict[str, object] = {"cat_dim": dim if kind == SLICED else 0}
+        keys: Values = {"cat_dim": dim if kind == SLICED else 0}
         if self.rules.mapped(parameter.name) is not None or kind in (REPLICATED, AVERAGED):
             keys = {}  # the training cuts by its own map
         elif kind == TWO:

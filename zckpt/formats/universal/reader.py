@@ -44,7 +44,7 @@ from zckpt.formats.remainder import KEY, remainder_rules, restore
 from zckpt.formats.torch_files.optimizer import optimizer_rules
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe, slot_of, with_scalars
 from zckpt.formats.universal.directory import FOLDER, MASTER_STEM, OPTIMIZER_NAME, STEP_STEM, SUFFIX
-from zckpt.formats.universal.folders import StoredFolder, read_folder
+from zckpt.formats.universal.folders import StoredFolder, Values, read_folder
 from zckpt.formats.universal.writer import OWN_KEYS, STRUCTURE, shared
 from zckpt.state import (
     MASTER,
@@ -157,7 +157,7 @@ class _Reading:
         self.parameterwise = self.first.shard.dp_rank is not None
         self.module = by_key((n, (model, tensor)) for model in self.firsts for n, tensor in model.module.items())
         self.shapes: Shapes = {}
-        self.values: dict[str, dict[str, object]] = {}
+        self.values: dict[str, Values] = {}
         self.checkpoint = Checkpoint(str(directory), "universal")
         self._reader, self._known = AlikeReader(), dict[int, SourceFile]()
 
@@ -213,7 +213,7 @@ class _Reading:
             names = known
         states = inner.get("state") if recorded is None else None
         for group, listed_names, numbers in zip(groups, names, members, strict=True):
-            values: dict[str, object] = {}
+            values: Values = {}
             for state in map(dict_of, map(dict_of(states).get, numbers)):
                 single = {key: v for key, v in state.items() if not isinstance(v, Tensor) or v.shape == ()}
                 values = {**with_scalars(single, path), **values}

@@ -43,7 +43,7 @@ from zckpt.formats.universal.directory import (
     ZERO3_MODEL_NAME,
     parameter_file,
 )
-from zckpt.formats.universal.folders import Folders, Slices, folders
+from zckpt.formats.universal.folders import Folders, Slices, Values, folders
 from zckpt.state import WEIGHT, Checkpoint, Scalar, Slot, dict_of, without
 from zckpt.state.partition import flat_partition_numel
 from zckpt.torchfile import OrderedMapping, alike, node_of, plain
@@ -162,9 +162,9 @@ def _not_loaded(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     return list(single), list(plain_values)
 
 
-def filled_in(checkpoint: Checkpoint) -> dict[str, object]:
+def filled_in(checkpoint: Checkpoint) -> Values:
     """Return what DeepSpeed's loaders look for and the source does not have."""
-    needed: dict[str, object] = {
+    needed: Values = {
         **dict.fromkeys(NONE_IF_ABSENT),
         "skipped_steps": 0,
         "global_steps": checkpoint.step or 0,
@@ -174,10 +174,10 @@ def filled_in(checkpoint: Checkpoint) -> dict[str, object]:
     return without(needed, *checkpoint.metadata)
 
 
-def model_tree(checkpoint: Checkpoint, version: str | None, *, parameterwise: bool) -> dict[str, object]:
+def model_tree(checkpoint: Checkpoint, version: str | None, *, parameterwise: bool) -> Values:
     """Return the content of a model file: with whole weights, or under ZeRO-3 without any."""
     module = OrderedMapping()
-    tensors: dict[str, object] = {}  # names of one parameter share its storage
+    tensors: Values = {}  # names of one parameter share its storage
     for parameter in checkpoint.parameters.values():
         owner = checkpoint.owner(parameter.name)
         if owner.name not in tensors:
@@ -206,10 +206,10 @@ def model_tree(checkpoint: Checkpoint, version: str | None, *, parameterwise: bo
     }
 
 
-def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Folders) -> dict[str, object]:
+def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Folders) -> Values:
     """Return the content of the file."""
     groups = checkpoint.param_groups
-    tree: dict[str, object] = without(checkpoint.optimizer_metadata, *OWN_KEYS)
+    tree: Values = without(checkpoint.optimizer_metadata, *OWN_KEYS)
     if checkpoint.zero_stage is not None:
         tree["zero_stage"] = checkpoint.zero_stage
     tree["ds_version"] = version or VERSION
@@ -252,10 +252,10 @@ def _one_step(checkpoint: Checkpoint) -> object:
     return steps[0] if steps and all(step is not None and same(step, steps[0]) for step in steps) else None
 
 
-def shared(several: Sequence[Mapping[str, object]]) -> dict[str, object]:
+def shared(several: Sequence[Mapping[str, object]]) -> Values:
     """Return the values that are the same in all of several."""
     return {k: v for k, v in several[0].items() if all(k in one and alike(one[k], v) for one in several[1:])}
 
 
-def _group(hyperparameters: Mapping[str, object], params: list[int]) -> dict[str, object]:
+def _group(hyperparameters: Mapping[str, object], params: list[int]) -> Values:
     return {**{key: value_node(value) for key, value in hyperparameters.items()}, "params": params}

@@ -24,7 +24,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.deepspeed.axes.tp_rules import ARGUMENTS, INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules
+from zckpt.formats.deepspeed.axes.tp_rules import ARGUMENTS, INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Info, Rules
 from zckpt.formats.torch_files.tensors import arguments_of
 from zckpt.state import Parameter, Shape, list_of, size_of
 from zckpt.torchfile import node_of, plain
@@ -69,7 +69,7 @@ def arguments_in(content: Mapping[str, object]) -> Mapping[object, object] | Non
 
 def known_rules(
     content: Mapping[str, object], shapes: Mapping[str, Shape], path: str, *, sliced: bool = False
-) -> Mapping[str, object] | None:
+) -> Info | None:
     """Return the rules for slices, completed by what is known of these models; as they are for other models.
 
     `content`: what a model file holds, or what is kept of it: `universal_checkpoint_info` and the arguments; `shapes`:
@@ -77,7 +77,7 @@ def known_rules(
     UnsupportedError: there are slices, and how queries, keys and values lie in them is not known.
     """
     arguments, said = arguments_in(content), plain(node_of(content.get(INFO_KEY)))
-    info: Mapping[str, object] | None = said if isinstance(said, dict) else None
+    info: Info | None = said if isinstance(said, dict) else None
     if not is_gpt(shapes) or (arguments is None and info is None):
         return info
     free = _without_rule(info, shapes, path)
@@ -122,15 +122,13 @@ def _shares_keys(arguments: Mapping[object, object]) -> bool:
     return JOINED in arguments and arguments.get("num_key_value_heads", heads) not in (None, heads)
 
 
-def _without_rule(info: Mapping[str, object] | None, names: Iterable[str], path: str) -> list[str]:
+def _without_rule(info: Info | None, names: Iterable[str], path: str) -> list[str]:
     """Return the names that no rule for slices is about."""
     said = Rules(info or {}, path)
     return [name for name in names if said.matching(name) is None]
 
 
-def unknown_order(
-    content: Mapping[str, object], info: Mapping[str, object] | None, names: Iterable[str], path: str
-) -> str | None:
+def unknown_order(content: Mapping[str, object], info: Info | None, names: Iterable[str], path: str) -> str | None:
     """Return the first queries, keys and values in one of which nothing says where each begins; None if there is none.
 
     Parameters are those of `check_degree`.
@@ -142,7 +140,7 @@ def unknown_order(
 
 
 def check_degree(
-    content: Mapping[str, object], info: Mapping[str, object] | None, names: Iterable[str], degree: int, path: str
+    content: Mapping[str, object], info: Info | None, names: Iterable[str], degree: int, path: str
 ) -> None:
     """Raise where attention cannot be cut for a number of tensor-parallel ranks, or how is not known.
 
@@ -170,7 +168,7 @@ def check_degree(
 
 def padded_rows(
     content: Mapping[str, object],
-    info: Mapping[str, object] | None,
+    info: Info | None,
     degree: int,
     parameters: Mapping[str, Parameter],
 ) -> int | None:

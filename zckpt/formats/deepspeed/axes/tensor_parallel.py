@@ -31,6 +31,7 @@ from zckpt.formats.deepspeed.axes.tp_rules import (
     REPLICATED,
     REPLICATED_KEY,
     SLICED,
+    Info,
     Rule,
     Rules,
 )
@@ -347,9 +348,7 @@ def _cut(parameter: Parameter, rules: Rules, degree: int, rows: int | None) -> l
     return [cut(parameter, rule, rank) for rank in range(degree)]
 
 
-def written_rules(
-    origin: Origin, stages: Sequence[Sequence[Rank]], checkpoint: Checkpoint
-) -> Mapping[str, object] | None:
+def written_rules(origin: Origin, stages: Sequence[Sequence[Rank]], checkpoint: Checkpoint) -> Info | None:
     """Return the rules that the target's files are to carry; None where they are those of the source's, unchanged.
 
     Parameters

@@ -61,6 +61,9 @@ TWO, SUB, MAPPED = "two", "sub", "map"
 
 INFO_KEY = "universal_checkpoint_info"
 
+Info = Mapping[str, object]
+"""The content of that, as plain data."""
+
 ARGUMENTS = "args"
 """Under which a model file has a program's arguments."""
 
@@ -175,7 +178,7 @@ class Rules:
         Rules newer than this version of zckpt, or a pattern that cannot be matched safely.
     """
 
-    def __init__(self, info: Mapping[str, object], path: str) -> None:
+    def __init__(self, info: Info, path: str) -> None:
         self.path = path
         self._mapped: dict[str, Rule | None] = {}
         self._by_name: dict[str, object] = {}
@@ -213,7 +216,7 @@ class Rules:
         self.vocabulary_size = size if type(size) is int else None
 
     @classmethod
-    def of_vocabulary(cls, info: Mapping[str, object], path: str) -> Rules:
+    def of_vocabulary(cls, info: Info, path: str) -> Rules:
         """Return those of a checkpoint's rules that say what a vocabulary is."""
         return cls({key: info[key] for key in VOCABULARY_KEYS if key in info}, path)
 
@@ -545,7 +548,7 @@ def read_rules(path: Path) -> dict[str, object]:
     return info
 
 
-def check_rules(info: Mapping[str, object], path: str) -> None:
+def check_rules(info: Info, path: str) -> None:
     """Raise UsageError if there is a key that is none of `universal_checkpoint_info`, or a rule that is unusable."""
     unknown = sorted(map(str, set(info) - RULE_KEYS - OTHER_KEYS))
     if unknown:
