@@ -16,7 +16,7 @@ Source: megatron-core 0.15 and 0.16, Megatron-LM's `checkpointing.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, listed
 from zckpt.formats.dcp.directory import Directory
@@ -24,19 +24,17 @@ from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.optimizer import hyperparameters
 from zckpt.formats.dcp.reader import fill, say_what_values_are, tree_of
 from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Branch, Node, Tree, branch, leaves
-from zckpt.formats.megatron.cut import end_to_end
+from zckpt.formats.megatron.cut import Shapes, end_to_end
 from zckpt.formats.megatron.directory import FORMAT, FSDP_DTENSOR, Place
 from zckpt.formats.megatron.keys import stored
 from zckpt.formats.megatron.names import by_itself, in_order
 from zckpt.formats.megatron.objects import OPTIMIZER, settle, topology_of
 from zckpt.formats.torch_files.tensors import TensorItem, arguments_of
-from zckpt.state import Checkpoint, Duplicate, Shape, differ
+from zckpt.state import Checkpoint, Duplicate, differ
 from zckpt.torchfile import Digests
 
 MODEL, META, STEP = "model", "param_to_group_meta", "step"
 
-Shapes = Mapping[str, Shape]
-"""Of the model's tensors as they are saved."""
 
 _WRAPPERS = re.compile(r"^(?:module\.)+")
 

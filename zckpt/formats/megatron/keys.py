@@ -72,7 +72,7 @@ class Stored:
     parts: tuple[str, ...]  # their keys, in order
     axes: tuple[str, ...]  # {"layer", "expert"}; what its first axes count
 
-    def name(self, index: tuple[int, ...]) -> str:
+    def name(self, index: Shape) -> str:
         """Return the name of one of its tensors, by a number for each of `axes`."""
         numbers = dict(zip(self.axes, index, strict=True))
         name = self.key
@@ -111,7 +111,7 @@ class Placed:
     """Where a tensor is. `index`: along the axes that its key has before the tensor's own; `sizes`: of these axes."""
 
     key: str
-    index: tuple[int, ...] = ()
+    index: Shape = ()
     sizes: Shape = ()
 
 

@@ -170,7 +170,7 @@ def _pieces(one: Stored, slots: Slots, slot: str, turned: bool) -> dict[Shape, S
 
 _EXPERTS = re.compile(r"(.*\.experts\.(?:experts|local_experts)\.(?:[0-9]+\.)?)linear_fc([12])\.weight")
 
-Pieces = Callable[[str, bool], dict[tuple[int, ...], Slot]]
+Pieces = Callable[[str, bool], dict[Shape, Slot]]
 """A slot by layer and expert; whether it is read as transposed."""
 
 
@@ -195,7 +195,7 @@ def is_transposed(one: Stored, slots: Mapping[str, Mapping[str, TensorItem]], pi
     """
     match, axes, model = _EXPERTS.fullmatch(one.key), len(one.axes), slots[WEIGHT]
 
-    def flattened(key: str) -> list[tuple[int, ...]]:
+    def flattened(key: str) -> list[Shape]:
         every = [its[key].shape for its in slots.values() if key in its and key in model]
         return [shape for shape in every if len(shape) == len(model[key].shape) + 1]
 

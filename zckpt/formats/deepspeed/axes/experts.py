@@ -188,8 +188,8 @@ def check_split(groups: Sequence[ParamGroup]) -> None:
     last: dict[tuple[str, str], int] = {}
     for group in groups:
         degree = named_degree(group)
-        names = group.parameters[: len(group.parameters) // degree] if any(map(is_expert, group.parameters)) else []
-        for name in names:  # of the first rank, as all others have theirs
+        names = group.parameters[: len(group.parameters) // degree]  # of the first rank, as all others have theirs
+        for name in filter(is_expert, names):
             layer, number = layer_of(name), expert_number(name) or 0
             key = layer, name.removeprefix(f"{layer}{number}")
             if last.get(key, -1) > number:
