@@ -14,6 +14,7 @@ Source: megatron-core 0.16, `get_gpt_layer_local_spec`, `get_gpt_layer_with_tran
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 from zckpt.formats.megatron.fused import ONE
 from zckpt.formats.megatron.names import Name
@@ -72,12 +73,11 @@ def orders(names: Iterable[str]) -> list[tuple[list[str], bool]]:
     experts = [name for name in every if "mlp.experts.local_experts." in name]
     fusible = bool(experts) and all(map(ONE.fullmatch, experts))
     found: list[tuple[list[str], bool]] = []
-    for spec in _SPECS:
-        for grouped in (False, True):
-            order = _ordered(every, spec, grouped=grouped)
-            if order is not None:
-                fused = [(order, True)] if grouped and fusible else []
-                found += [one for one in [(order, False), *fused] if one not in found]
+    for spec, grouped in product(_SPECS, (False, True)):
+        order = _ordered(every, spec, grouped=grouped)
+        if order is not None:
+            fused = [(order, True)] if grouped and fusible else []
+            found += [one for one in [(order, False), *fused] if one not in found]
     return found
 
 

@@ -380,7 +380,7 @@ class _Reading:
                 continue
             stored, held = self._stored(name).tensors[MASTER], owner.weight or owner.master
             if held and stored.tensor.numel == held.numel and (stored.flat or stored.tensor.shape == held.shape):
-                slot = replace(stored.slot(MASTER, held.shape), name=held.name)
+                slot = stored.slot(held.name, held.shape)
                 if is_floating(held.dtype) and itemsize(held.dtype) < itemsize(slot.dtype):
                     slot = replace(slot, dtype=held.dtype)  # others were made float32 themselves
                 kind = "tied" if one.tied_to else "parameter"

@@ -200,12 +200,13 @@ class _Evidence:
         """
         choices: list[list[int]] = []
         owners: list[str] = []
-        for key, stage in ((key, stage) for key, its in self.tied.items() for stage in its):
-            low = max((layer for layer, its in self.stage.items() if its < stage), default=-1) + 1
-            high = min((layer for layer, its in self.stage.items() if its > stage), default=count)
-            if not any(low <= layer < high for layer in self.first_use.get(key, ())):
-                choices.append([layer for layer in range(low, high) if layer not in self.filed])
-                owners.append(key)
+        for key, stages in self.tied.items():
+            for stage in stages:
+                low = max((layer for layer, its in self.stage.items() if its < stage), default=-1) + 1
+                high = min((layer for layer, its in self.stage.items() if its > stage), default=count)
+                if not any(low <= layer < high for layer in self.first_use.get(key, ())):
+                    choices.append([layer for layer in range(low, high) if layer not in self.filed])
+                    owners.append(key)
         if math.prod(map(len, choices)) > MOST_CASES:
             raise _unsure("too many layers may use the tied ones")
         known = {layer: key for key in self.tied for layer in self.first_use.get(key, ())}
