@@ -82,6 +82,13 @@ def test_names_say_numbers_of_ranks_that_can_be(saved):
         zckpt.open(saved)
 
 
+def test_nothing_is_made_of_as_many_ranks_as_the_metadata_say(saved):
+    said = json.loads((saved / "checkpoint_metadata.json").read_text())
+    (saved / "checkpoint_metadata.json").write_text(json.dumps({**said, "dp": 10**12}))
+    with refusing(DamagedFileError, "too many data-parallel ranks: expected at most 65536, found 1000000000000"):
+        zckpt.open(saved)
+
+
 def test_a_folder_may_be_called_by_what_is_no_number(saved):
     [path] = saved.glob("model/model/final_layer_norm/pp_block/*")
     (saved / "model/model/\u00b2").mkdir()
@@ -115,6 +122,10 @@ def test_a_part_that_lies_nowhere_or_where_another_does_is_refused(saved):
         with refusing(DamagedFileError, "does not state where its part lies"):
             zckpt.open(saved)
     save_file({"data": data}, path, metadata=part(saved, 0)[2])
+    with refusing(LayoutError, f"the parts of {QKV} do not cover it exactly once"):
+        zckpt.open(saved)
+    flat = {"unsharded_shape": f"({data.numel()},)", "local_global_slices_pairs": "None,None,None#None,None,None"}
+    save_file({"data": data.flatten()}, path, metadata={**said, **flat})
     with refusing(LayoutError, f"the parts of {QKV} do not cover it exactly once"):
         zckpt.open(saved)
 

@@ -14,6 +14,7 @@ from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, about, listed
 from zckpt.evidence import note_not_used
 from zckpt.formats.companions import MAXIMUM_JSON_NBYTES, carry, files_below
+from zckpt.formats.lost import MOST_RANKS
 from zckpt.formats.nanotron import METADATA
 from zckpt.formats.safetensors import file as safetensors
 from zckpt.formats.torch_files.optimizer import (
@@ -97,10 +98,9 @@ class Weight:
                 for axis, (start, size) in enumerate(zip(low, sizes, strict=True)):
                     box = narrow(box, axis, start, size)
                 boxes.append((to, box))
-        whole = next(iter(self.parts.values())).whole
-        if overlap([(to, slot.shape) for to, slot in boxes]) or sum(slot.numel for _, slot in boxes) != math.prod(
-            whole
-        ):
+        whole, *others = (one.whole for one in self.parts.values())
+        fits = all(one == whole for one in others) and not overlap([(to, slot.shape) for to, slot in boxes])
+        if not fits or sum(slot.numel for _, slot in boxes) != math.prod(whole):
             raise LayoutError(f"the parts of {name} do not cover it exactly once", expected=whole, parameters=[name])
         return plain(placed(boxes))
 
@@ -245,6 +245,9 @@ def _ranks(checkpoint: Checkpoint, folder: Path, files: Sequence[tuple[Path, re.
             found=f"{len(found)}, none of pp {gone[0]}, dp {gone[1]}, tp {gone[2]}, exp {gone[3]}", code=MISSING_FILE,
         )  # fmt: skip
     dp = size_of(dict_of(checkpoint.metadata["nanotron"]), "dp") or dp
+    if dp > MOST_RANKS:
+        raise DamagedFileError("states too many data-parallel ranks", path=folder.parent / METADATA,
+                               expected=f"at most {MOST_RANKS}", found=dp)  # fmt: skip
     checkpoint.topology, checkpoint.world_size = Topology(dp, tp, pp, exp), dp * tp * pp
     if found:
         checkpoint.claims[str(folder / "optimizer_config.json")] = Claim(IMPLIED, "how ranks have cut the state")
