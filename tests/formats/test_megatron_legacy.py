@@ -189,6 +189,10 @@ def test_a_rank_that_is_missing_is_named(tmp_path):
     shutil.rmtree(run / "mp_rank_01_001")
     with refusing(ShardError, "none of rank 1 of stage 1"):
         zckpt.open(run)
+    for path in run.glob("*/model_optim_rng.pt"):  # nothing is made of as many as arguments say
+        edit(path, lambda content: setattr(content["args"], "tensor_model_parallel_size", 10**12))
+    with refusing(ShardError, "expected 1000000000000 tensor-parallel ranks.*none of rank 2 of stage 0"):
+        zckpt.open(run)
 
 
 def test_state_of_the_distributed_optimizer_that_is_missing_is_named(tmp_path):

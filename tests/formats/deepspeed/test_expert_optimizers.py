@@ -13,6 +13,7 @@ from tests.formats.deepspeed.contents import content_of, run_of
 from tests.formats.deepspeed.shards import FIXTURES, copy, edit, model_file, optimizer_file
 from tests.refusals import refusing
 from tests.truth import Truth, assert_consolidated
+from zckpt.formats.deepspeed.axes.auto_ep import layer_from
 
 WITHOUT_ZERO = ["moe_ep2_s0_bf16_dp2", "moe_ep2_s0_fp32_dp4"]
 ONLY_IN_019 = (
@@ -105,6 +106,13 @@ def test_masters_of_a_group_that_are_no_list_are_refused(tmp_path):
     edit(model_file(tag), lambda content: content["optimizer"]["fp32_groups"].__setitem__(0, True))
     with refusing(zckpt.DamagedFileError, "masters and param groups disagree"):
         zckpt.open(tag)
+
+
+def test_a_layer_of_more_experts_than_any_model_has_is_unreadable():
+    """Nothing is made of as many as a file says."""
+    entry = {"expert_key_prefix": "experts", "num_experts": 10**12, "ep_size": 10**12, "expert_placement": {}}
+    with refusing(zckpt.DamagedFileError, "unreadable ds_autoep_layers"):
+        layer_from(entry)
 
 
 def test_degree_is_what_the_groups_say(tmp_path):

@@ -25,7 +25,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
-from itertools import product
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
@@ -184,7 +183,7 @@ def _check_all(ranks: Sequence[RankFile], arguments: Arguments) -> None:
     there = {(one.pp, one.ep, one.tp) for one in ranks}
     kinds = zip(zip(*there, strict=True), (STAGE_RANKS, EXPERT_RANKS, TENSOR_RANKS), strict=True)
     pp, ep, tp = (max(1 + max(numbers), size_of(arguments, key) or 0) for numbers, key in kinds)
-    for p, e, t in product(range(pp), range(ep), range(tp)):
+    for p, e, t in ((p, e, t) for p in range(pp) for e in range(ep) for t in range(tp)):  # files say how many
         if (p, e, t) not in there:
             raise ShardError(
                 "rank files are missing",

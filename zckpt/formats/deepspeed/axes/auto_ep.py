@@ -37,6 +37,8 @@ from zckpt.torchfile import FromFile, node_of
 KEY = "ds_autoep_layers"
 FOLDING_KEY = "folding"
 """Of experts that are sliced over tensor-parallel ranks as well."""
+MOST_EXPERTS = 1 << 16
+"""A layer that a file says to have more is none of a model."""
 SLICED_AS_WELL = "experts of AutoEP that AutoTP slices as well, which DeepSpeed's own converter refuses, too"
 
 
@@ -89,7 +91,7 @@ def layer_from(entry: object) -> AutoLayer:
     """Return a layer as it is listed; errors are those of `auto_layers`."""
     known = dict_of(entry)
     prefix, experts, degree = known.get("expert_key_prefix"), size_of(known, "num_experts"), size_of(known, "ep_size")
-    if not isinstance(prefix, str) or experts is None or degree is None or experts % degree:
+    if not isinstance(prefix, str) or experts is None or degree is None or experts % degree or experts > MOST_EXPERTS:
         raise DamagedFileError(f"unreadable {KEY}", expected="layers with their experts and ranks",
                                found=str(entry)[:80])  # fmt: skip
     number, placement = known.get("moe_layer_id"), known.get("expert_placement")
