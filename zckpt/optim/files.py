@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -169,7 +170,7 @@ def open_for(
     SourceError
         It cannot be read; or (UnsupportedError) has state of an optimizer that is each rank's own.
     """
-    own = [name for group in order for name in group]
+    own = [*chain(*order)]
     names, naming = asked.names, asked.naming
     renamed = names is not None or naming.changes
     found = _open_renamed(path, order, asked) if renamed else _open(path, order, asked)
@@ -205,7 +206,7 @@ def _in_order(found: OpenedCheckpoint, order: Order) -> OpenedCheckpoint:
     groups = [group.parameters for group in found.param_groups]
     if all(name in found.parameters for some in groups for name in some):
         return found
-    filed = {ours: its for its, ours in aligned([name for own in order for name in own], found.parameters).items()}
+    filed = {ours: its for its, ours in aligned(chain(*order), found.parameters).items()}
     order = [[filed.get(name, name) for name in own] for own in order]  # an adapter's have other names in files
     names = {its: ours for some, own in zip(groups, order, strict=False) for its, ours in zip(some, own, strict=False)}
     numbers = {its: ours for its, ours in names.items() if its != ours}
@@ -238,15 +239,15 @@ def _open_renamed(path: str | os.PathLike[str], order: Order, asked: Asked) -> O
     if asked.names is not None or not (found.is_numbered or found.unnamed):
         return found
     told = {new: old for old, new in asked.naming.traced(found)[2].items()}
-    theirs = {ours: told[new] for new, ours in aligned([name for own in order for name in own], told).items()}
-    if not all(name in theirs for own in order for name in own):
+    theirs = {ours: told[new] for new, ours in aligned(chain(*order), told).items()}
+    if not all(name in theirs for name in chain(*order)):
         return found
     return _open(path, [[theirs[name] for name in own] for own in order], asked)
 
 
 def _open(path: str | os.PathLike[str], order: Order, asked: Asked) -> OpenedCheckpoint:
     """Open a checkpoint; where it has only numbers, under the optimizer's names, unless what it has says otherwise."""
-    own = [name for group in order for name in group]
+    own = [*chain(*order)]
     try:
         found = open_checkpoint(path, tag=asked.tag)
     except (UnsupportedError, LayoutError):

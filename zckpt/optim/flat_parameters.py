@@ -28,6 +28,10 @@ EXTRA_STATE = "_extra_state"
 """The end of the key under which a module keeps what is no tensor."""
 
 
+Called = Mapping[torch.Tensor, str]
+"""The name of each parameter."""
+
+
 @immutable(eq=False)
 class Member:
     """A parameter of a unit, as this rank has it."""
@@ -85,7 +89,7 @@ class Bare:
         """Return the first name of each parameter."""
         return {parameter: name for name, parameter in self.roles({})[1].items()}
 
-    def roles(self, trained: Mapping[torch.Tensor, str]) -> tuple[dict[str, str], dict[str, Any], list[str]]:
+    def roles(self, trained: Called) -> tuple[dict[str, str], dict[str, Any], list[str]]:
         """Return further names of parameters, with the first of each; what is not trained; and names of buffers."""
         owners, tied, frozen = dict(trained), dict[str, str](), dict[str, Any]()
         for name, parameter in self.parameters.items():

@@ -49,7 +49,7 @@ BELOW = "\0"
 class _Unsent:
     """Comes instead of what could not be sent."""
 
-    failure: Failure | None
+    failure: Failure
 
 
 _CONTROL: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
@@ -112,7 +112,7 @@ class Ranks:
                 unsent: list[Any] = [_Unsent(_packed(error))]  # it cannot be pickled, and others wait for something
                 dist.broadcast_object_list(unsent, src=self.members[0], group=self.group)
                 raise
-        if isinstance(received[0], _Unsent) and received[0].failure is not None:
+        if isinstance(received[0], _Unsent):
             _raise(0, received[0].failure)
         return received[0]  # type: ignore[no-any-return]
 
@@ -193,7 +193,7 @@ class Ranks:
             raise error
         if not self.any(error is not None):  # hardly ever is there one, and a number is cheaper to send
             return []
-        return self.gather_all(_packed(error))
+        return self.gather_all(None if error is None else _packed(error))
 
 
 def broadcast(tensor: torch.Tensor, rank: int, group: dist.ProcessGroup) -> dist.Work:
@@ -221,10 +221,8 @@ def answering() -> Iterator[None]:
         raise WorkerError("another rank has ended, or does not answer", found=found) from error
 
 
-def _packed(error: BaseException | None) -> Failure | None:
+def _packed(error: BaseException) -> Failure:
     """Return an error as what any process group can send."""
-    if error is None:
-        return None
     if isinstance(error, ZckptError):
         every = ((key, getattr(error, key)) for key in ("path", "expected", "found", "advice", "code"))
         return type(error), shown(error.message), {key: shown(str(value)) for key, value in every if value}

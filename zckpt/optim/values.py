@@ -310,6 +310,6 @@ def refuse_lossy(checkpoint: Checkpoint, reads: Iterable[Any], advice: str) -> N
 
 def read_scalars(slots: Sequence[Slot]) -> list[Scalar]:
     """Return the numbers that slots of one element each hold."""
-    tensors = [torch.empty(slot.shape, dtype=getattr(torch, slot.dtype)) for slot in slots]
-    read_tensors(TensorRead(slot, slot.whole, one) for slot, one in zip(slots, tensors, strict=True))
-    return [Scalar(one.item(), slot.dtype) for slot, one in zip(slots, tensors, strict=True)]
+    reads = [TensorRead(one, one.whole, torch.empty(one.shape, dtype=getattr(torch, one.dtype))) for one in slots]
+    read_tensors(reads)
+    return [Scalar(one.tensor.item(), one.slot.dtype) for one in reads]

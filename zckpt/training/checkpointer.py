@@ -26,6 +26,7 @@ from zckpt.operations.places import at_path, place_of
 from zckpt.optim.ranks import Place, Ranks
 from zckpt.optim.states.several import Given
 from zckpt.optim.tensors import Model, Stateful
+from zckpt.state import first_of
 from zckpt.storage.remote import is_url
 from zckpt.training.directory import new_identity
 from zckpt.training.ending import Ending, Sigterm
@@ -375,7 +376,7 @@ class Checkpointer:
         try:
             with at_path(place) as path:
                 every = check_digests(path, rank=self._ranks.rank, world_size=self._ranks.world_size)
-                found = [str(one) for one in every[:1]]
+                found = str(every[0]) if every else None
         except SourceError as error:
-            found = [str(error)]
-        return next((one for its in self._ranks.gather_all(found) for one in its), None)
+            found = str(error)
+        return first_of(self._ranks.gather_all(found))

@@ -35,7 +35,7 @@ from zckpt.optim.states.by_parameter import Snapshot
 from zckpt.optim.states.several import ALONE, Optimizers
 from zckpt.optim.tensors import ModelState, Share
 from zckpt.optim.values import Values
-from zckpt.state import Checkpoint, Extent, Parameter, Shape, Slot, Span, Topology
+from zckpt.state import Checkpoint, Extent, Parameter, Shape, Slot, Span, Topology, by_key
 from zckpt.state.partition import even_extents
 from zckpt.storage.durable import written
 from zckpt.training.live import Part
@@ -92,13 +92,12 @@ def divide(shares: Iterable[tuple[str, str, Share]], rank: int, members: Sequenc
     members : sequence of int
         The ranks, in the world, that save together.
     """
-    by_ranks: dict[tuple[int, ...], list[tuple[str, str, Share]]] = {}
-    for one in shares:
-        own = members if one[2].ranks is None else one[2].ranks
-        having = tuple(member for member in own if member in members)
-        by_ranks.setdefault(having, []).append(one)
+
+    def those_with(share: Share) -> tuple[int, ...]:
+        return tuple(one for one in (members if share.ranks is None else share.ranks) if one in members)
+
     held: list[Held] = []
-    for having, equal in by_ranks.items():
+    for having, equal in by_key((those_with(one[2]), one) for one in shares).items():
         if rank not in having:
             continue
         sizes = [(share.extent.numel, share.tensor.element_size()) for _, _, share in equal]
@@ -240,7 +239,7 @@ def save_workers(
     given: Mapping[str, Any],
     *,
     overwrite: bool,
-    identity: str | None = None,
+    identity: str | None,
 ) -> None:
     """Write a checkpoint of an optimizer whose parameters live on RPC workers.
 

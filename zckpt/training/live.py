@@ -76,9 +76,8 @@ class Live:
         """Tell whether this rank knows that ranks have different parts."""
         its = [*self.tensors.tensors.values(), *self.optimizers.parameters().values()]
         on_some = any(isinstance(one, DTensor) and one.device_mesh.size() < ranks.world_size for one in its)
-        optimizers = self.optimizers
-        are_parts = optimizers.is_sliced or any(one.renamed is not None for one in optimizers.states.values())
-        return on_some or are_parts or isinstance(self.model, (list, tuple))
+        are_experts = any(one.renamed is not None for one in self.optimizers.states.values())
+        return on_some or are_experts or self.slices is not None or isinstance(self.model, (list, tuple))
 
 
 @mutable

@@ -252,11 +252,11 @@ class _Held(Meeting):
             self._hold_slot(f"{slot} of {name}", owners.get(name), slot, share, expected.get(name, {}))
         for name, values in snapshot.values.items():
             for key, value in values.items():
-                self._hold_value(f"{key} of {name}", key, expected.get(name, {}), value)
+                self._hold_value(name, key, expected.get(name, {}), value)
         for group in snapshot.groups:
             for key, value in group.state.items():
                 for name in filter(expected.get, group.parameters):  # of others, shares tell
-                    self._hold_value(f"{key} of {name}", key, expected.get(name, {}), value)
+                    self._hold_value(name, key, expected[name], value)
         for name, tensor in state.holding():
             if not state.is_here(tensor) or not expected.get(name):
                 continue
@@ -278,11 +278,11 @@ class _Held(Meeting):
         elif share.tensor.count_nonzero():
             self.differences.append(f"{what} is not in the checkpoint, but the optimizer has some")
 
-    def _hold_value(self, what: str, key: str, expected: Mapping[str, object], value: object) -> None:
+    def _hold_value(self, name: str, key: str, expected: Mapping[str, object], value: object) -> None:
         if key in expected:
-            self._compare(what, expected[key], value)
+            self._compare(f"{key} of {name}", expected[key], value)
         elif number_of(value):
-            self.differences.append(f"{what} is not in the checkpoint, but {number_of(value)!r} here")
+            self.differences.append(f"{key} of {name} is not in the checkpoint, but {number_of(value)!r} here")
 
     def hold_others(self, scheduler: Stateful | None, grad_scaler: Stateful | None) -> None:
         """Compare what goes with a model and an optimizer."""

@@ -33,7 +33,7 @@ from zckpt.optim.tensors import SAMPLE_NBYTES, ModelState, Share, digest_of, wor
 from zckpt.optim.zero.files import refuse_parts
 from zckpt.optim.zero.optimizer import ZeroOptimizer
 from zckpt.optim.zero.stepping import model_rank
-from zckpt.state import WEIGHT, Extent, Parameter, Shape, by_key
+from zckpt.state import WEIGHT, Extent, Parameter, Shape, by_key, differ
 from zckpt.state.boxes import Box, boxes_of, row_major
 from zckpt.state.spans import position
 
@@ -288,10 +288,10 @@ def _collect(
 def _compare(told: Sequence[tuple[Any, Mapping[str, bytes], Mapping[str, bytes]]]) -> None:
     """Refuse values that contradict the rules."""
     for message, digests in by_key(one for _, same, _ in told for one in same.items()).items():
-        if len({*digests}) > 1:
+        if differ(digests):
             raise LayoutError(message, advice="keep only what is the same on all of them there")
     for name, digests in by_key(one for _, _, apart in told for one in apart.items()).items():
-        if len({*digests}) == 1 and digests[0]:
+        if digests[0] and not differ(digests):
             raise LayoutError(
                 f"{name} is the same on ranks of all slices, although no rule says that each has the whole",
                 advice="say so in tp_rules: tp_replicated_parameter_patterns",

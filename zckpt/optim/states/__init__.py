@@ -17,15 +17,13 @@ Another optimizer is a module here, and a line in `STATES`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.optim.flat_parameters import Members, check_named
+from zckpt.optim.flat_parameters import Called, Members, check_named
 from zckpt.optim.param_groups import parameters_of
 from zckpt.optim.states.by_parameter import OptimizerState
 
@@ -53,7 +51,7 @@ WRAPPERS = {"accelerate.optimizer.AcceleratedOptimizer": "optimizer"}
 """Classes that only hold an optimizer, and the attribute that has it."""
 
 
-def state_class(optimizer: Optimizer) -> Any:
+def state_class(optimizer: Optimizer) -> type[OptimizerState]:
     """Return the class of an optimizer's state; its class, or else the nearest that it is derived from, decides.
 
     Raises UsageError: it is no optimizer.
@@ -62,7 +60,8 @@ def state_class(optimizer: Optimizer) -> Any:
         name = f"{base.__module__}.{base.__qualname__}"
         if name in STATES:
             module, _, cls = STATES[name].partition(".")
-            return getattr(import_module(f"{__name__}.{module}"), cls)
+            found: type[OptimizerState] = getattr(import_module(f"{__name__}.{module}"), cls)
+            return found
     raise UsageError("not an optimizer", expected="a torch.optim.Optimizer", found=torch.typename(optimizer))
 
 
@@ -75,7 +74,7 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def state_of(optimizer: Optimizer, known: Mapping[torch.Tensor, str], members: Members) -> OptimizerState:
+def state_of(optimizer: Optimizer, known: Called, members: Members) -> OptimizerState:
     """Return the state of an optimizer.
 
     `known`: names of the model's parameters; `members`: those that FullyShardedDataParallel has. Raises UsageError: a
@@ -84,17 +83,15 @@ def state_of(optimizer: Optimizer, known: Mapping[torch.Tensor, str], members: M
     """
     cls = state_class(optimizer)
     parameters = parameters_of(optimizer.param_groups)
-    made: OptimizerState
     if not any(isinstance(one, torch.Tensor) and one in members.held for one in parameters):
         for one in parameters:
             check_named(one)
-        made = cls(optimizer, known)
-        return made
-    flat = import_module(f"{__name__}.flat_parameters")
+        return cls(optimizer, known)
     if cls is not OptimizerState:
         raise UnsupportedError(
             f"{type(optimizer).__name__} with parameters in FullyShardedDataParallel",
             advice="use an optimizer from torch.optim",
         )
-    made = flat.FlatState(optimizer, known, members)
-    return made
+    from zckpt.optim.states.flat_parameters import FlatState
+
+    return FlatState(optimizer, known, members)

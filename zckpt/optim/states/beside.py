@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from zckpt.errors import DamagedFileError, UnsupportedError, UsageError, listed
 from zckpt.formats.torch_files.optimizer import BESIDE
 from zckpt.immutable import mutable
+from zckpt.optim.flat_parameters import Called
 from zckpt.optim.param_groups import Group, Names, hyperparameters
 from zckpt.optim.values import PLAIN, inside, value_of
 from zckpt.state import dict_of, without
@@ -70,7 +71,7 @@ class Declared:
     odd: dict[torch.Tensor, Values] = field(default_factory=dict)
     beside: Beside = field(default_factory=Beside)
 
-    def tree(self, called: Mapping[torch.Tensor, str]) -> dict[str, Any] | None:
+    def tree(self, called: Called) -> dict[str, Any] | None:
         """Return what is beside, to be written; None: nothing.
 
         Raises UnsupportedError: a tensor in it, of parameters of which ranks have shares, would be a rank's own.

@@ -24,6 +24,7 @@ from zckpt.formats.torch_files.quantised import NESTED
 from zckpt.immutable import immutable, mutable
 from zckpt.naming import AS_IT_IS, Naming
 from zckpt.operations.open import OpenedCheckpoint
+from zckpt.optim.flat_parameters import Called
 from zckpt.optim.param_groups import (
     SHOWN,
     Group,
@@ -36,7 +37,15 @@ from zckpt.optim.param_groups import (
 )
 from zckpt.optim.ranks import Place
 from zckpt.optim.states.beside import Beside, Declared, declared, is_of_save
-from zckpt.optim.states.expected import STEP, check_keys, keep_types, makes_state, rehearse, wanted
+from zckpt.optim.states.expected import (
+    STEP,
+    check_keys,
+    keep_types,
+    makes_state,
+    rehearse,
+    single_numbers,
+    wanted,
+)
 from zckpt.optim.tensors import Share, room_like, share_of
 from zckpt.optim.values import are_tensors, as_stored, as_torch, is_made, like, value_of
 from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot
@@ -159,7 +168,7 @@ class OptimizerState:
     beside: Beside
     """What is loaded besides state."""
 
-    def __init__(self, optimizer: Optimizer, known: Mapping[torch.Tensor, str]) -> None:
+    def __init__(self, optimizer: Optimizer, known: Called) -> None:
         if not isinstance(getattr(optimizer, "state", None), Mapping):  # torchao's CPUOffloadOptimizer has none
             raise UnsupportedError(
                 f"{type(optimizer).__name__} has no `state` by parameter, as torch's optimizers have",
@@ -220,9 +229,8 @@ class OptimizerState:
 
     @cached_property
     def _numbers(self) -> set[str]:
-        """The keys of which a parameter has one number: of a parameter that is one, its shape does not say which."""
-        every = ((key, v) for p, its in self._declared.state.items() if p.dim() for key, v in its.items())
-        return {STEP, *(key for key, value in every if isinstance(value, torch.Tensor) and not value.dim())}
+        """The keys of which a parameter has one number."""
+        return {STEP} | single_numbers(self._declared.state)
 
     def _shares(
         self, name: str, parameter: torch.Tensor, key: str, value: torch.Tensor, found: Snapshot

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed.loss_scaling import LOSS_SCALER, of_stage0
-from zckpt.optim.flat_parameters import Member
+from zckpt.optim.flat_parameters import Called, Member
 from zckpt.optim.states.beside import Declared
 from zckpt.optim.states.by_parameter import Snapshot, stored_groups
 from zckpt.optim.states.flat_parameters import OfMembers
@@ -35,7 +35,7 @@ class DeepSpeedState(OfMembers):
 
     is_only_compared = True
 
-    def __init__(self, optimizer: Any, known: Mapping[torch.Tensor, str]) -> None:
+    def __init__(self, optimizer: Any, known: Called) -> None:
         unknown = type(optimizer).__name__.startswith(("ZenFlow", "MiCS")) or getattr(
             optimizer, "swap_optimizer", False
         )

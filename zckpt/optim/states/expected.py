@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from zckpt.errors import UsageError, listed
 from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.immutable import immutable
+from zckpt.optim.flat_parameters import Called
 from zckpt.optim.param_groups import Group, hyperparameters, parameters_of
 from zckpt.optim.states.beside import Beside
 from zckpt.state import positions, without
@@ -130,7 +131,7 @@ def rehearse(
     optimizer: Optimizer,
     state: Mapping[torch.Tensor, Mapping[str, Any]],
     settings: Sequence[Group],
-    called: Mapping[torch.Tensor, str],
+    called: Called,
     beside: Beside,
 ) -> None:
     """Raise UsageError if an optimizer's `load_state_dict` fails, which is called on a copy.
@@ -183,6 +184,12 @@ def _whole_copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     return made
 
 
+def single_numbers(state: Mapping[torch.Tensor, Mapping[str, Any]]) -> set[str]:
+    """Return the keys of which a parameter has one number: of a parameter that is one, its shape does not say which."""
+    every = ((key, value) for parameter, its in state.items() if parameter.dim() for key, value in its.items())
+    return {key for key, value in every if isinstance(value, torch.Tensor) and not value.dim()}
+
+
 def keep_types(optimizer: Optimizer, given: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
     """Give back what `load_state_dict` has made of values that it must not cast: they stay as they were.
 
@@ -190,8 +197,7 @@ def keep_types(optimizer: Optimizer, given: Mapping[torch.Tensor, Mapping[str, A
     `mu_product`, in float32 beside parameters in 16 bits); and whatever can be iterated over: of a text it makes the
     name of a generator. `given`: what the optimizer was given, by parameter.
     """
-    every = [(key, value) for parameter, its in given.items() if parameter.dim() for key, value in its.items()]
-    single = {key for key, value in every if isinstance(value, torch.Tensor) and not value.dim()}
+    single = single_numbers(given)
     for parameter, its in given.items():
         loaded = optimizer.state.get(parameter, {})
         for key, value in its.items():

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from zckpt.compare.logical import parameter_values
 from zckpt.engine.tensors import TensorRead
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.optim.flat_parameters import Member, Members
+from zckpt.optim.flat_parameters import Called, Member, Members
 from zckpt.optim.param_groups import Group, parameters_of
 from zckpt.optim.states.by_parameter import OptimizerState, Snapshot, is_trained
 from zckpt.optim.states.expected import check_keys, makes_state
@@ -131,7 +131,7 @@ class FlatState(OfMembers):
 
     advice = "wrap with use_orig_params=True"
 
-    def __init__(self, optimizer: Optimizer, known: Mapping[torch.Tensor, str], members: Members) -> None:
+    def __init__(self, optimizer: Optimizer, known: Called, members: Members) -> None:
         firsts = {tensor: every[0][0] for tensor, every in members.held.items()}
         super().__init__(optimizer, {**known, **firsts})
         self.held = {one: members.held[one] for one in self.called if one in members.held}

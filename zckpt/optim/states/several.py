@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.torch_files.optimizer import OPTIMIZERS
 from zckpt.operations.open import OpenedCheckpoint
-from zckpt.optim.flat_parameters import Members
+from zckpt.optim.flat_parameters import Called, Members
 from zckpt.optim.param_groups import Names
 from zckpt.optim.ranks import Place
 from zckpt.optim.states import state_class, state_of, unwrapped
@@ -65,11 +65,10 @@ class Optimizers:
     """
 
     def __init__(
-        self, given: Given, known: Mapping[torch.Tensor, str], members: Members = NONE, *,
+        self, given: Given, known: Called, members: Members = NONE, *,
         in_parts: bool = False, is_sliced: bool = False,
     ) -> None:  # fmt: skip
         self.states = {name: state_of(one, known, members) for name, one in named(given).items()}
-        self.is_sliced = is_sliced
         self.is_one = in_parts and isinstance(given, (list, tuple)) and bool(given)
         for state in self.states.values():
             state.is_sliced = is_sliced

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from zckpt.engine.tensors import TensorRead
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.deepspeed.axes.experts import is_expert
 from zckpt.formats.deepspeed.loss_scaling import of_stage0
-from zckpt.optim.flat_parameters import Member
+from zckpt.optim.flat_parameters import Called, Member
 from zckpt.optim.param_groups import Names, by_tensor
 from zckpt.optim.ranks import answering
 from zckpt.optim.states.by_parameter import Snapshot, Target, stored_groups
@@ -37,7 +37,7 @@ class ZeroState(OfMembers):
     writes = "deepspeed"
     optimizer: ZeroOptimizer
 
-    def __init__(self, optimizer: ZeroOptimizer, known: Mapping[torch.Tensor, str]) -> None:
+    def __init__(self, optimizer: ZeroOptimizer, known: Called) -> None:
         super().__init__(optimizer, known)
         self._own_names = self.called
         if any(group.is_expert for group in optimizer.groups):

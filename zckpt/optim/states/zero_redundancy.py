@@ -7,7 +7,6 @@ metadata.pt                  what these do not say: the order of names, and whic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from zckpt.formats.survey import checksums_by_path
 from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, OWNED, rank_name
 from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
 from zckpt.optim.files import open_for
-from zckpt.optim.flat_parameters import Bare
+from zckpt.optim.flat_parameters import Bare, Called
 from zckpt.optim.param_groups import Names, numbers_of, sync
 from zckpt.optim.ranks import Ranks, written_together
 from zckpt.optim.states.beside import declared
@@ -119,7 +118,7 @@ class WorkersState(OptimizerState):
     is_remote = True
     writes = "zero-redundancy"
 
-    def __init__(self, optimizer: DistributedOptimizer, known: Mapping[torch.Tensor, str]) -> None:
+    def __init__(self, optimizer: DistributedOptimizer, known: Called) -> None:
         del known  # of tensors of this process
         self.optimizer = optimizer
 
