@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from zckpt.errors import ZckptError
 from zckpt.optim.param_groups import (
     Group,
+    by_tensor,
     check_shapes,
     copied_to_cpu,
     local_dict,
@@ -76,17 +77,12 @@ class DistributedOptimizer(Optimizer):
             raise ValueError("an empty parameter list")
         groups = [with_names(group) for group in (given if isinstance(given[0], dict) else [{"params": given}])]
         self.__setstate__({"defaults": {}, "state": {}, "param_groups": groups})
-        self._workers: list[Worker] = []
-        for parameter in parameters_of(groups):
-            if parameter.owner() not in self._workers:
-                self._workers.append(parameter.owner())
         made = [
             rpc.rpc_async(worker, _make, args=(optimizer_class, self._groups_of(worker), args, kwargs))
-            for worker in self._workers
+            for worker in dict.fromkeys(parameter.owner() for parameter in parameters_of(groups))
         ]
         self.remote_optimizers: list[Any] = _wait(made)
-        answers = self.call(LocalOptimizer.hyperparameters)
-        for defaults, theirs in answers[:1]:
+        for defaults, theirs in self.call(LocalOptimizer.hyperparameters)[:1]:
             self.defaults = defaults
             sync(theirs, self.param_groups)
 
@@ -195,16 +191,16 @@ class LocalOptimizer:
             zip(chain.from_iterable(group["param_names"] for group in groups), parameters_of(groups), strict=True)
         )
 
-    def by_number(self) -> dict[int, torch.Tensor]:
-        """Return this worker's parameters."""
-        return dict(zip(chain(*self.numbers), parameters_of(self.optimizer.param_groups), strict=True))
+    def numbered(self) -> dict[torch.Tensor, int]:
+        """Return the number of each of this worker's parameters."""
+        return by_tensor(self.optimizer.param_groups, self.numbers)
 
     def step(self, context_id: int, hyperparameters: list[Group]) -> list[Group]:
         """Step with the gradients of a context; `grad` of no parameter is changed."""
         gradients = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
         with self.lock:
             sync(hyperparameters, self.optimizer.param_groups)
-            with with_gradients({parameter: gradients.get(parameter) for parameter in self.by_number().values()}):
+            with with_gradients({parameter: gradients.get(parameter) for parameter in self.numbered()}):
                 self.optimizer.step()
             return list(map(hyperparameters_of, self.optimizer.param_groups))
 
@@ -221,23 +217,21 @@ class LocalOptimizer:
         with self.lock:
             return {
                 number: copied_to_cpu(self.optimizer.state[parameter])
-                for number, parameter in self.by_number().items()
+                for parameter, number in self.numbered().items()
                 if parameter in self.optimizer.state
             }
 
     def check(self, state: State, hyperparameters: list[Group]) -> None:  # noqa: ARG002  # as `load`
         """Raise ValueError unless state fits this worker's parameters."""
-        parameters = self.by_number()
-        for number, values in state.items():
-            check_shapes(number, values, parameters[number])
+        check_shapes(state, self.numbered())
 
     def load(self, state: State, hyperparameters: list[Group]) -> None:
         """Load state by number, laid out in memory as its parameter is; what is not there is cleared."""
         with self.lock:
             own = self.optimizer.param_groups
             saved = [{**hyperparameters_of(its), **new} for its, new in zip(own, hyperparameters, strict=True)]
-            numbers = {parameter: number for number, parameter in self.by_number().items()}
-            self.optimizer.load_state_dict(local_dict({"state": state, "param_groups": saved}, numbers, own))
+            given = {"state": state, "param_groups": saved}
+            self.optimizer.load_state_dict(local_dict(given, self.numbered(), own))
 
 
 def _make(optimizer_class: Callable[..., Optimizer], groups: list[Group], args: Sequence[Any], kwargs: Group) -> Any:

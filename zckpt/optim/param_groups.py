@@ -8,11 +8,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from zckpt.errors import UsageError
+from zckpt.optim.flat_parameters import Called
 from zckpt.optim.tensors import copied_like
 from zckpt.state import without
 from zckpt.state.names import bare_names
@@ -21,6 +22,8 @@ SHOWN = 4
 """How many names a message lists."""
 
 Group = dict[str, Any]
+
+Key = TypeVar("Key")
 
 OWN_KEYS = ("params", "param_names")
 """What a param group says of its parameters, of which each rank's groups have some."""
@@ -120,19 +123,21 @@ def read_group(group: Group) -> Group:
     return made
 
 
-def check_shapes(number: object, values: object, parameter: torch.Tensor) -> None:
-    """Refuse state that is per element and of another shape than the parameter."""
-    if not isinstance(values, Mapping):
-        raise ValueError(f"the state of parameter {number} is {type(values).__name__}, not a dict")  # noqa: TRY004
-    for key, value in values.items():
-        if not isinstance(value, torch.Tensor) or value.dim() != parameter.dim() or value.shape == parameter.shape:
-            continue
-        if value.numel() == 1 or set(value.shape) <= {1, *parameter.shape}:
-            continue  # a factor of a matrix: [rows, 1], [1, columns] or [rows, rows]
-        raise ValueError(
-            f"{key} of parameter {number} has shape {tuple(value.shape)} in the state dict; "
-            f"the parameter has {tuple(parameter.shape)}"
-        )
+def check_shapes(state: Mapping[Any, object], numbers: Mapping[torch.Tensor, int]) -> None:
+    """Refuse state by number that is per element and of another shape than its parameter."""
+    for parameter, number in numbers.items():
+        values = state.get(number, {})
+        if not isinstance(values, Mapping):
+            raise ValueError(f"the state of parameter {number} is {type(values).__name__}, not a dict")  # noqa: TRY004
+        for key, value in values.items():
+            if not isinstance(value, torch.Tensor) or value.dim() != parameter.dim() or value.shape == parameter.shape:
+                continue
+            if value.numel() == 1 or set(value.shape) <= {1, *parameter.shape}:
+                continue  # a factor of a matrix: [rows, 1], [1, columns] or [rows, rows]
+            raise ValueError(
+                f"{key} of parameter {number} has shape {tuple(value.shape)} in the state dict; "
+                f"the parameter has {tuple(parameter.shape)}"
+            )
 
 
 def matched(state_dict: Mapping[str, Any], groups: Sequence[Group], *, by_name: bool) -> list[Any]:
@@ -201,7 +206,7 @@ Names = list[list[str]]
 """The names of each param group's parameters, in the optimizer's order."""
 
 
-def group_names(groups: Sequence[Mapping[str, Any]], known: Mapping[torch.Tensor, str]) -> Names:
+def group_names(groups: Sequence[Mapping[str, Any]], known: Called) -> Names:
     """Return the names of all parameters, as the bare model has them: the model's, or else the optimizer's own.
 
     `known` are the names of the model's parameters. Raises UsageError: some have neither.
@@ -221,6 +226,6 @@ def group_names(groups: Sequence[Mapping[str, Any]], known: Mapping[torch.Tensor
     return [[known[p] if p in known else own[p] for p in group["params"]] for group in groups]
 
 
-def by_tensor(groups: Sequence[Mapping[str, Any]], names: Names) -> dict[torch.Tensor, str]:
-    """Return the name of each parameter of param groups."""
-    return dict(zip(parameters_of(groups), chain(*names), strict=True))
+def by_tensor(groups: Sequence[Mapping[str, Any]], called: Iterable[Iterable[Key]]) -> dict[torch.Tensor, Key]:
+    """Return the name, or the number, of each parameter of param groups, given those of each group."""
+    return dict(zip(parameters_of(groups), chain(*called), strict=True))

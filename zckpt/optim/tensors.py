@@ -5,7 +5,7 @@ A fused optimizer needs state to lie in memory as its parameter does, or steps i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field, replace
 from hashlib import blake2b
@@ -292,6 +292,14 @@ def copied_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value.detach())
 
 
+def end_to_end(elements: torch.Tensor, tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield tensors, each with its elements of a flat one in which they lie end to end."""
+    at = 0
+    for one in tensors:
+        yield one, elements[at : at + one.numel()]
+        at += one.numel()
+
+
 @contextmanager
 def with_gradients(gradients: Mapping[torch.Tensor, torch.Tensor | None]) -> Iterator[None]:
     """Let parameters have these gradients for a while."""
@@ -321,8 +329,4 @@ def reduced_gradients(bucket: GradBucket, future: Future[torch.Tensor]) -> list[
     """
     result = future.wait()
     reduced = result[0] if isinstance(result, (list, tuple)) else result
-    found, at = [], 0
-    for parameter in bucket.parameters():
-        found.append(shaped(reduced[at : at + parameter.numel()], parameter).to(parameter.dtype))
-        at += parameter.numel()
-    return found
+    return [shaped(elements, one).to(one.dtype) for one, elements in end_to_end(reduced, bucket.parameters())]

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from zckpt.optim.param_groups import SHOWN, Group
-from zckpt.optim.tensors import Future, GradBucket, Hook, reduced_gradients
+from zckpt.optim.tensors import Future, GradBucket, Hook, end_to_end, reduced_gradients
 from zckpt.optim.zero.flat import FlatOptimizer
 from zckpt.optim.zero.gradients import ShardedGradient, ShardedGradients
 from zckpt.optim.zero.reduction import Bucket, Reducer, fill
@@ -57,16 +57,11 @@ class BackwardOptimizer(FlatOptimizer):
         self._hooks: dict[torch.Tensor, list[RemovableHandle]] = {}
         self._sharded = ShardedGradients()
         self._syncs = True
-        self._passes = 0
         self._pass: int | None = None
         self._last_graph = -1
-        self._is_fresh = False
-        self._is_complete = False
-        self._is_reduced = True
         self._is_forced = False
         self._boundary: bool | None = None
-        self._window_is_open = False
-        self._failed = False
+        self._begin_window()
         self._inner: tuple[Hook, Any] | None = None
         self._ddp_buckets: dict[tuple[int, ...], Bucket] = {}
         self._ddp_came = False
@@ -75,6 +70,14 @@ class BackwardOptimizer(FlatOptimizer):
         super().__init__(*given)
         self._reducer = Reducer(self, self._take)
         self._hook_all()
+
+    def _begin_window(self) -> None:
+        self._passes = 0
+        self._is_complete = False
+        self._is_fresh = False
+        self._is_reduced = True
+        self._window_is_open = False
+        self._failed = False
 
     @property
     def loss_scale(self) -> float:
@@ -446,12 +449,7 @@ class BackwardOptimizer(FlatOptimizer):
             parameter.grad = None
         self._local.clear()
         self._reducer.end_window()
-        self._passes = 0
-        self._is_complete = False
-        self._is_fresh = False
-        self._is_reduced = True
-        self._window_is_open = False
-        self._failed = False
+        self._begin_window()
 
     def _refuse_unused(self, missing: list[torch.Tensor]) -> None:
         """Raise RuntimeError on all ranks if any of them has parameters without gradient."""
@@ -487,7 +485,7 @@ class BackwardOptimizer(FlatOptimizer):
             alike = [gradient for gradient in others if gradient.dtype == dtype]
             wire = torch.cat([gradient.reshape(-1) for gradient in alike]).div_(dist.get_world_size(self.process_group))
             dist.all_reduce(wire, group=self.process_group)
-            for gradient, found in zip(alike, torch.split(wire, [one.numel() for one in alike]), strict=True):
+            for gradient, found in end_to_end(wire, alike):
                 gradient.copy_(found.view(gradient.shape))
         done: Future[torch.Tensor] = Future()
         done.set_result(given.buffer())

@@ -152,14 +152,15 @@ class States:
 
 def with_objects(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict that can be written, and that DeepSpeed takes for its own."""
-    made = dict(state_dict)
-    made["loss_scaler"] = scaler_object(made["loss_scaler"])
-    made["zero_stage"] = stage_of(made["zero_stage"])
-    made["param_slice_mappings"] = [
-        {name: address_of(its.numel, its.start) for name, its in mapping.items()}
-        for mapping in made["param_slice_mappings"]
-    ]
-    return made
+    return {
+        **state_dict,
+        "loss_scaler": scaler_object(state_dict["loss_scaler"]),
+        "zero_stage": stage_of(state_dict["zero_stage"]),
+        "param_slice_mappings": [
+            {name: address_of(its.numel, its.start) for name, its in mapping.items()}
+            for mapping in state_dict["param_slice_mappings"]
+        ],
+    }
 
 
 def scaler_object(scaler: Scaler) -> Object:

@@ -32,7 +32,7 @@ from zckpt.formats.torch_files.writer import NewStorage, ValueContent, lay_out, 
 from zckpt.immutable import immutable
 from zckpt.operations.small_file import beside_it, check_text, name_of, write_text
 from zckpt.operations.target import write_target
-from zckpt.optim.flat_parameters import Bare
+from zckpt.optim.flat_parameters import Bare, Called
 from zckpt.optim.ranks import Ranks, written_together
 from zckpt.optim.states.by_parameter import Target
 from zckpt.optim.tensors import bare
@@ -51,7 +51,7 @@ OWNED = Owned(lambda name: classify(name, name) is not None)
 _SECTIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def save(optimizer: ZeroOptimizer, names: Mapping[torch.Tensor, str], target: Target) -> None:
+def save(optimizer: ZeroOptimizer, names: Called, target: Target) -> None:
     """Write a tag's directory that DeepSpeed loads at the same world size, and `latest` beside it.
 
     `names` are those of all parameters. Experts are written once each, and each slice of a model-parallel model by its
@@ -100,7 +100,7 @@ def save(optimizer: ZeroOptimizer, names: Mapping[torch.Tensor, str], target: Ta
 
 def refuse_parts(optimizer: ZeroOptimizer) -> None:
     """Raise UnsupportedError for slices of models of which nothing says what they are of."""
-    if model_rank(optimizer.model_parallel)[1] > 1:
+    if optimizer.is_model_parallel:
         raise UnsupportedError(
             "a model-parallel model needs rules that say how tensors are cut",
             advice="give tp_rules= in the form of universal_checkpoint_info",
@@ -130,7 +130,7 @@ def _config(optimizer: ZeroOptimizer, experts: Experts) -> dict[str, Any]:
 def _model(
     optimizer: ZeroOptimizer,
     its: Bare,
-    names: Mapping[torch.Tensor, str],
+    names: Called,
     step: int | None,
     beside: Mapping[str, Any],
     tensors: dict[str, torch.Tensor],
@@ -245,7 +245,7 @@ class Experts:
         return layer_of(name) or None, expert_number(self.named(name))
 
 
-def experts_of(optimizer: FlatOptimizer, names: Mapping[torch.Tensor, str], order: list[str] | None = None) -> Experts:
+def experts_of(optimizer: FlatOptimizer, names: Called, order: list[str] | None = None) -> Experts:
     """Return the experts that this rank has.
 
     `names`: of its parameters, as this rank's model has them; `order`: the names of all parameters of the model; by

@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from zckpt.optim import param_groups
+from zckpt.optim.flat_parameters import Called
 from zckpt.optim.ranks import all_gather_flat, broadcast, wait_for
 from zckpt.optim.zero import stepping
 from zckpt.optim.zero.backward import BackwardOptimizer, WindowFailedError
 from zckpt.optim.zero.deepspeed_state import MASTERS, STATE, STEP, VERSION, DeepSpeedState, ShareAddress, States
 from zckpt.optim.zero.flat import FlatGroup
 from zckpt.optim.zero.stepping import ModelParallel, Scaler, read_scaler, scaler_like
+from zckpt.state import first_of
 
 MASTER = "master"
 GRADIENT = "gradient"
@@ -251,7 +253,7 @@ class ZeroOptimizer(BackwardOptimizer):
         """Return whether it is true on any rank, also on those with other slices of the model. All call it together."""
         flag = torch.tensor([mine], dtype=torch.int32, device=self.groups[0].flat.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.process_group)
-        if self.model_parallel is not None and self.is_model_parallel:
+        if self.is_model_parallel:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.model_parallel.get_model_parallel_group())
         return bool(flag.item())
 
@@ -369,15 +371,15 @@ class ZeroOptimizer(BackwardOptimizer):
         whole: dict[str, Any] = self._through(self._optimizer_state_dict_post_hooks, DeepSpeedState(made))
         return whole
 
-    def make_state_dict(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
+    def make_state_dict(self, names: Called) -> dict[str, Any]:
         """Return `state_dict()` with other parameter names."""
         self._to_local()  # a scheduler's rates, set since the last step
         self.adopt_weights()
         groups, state = self.groups, self.optim.state
         lean = [group.partition - group.padding for group in groups]
-        made = self.settings()
+        held: dict[str, Any] = {}
         if self.elastic_checkpoint:
-            made[STATE] = [
+            held[STATE] = [
                 {
                     key: value[:numel] if _is_flat(value, group) else value
                     for key, value in state.get(group.master, {}).items()
@@ -389,20 +391,23 @@ class ZeroOptimizer(BackwardOptimizer):
                 its.get("step", state.get(group.master, {}).get("step"))
                 for its, group in zip(self.optim.param_groups, groups, strict=True)
             )
-            made[STEP] = next((int(step) for step in steps if step is not None), 0)
+            held[STEP] = int(first_of(steps) or 0)
         else:
-            made[STATE] = self.optim.state_dict()
-        made[MASTERS] = [group.master.detach()[:numel] for group, numel in zip(groups, lean, strict=True)]
-        made["zero_stage"] = self.stage
-        made["group_paddings"] = [group.padding for group in groups]
-        made["param_alignment_paddings"] = [list(group.pads) for group in groups]
-        made["partition_count"] = [group.world_size for group in groups]
-        made["ds_version"] = VERSION
-        made["param_slice_mappings"] = [
-            {names[group.parameters[one.index]]: ShareAddress(one.numel, one.position) for one in group.own}
-            for group in groups
-        ]
-        return made
+            held[STATE] = self.optim.state_dict()
+        return {
+            **self.settings(),
+            **held,
+            MASTERS: [group.master.detach()[:numel] for group, numel in zip(groups, lean, strict=True)],
+            "zero_stage": self.stage,
+            "group_paddings": [group.padding for group in groups],
+            "param_alignment_paddings": [list(group.pads) for group in groups],
+            "partition_count": [group.world_size for group in groups],
+            "ds_version": VERSION,
+            "param_slice_mappings": [
+                {names[group.parameters[one.index]]: ShareAddress(one.numel, one.position) for one in group.own}
+                for group in groups
+            ],
+        }
 
     def settings(self) -> dict[str, Any]:
         """Return what DeepSpeed keeps in addition to the state."""
@@ -462,10 +467,9 @@ class ZeroOptimizer(BackwardOptimizer):
     @torch.no_grad()
     def publish_masters(self) -> None:
         """Set the weights from the masters, on all ranks, after masters were set."""
-        for group in self.groups:
-            group.point()
         handles: list[dist.Work] = []
         for group in self.groups:
+            group.point()
             handles += publish(group, self.allgather_bucket_size)
         wait_for(handles)
 

@@ -227,7 +227,7 @@ class Reducer:
         )
         return Bucket(members, [Message(its, kind[1], kind[2], by_owner=by_owner) for kind, its in kinds.items()])
 
-    def launch(self, bucket: Bucket, gradients: Sequence[torch.Tensor | None], *, keep: bool = False) -> None:
+    def launch(self, bucket: Bucket, gradients: Sequence[torch.Tensor | None], *, keep: bool) -> None:
         """Send gradients of a bucket's members; `drain` waits for the result. They are overwritten, or kept."""
         overlap = self.optimizer.overlap_comm
         while len(self._flights) >= (2 if overlap else 1):

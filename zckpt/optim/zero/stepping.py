@@ -81,7 +81,7 @@ def global_norm(optimizer: FlatOptimizer, *, failed: bool) -> torch.Tensor:
     if failed:
         partial = [torch.full_like(one, math.inf) for one in partial]
     wait_for([dist.all_reduce(one, op=op, group=optimizer.process_group, async_op=True) for one in partial])
-    if model_parallel is not None and model_rank(model_parallel)[1] > 1:
+    if model_rank(model_parallel)[1] > 1:
         for one in partial:
             dist.all_reduce(one, op=op, group=model_parallel.get_model_parallel_group())
     norms = partial if infinite else [one.pow(1.0 / norm_type) for one in partial]

@@ -22,10 +22,9 @@ import torch.distributed as dist
 
 from zckpt.engine.workers import batched
 from zckpt.immutable import immutable, mutable
-from zckpt.optim import tensors
 from zckpt.optim.param_groups import copied_to_cpu
 from zckpt.optim.ranks import all_gather_flat, broadcast, wait_for
-from zckpt.optim.tensors import flat, is_dense
+from zckpt.optim.tensors import end_to_end, flat, is_dense, shaped
 
 DIRECT_NBYTES = 1 << 20
 """A contiguous parameter of this size is sent by itself: packing it would cost more than a message."""
@@ -140,12 +139,10 @@ def bucket_view_exchange(shares: Shares, *, gather: bool) -> Exchange:
 
 def flatten(tensor: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None:
     """Make parameters views of a flat tensor, end to end, that lie as they did."""
-    at = 0
-    for parameter in parameters:
-        view = tensors.shaped(tensor[at : at + parameter.numel()], parameter)
+    for parameter, elements in end_to_end(tensor, parameters):
+        view = shaped(elements, parameter)
         view.copy_(parameter.data)
         parameter.data = view
-        at += parameter.numel()
 
 
 def is_flat(tensor: torch.Tensor, parameters: Iterable[torch.Tensor]) -> bool:
@@ -171,8 +168,7 @@ def run(exchange: Exchange, group: dist.ProcessGroup, rank: int, world_size: int
     wait_for([*handles, *(broadcast(tensor, bucket.rank, group) for bucket, tensor in sent)])
     for bucket, tensor in sent:
         if bucket.rank != rank and bucket.tensor is None and not bucket.is_direct:
-            its = bucket.parameters
-            for parameter, elements in zip(its, torch.split(tensor, [p.numel() for p in its]), strict=True):
+            for parameter, elements in end_to_end(tensor, bucket.parameters):
                 parameter.data.copy_(elements.view(parameter.shape))
 
 
@@ -345,11 +341,9 @@ def cut(numels: Sequence[int], count: int) -> list[tuple[int, int]]:
     begin, rest = 0, sum(numels)
     for left in range(min(count, len(numels)), 0, -1):
         end, size = begin + 1, numels[begin]
-        while end <= len(numels) - left and left > 1 and size + numels[end] / 2 <= rest / left:
+        while end <= len(numels) - left and size + numels[end] / 2 <= rest / left:
             size += numels[end]
             end += 1
-        if left == 1:
-            end, size = len(numels), rest
         extents.append((begin, end))
         begin, rest = end, rest - size
     return extents

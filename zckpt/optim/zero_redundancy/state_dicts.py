@@ -50,9 +50,7 @@ def check(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> dict[torch.
     """Return the number that a dict has for each parameter of an optimizer. Raises ValueError: it is another's."""
     numbers = matched(state_dict, groups, by_name=True)
     found = dict(zip(parameters_of(groups), numbers, strict=True))
-    for parameter, number in found.items():
-        if number in state_dict["state"]:
-            check_shapes(number, state_dict["state"][number], parameter)
+    check_shapes(state_dict["state"], found)
     return found
 
 
