@@ -536,7 +536,13 @@ def test_less_than_everything_is_loaded_with_a_note(tmp_path):
         assert torch.equal(optimizer.held.state[one]["exp_avg"], its.state[two]["exp_avg"])
 
 
-@pytest.mark.parametrize("change", [{"rest": 1}, {"groups": [{}, {}]}, {"parameters": {"0.weight": 7}}, {"at": 7}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rest": 1}, {"groups": [{}, {}]}, {"parameters": {"0.weight": 7}}, {"at": 7}, {"at": [[1]]},
+        {"names": [1]}, {"names": [[1, 2]]}, {"names": [[["0.weight"]]]}, {"keys": [["exp_avg"]]},
+    ],
+)  # fmt: skip
 def test_what_is_none_of_ours_is_damage(change, tmp_path):
     model = net()
     zckpt.save(tmp_path / "c", model=model, optimizer=trained(MAKE["turning"](model), model, 2), step=2)

@@ -30,7 +30,7 @@ from zckpt.immutable import mutable
 from zckpt.optim.flat_parameters import Called
 from zckpt.optim.param_groups import Group, Names, hyperparameters
 from zckpt.optim.values import PLAIN, inside, value_of
-from zckpt.state import dict_of, without
+from zckpt.state import are_texts, dict_of, without
 from zckpt.state.names import aligned
 from zckpt.torchfile import Global, Object, each, node_of
 
@@ -145,7 +145,12 @@ def _is_tree(tree: object) -> bool:
     if not isinstance(tree, Mapping) or not all(key in tree and isinstance(tree[key], kinds[key]) for key in kinds):
         return False
     dicts = [*tree["groups"], *tree["parameters"].values()]
-    return all(isinstance(one, dict) for one in dicts) and len(tree["groups"]) in (0, len(tree["names"]))
+    return (
+        all(isinstance(one, dict) for one in dicts)
+        and len(tree["groups"]) in (0, len(tree["names"]))
+        and all(isinstance(its, list) and are_texts(its) for its in tree["names"])
+        and all(isinstance(key, (str, int)) for key in (*tree["keys"], *(tree["at"] or ())))
+    )
 
 
 def declared(optimizer: Optimizer) -> Declared:
