@@ -172,10 +172,11 @@ def _of_parts(parts: Sequence[torch.nn.Module]) -> ModelState:
 
 
 def set_extra(model: torch.nn.Module, key: str, value: object) -> None:
-    """Give the module that a key names what it keeps besides tensors."""
+    """Give the module that a key names what it keeps besides tensors, if it keeps anything."""
     for name, module in unwrapped(model).named_modules(remove_duplicate=False):
         bare_name = plain_name(name)
-        if key == (f"{bare_name}.{EXTRA_STATE}" if bare_name else EXTRA_STATE):
+        takes_some = type(module).set_extra_state is not torch.nn.Module.set_extra_state
+        if takes_some and key == (f"{bare_name}.{EXTRA_STATE}" if bare_name else EXTRA_STATE):
             module.set_extra_state(value)
 
 

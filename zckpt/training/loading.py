@@ -304,6 +304,10 @@ class _Loading(Meeting):
             *self.live.optimizers.notes, *(note for one in self.states for note in one.notes),
             *other.missing, *other.notes,
         ]  # fmt: skip
+        strange = other.modules.keys() - self.live.tensors.extra.keys()
+        is_whole = self.live.model is not None and not self.everywhere.tensors  # else other ranks have more modules
+        if strange and is_whole:
+            self.report.notes.append(f"left out: {listed(sorted(strange))}, which no module of the model keeps")
         for note in other.missing:
             warnings.warn(f"{shown(self.report.path)}: {note}", stacklevel=3)
         made_of_masters = {name for one in self.states for name in one.publishes}
