@@ -121,6 +121,32 @@ def test_what_no_module_keeps_any_more_is_left_out_with_a_note(tmp_path):
     assert zckpt.load(tmp_path / "c", optimizer=named).notes == []
 
 
+@pytest.mark.parametrize("step", [-1, 2.5, "7", 1 << 63])
+def test_a_step_that_no_file_could_hold_is_refused_before_anything_is_written(step, tmp_path):
+    model = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match="step is not a number of steps"):
+        zckpt.save(tmp_path / "c", model=model, step=step)
+    with zckpt.Checkpointer(tmp_path / "run") as checkpointer, pytest.raises(UsageError, match="number of steps"):
+        checkpointer.save(step, model=model)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "run"] == []
+
+
+@pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7), 7])
+def test_a_step_may_be_of_any_whole_type(step, tmp_path):
+    zckpt.save(tmp_path / "c", model=nn.Linear(2, 2), step=step)
+    assert zckpt.load(tmp_path / "c", strict=False).step == 7
+
+
+def test_what_is_no_number_takes_the_place_of_a_hyperparameter_in_a_tensor(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["limit"] = None
+    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
+    optimizer.param_groups[0]["limit"] = torch.tensor(1.0)
+    zckpt.load(tmp_path / "c", model=model, optimizer=optimizer)
+    assert optimizer.param_groups[0]["limit"] is None
+
+
 # --- beside
 
 

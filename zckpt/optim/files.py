@@ -39,6 +39,7 @@ from zckpt.optim.ranks import ALONE, Ranks, check_together, find_checksums
 from zckpt.optim.states.by_parameter import Asked, OptimizerState, Source, Target
 from zckpt.optim.states.several import Optimizers, process_group_of, workers_of
 from zckpt.optim.tensors import Model, bare, unwrapped
+from zckpt.optim.values import number_of_steps
 from zckpt.state.checkpoint import keys_listed
 from zckpt.state.names import aligned, is_number, like_model
 
@@ -75,12 +76,12 @@ def save(
     Raises
     ------
     UsageError
-        The parameters have no names, or a DistributedOptimizer would be saved to a store.
+        The parameters have no names, `step` is no number of steps, or a DistributedOptimizer would be saved to a store.
     TargetError
         The target exists or cannot be written.
     """
     [state] = Optimizers(optimizer, {} if model is None else bare(model).names()).states.values()
-    state.write(Target(place_of(path), model, step, beside or {}, overwrite))
+    state.write(Target(place_of(path), model, number_of_steps(step), beside or {}, overwrite))
 
 
 def load(

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
+from operator import index
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -16,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zckpt.engine.tensors import TensorRead, dtype_name, memory_of, read_tensors
-from zckpt.errors import UnsupportedError
+from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.torch_files.tensors import description, holds_tensors, slot_of
 from zckpt.state import Checkpoint, Extent, Scalar, Slot
@@ -231,12 +233,23 @@ _RULES: dict[type, Callable[[Any], Any]] = {
 }
 
 
+def number_of_steps(step: Any) -> int | None:
+    """Return a number of steps as files have it, of whatever type. Raises UsageError: it is no number of steps."""
+    if step is None:
+        return None
+    with suppress(TypeError):
+        found = index(step)  # which takes numpy's and torch's, too
+        if 0 <= found < 1 << 63:
+            return found
+    raise UsageError("step is not a number of steps", expected="an integer from 0 to 2**63-1", found=repr(step))
+
+
 # --- values of an optimizer that are no tensors of elements
 
 
 def like(value: Value, current: object) -> Value:
-    """Return a hyperparameter as the optimizer keeps it: in a tensor of its own, where it has one."""
-    if not isinstance(current, torch.Tensor):
+    """Return a hyperparameter as the optimizer keeps it: a number in a tensor of its own, where it has one."""
+    if not isinstance(current, torch.Tensor) or not isinstance(value, (torch.Tensor, bool, int, float, complex)):
         return value
     return value.to(current.device) if isinstance(value, torch.Tensor) else torch.full_like(current, value)
 

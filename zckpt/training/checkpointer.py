@@ -26,6 +26,7 @@ from zckpt.operations.places import at_path, place_of
 from zckpt.optim.ranks import Place, Ranks
 from zckpt.optim.states.several import Given
 from zckpt.optim.tensors import Model, Stateful
+from zckpt.optim.values import number_of_steps
 from zckpt.state import first_of
 from zckpt.storage.remote import is_url
 from zckpt.training.directory import new_identity
@@ -206,7 +207,7 @@ class Checkpointer:
 
     def _given(self, step: int, *trained: object) -> dict[str, Any]:
         names = ("model", "optimizer", "scheduler", "grad_scaler", "extra")
-        return {**dict(zip(names, trained, strict=True)), "step": step, "tp_rules": self._tp_rules}
+        return {**dict(zip(names, trained, strict=True)), "step": number_of_steps(step), "tp_rules": self._tp_rules}
 
     def _save(self, given: Mapping[str, Any]) -> None:
         self._finish()

@@ -28,7 +28,7 @@ from zckpt.optim.states import state_class
 from zckpt.optim.states.by_parameter import NamedShare, Snapshot
 from zckpt.optim.states.several import Given, check_file_system, named, process_group_of, workers_of
 from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, world_rank
-from zckpt.optim.values import Values
+from zckpt.optim.values import Values, number_of_steps
 from zckpt.training.directory import Prepared, RankState, Staging, divide, entries, of_first, save_workers, write
 from zckpt.training.live import NOT_THE_SAME, Live, Part, TpRules, settled, slices_of
 from zckpt.training.other_state import others_given, random_states
@@ -176,7 +176,8 @@ def save(
     Raises
     ------
     UsageError
-        Something has no name, a parameter is in two optimizers, or the format does not fit the optimizer.
+        Something has no name, a parameter is in two optimizers, `step` is no number, or the format does not fit the
+        optimizer.
     UnsupportedError
         Only a pickle could hold something.
     TargetError
@@ -184,7 +185,7 @@ def save(
     """
     given = {
         "model": model, "optimizer": optimizer, "scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra,
-        "step": step, "tp_rules": tp_rules,
+        "step": number_of_steps(step), "tp_rules": tp_rules,
     }  # fmt: skip
     return save_given(
         place_of(path), given, process_group,
