@@ -940,3 +940,12 @@ def test_what_lies_twice_is_refused_when_it_is_read(directory):
     slots = [slot for parameter in checkpoint.tensors() for slot in parameter.slots.values() if len(slot.spans) == 2]
     with refusing(LayoutError, "more than once"):
         read_slot(slots[0])
+
+
+@pytest.mark.parametrize("step", [-1, 1 << 70])
+def test_what_is_no_count_of_steps_is_carried_and_not_the_documents(step, tmp_path):
+    torch.save({"model": torch.nn.Linear(2, 2).state_dict(), "step": step}, tmp_path / "f.pt")
+    zckpt.convert(tmp_path / "f.pt", tmp_path / "c", to="zckpt")
+    found = zckpt.open(tmp_path / "c")
+    assert found.step is None
+    assert found.metadata["step"] == step

@@ -23,7 +23,7 @@ from zckpt.immutable import immutable
 from zckpt.state import ZEROS, Checkpoint, Extent, Slot, Span, nbytes_of, positions, stated, values_of
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import check_world_size, even_extents
-from zckpt.torchfile import Mentioned
+from zckpt.torchfile import MAX_ELEMENTS, Mentioned
 
 IDENTITY_NBYTES = 16
 
@@ -166,8 +166,9 @@ def describe(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[Mentioned]]:
             *(parameter.state for parameter in checkpoint.holders() if parameter.state),
         ]
     )
+    step = checkpoint.step
     members: dict[str, Any] = {
-        "step": checkpoint.step,
+        "step": None if step is None or not 0 <= step <= MAX_ELEMENTS else step,  # -1: before the first
         "loss_scale": nodes.write(checkpoint.loss_scale),
         "zero_stage": checkpoint.zero_stage,
         "world_size": checkpoint.world_size,
