@@ -536,6 +536,32 @@ def test_less_than_everything_is_loaded_with_a_note(tmp_path):
         assert torch.equal(optimizer.held.state[one]["exp_avg"], its.state[two]["exp_avg"])
 
 
+class Keyed(torch.optim.Optimizer):
+    """Keeps a tensor, a number and a setting under keys that no file could have for names."""
+
+    def __init__(self, parameters: Any, key: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.param_groups[0][key if key not in ("weight", "master") else "limit"] = float("nan")
+        self.key = key
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] |= {self.key: torch.full_like(parameter, 5), (self.key, 2): 7}
+
+
+@pytest.mark.parametrize("key", [0, None, ("a", 1), True, 1.5, "weight", "master"])
+def test_state_and_settings_may_have_any_keys(key, tmp_path):
+    (model, optimizer), (other, its) = ((one := net(seed), Keyed(one.parameters(), key)) for seed in (0, 1))
+    optimizer.step()
+    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
+    zckpt.load(tmp_path / "c", model=other, optimizer=its)
+    assert torch.equal(other[0].weight, model[0].weight)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(its.state[two][key], optimizer.state[one][key])
+        assert its.state[two][key, 2] == 7
+    assert repr({**its.param_groups[0], "params": 0}) == repr({**optimizer.param_groups[0], "params": 0})
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -1,8 +1,9 @@
 """What an optimizer's `state_dict()` has beside param groups and the state of parameters, and the way back into it.
 
-Of each parameter tensors and plain values go by their names, and of param groups plain hyperparameters: the
-optimizer's own, or those of one that it holds, whichever the state dict has innermost. All else is one tree, which the
-first rank writes, and which is in its place again when `load_state_dict` gets it:
+Of each parameter tensors and plain values go by their names, if their keys are texts and not what slots of weights are
+called, and of param groups plain hyperparameters: the optimizer's own, or those of one that it holds, whichever the
+state dict has innermost. All else is one tree, which the first rank writes, and which is in its place again when
+`load_state_dict` gets it:
 
 {"class": "Lookahead",
  "at": ["base_optimizer"],                      which keys of the state dict lead to param groups and state
@@ -30,7 +31,7 @@ from zckpt.immutable import mutable
 from zckpt.optim.flat_parameters import Called
 from zckpt.optim.param_groups import Group, Names, hyperparameters
 from zckpt.optim.values import PLAIN, inside, value_of
-from zckpt.state import are_texts, dict_of, without
+from zckpt.state import MASTER, WEIGHT, are_texts, dict_of, without
 from zckpt.state.names import aligned
 from zckpt.torchfile import Global, Object, each, node_of
 
@@ -182,13 +183,16 @@ def declared(optimizer: Optimizer) -> Declared:
             others[number] = values
             continue
         for key, value in values.items():
-            where = found.state if isinstance(value, torch.Tensor) or _is_plain(value) else found.odd
+            goes_by_name = isinstance(key, str) and key not in (WEIGHT, MASTER)  # which a slot's name can be
+            is_usual = goes_by_name and (isinstance(value, torch.Tensor) or _is_plain(value))
+            where = found.state if is_usual else found.odd
             where.setdefault(numbers[number], {})[key] = value
     odd = [
         {
             key: value
             for key, value in hyperparameters(group).items()
-            if not (_is_plain(value) or (isinstance(value, torch.Tensor) and not value.dim()))
+            if not isinstance(key, str)
+            or not (_is_plain(value) or (isinstance(value, torch.Tensor) and not value.dim()))
         }
         for group in its[GROUPS]
     ]

@@ -27,7 +27,7 @@ from zckpt.optim.ranks import Place
 from zckpt.optim.states import state_class, state_of, unwrapped
 from zckpt.optim.states.by_parameter import OptimizerState, Snapshot, Source
 from zckpt.state import ParamGroup, by_key
-from zckpt.torchfile import FromFile, node_of
+from zckpt.torchfile import FromFile, alike, node_of
 
 if TYPE_CHECKING:
     from zckpt.optim.distributed import DistributedOptimizer
@@ -233,14 +233,18 @@ def merged_groups(every: Iterable[Sequence[ParamGroup]]) -> list[ParamGroup]:
                 )  # fmt: skip
             for index, (group, one) in enumerate(zip(before, ours, strict=True)):
                 its, theirs = group.hyperparameters, one.hyperparameters
-                other = sorted(key for key in its.keys() | theirs.keys() if its.get(key) != theirs.get(key))
-                if other or group.state != one.state:
+                other = sorted(key for key in its.keys() | theirs.keys() if _differ(its.get(key), theirs.get(key)))
+                if other or _differ(group.state, one.state):
                     raise UsageError(
                         f"param group {index} differs between parts of an optimizer: {', '.join(other) or 'state'}",
                         advice=advice,
                     )
                 group.parameters = list(dict.fromkeys([*group.parameters, *one.parameters]))
     return [group for groups in found.values() for group in groups]
+
+
+def _differ(one: object, other: object) -> bool:
+    return one != other and not alike(one, other)  # NaN is not equal to itself
 
 
 def one_class(found: Mapping[str, str], more: Mapping[str, str]) -> dict[str, str]:
