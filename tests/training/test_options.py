@@ -23,7 +23,7 @@ import zckpt
 from tests.gloo import on_ranks, run
 from tests.live import trained
 from tests.training.trainings import BY_NAME, Training, differences, whole
-from zckpt.errors import DamagedFileError, UsageError
+from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
 from zckpt.formats.native.rank_file import recorded
 from zckpt.optim import DistributedOptimizer, ZeroOptimizer, ZeroRedundancyOptimizer
 from zckpt.training import saving as saving_module
@@ -145,6 +145,36 @@ def test_what_is_no_number_takes_the_place_of_a_hyperparameter_in_a_tensor(tmp_p
     optimizer.param_groups[0]["limit"] = torch.tensor(1.0)
     zckpt.load(tmp_path / "c", model=model, optimizer=optimizer)
     assert optimizer.param_groups[0]["limit"] is None
+
+
+class Strided(nn.Module):
+    """Has tensors that lie apart in memory."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.column = nn.Parameter(torch.randn(4, 3)[:, 1])
+        self.turned = nn.Parameter(torch.randn(4, 3).T)
+        self.register_buffer("every_second", torch.randn(2, 6)[:, ::2])
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_tensors_that_lie_apart_in_memory_are_saved_and_loaded(async_, tmp_path):
+    model, other = Strided(1), Strided(2)
+    saving = zckpt.save(tmp_path / "c", model=model, async_=async_)
+    if saving is not None:
+        saving.result()
+    zckpt.load(tmp_path / "c", model=other)
+    assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
+
+
+def test_a_model_without_memory_is_neither_saved_nor_said_to_be_loaded(tmp_path):
+    zckpt.save(tmp_path / "c", model=nn.Linear(2, 2))
+    empty = nn.Linear(2, 2, device="meta")
+    for call in (zckpt.save, zckpt.load, zckpt.assert_restored):
+        with pytest.raises(UnsupportedError, match="weight is on the meta device"):
+            call(tmp_path / ("c" if call is not zckpt.save else "d"), model=empty)
+    assert not (tmp_path / "d").exists()
 
 
 # --- beside

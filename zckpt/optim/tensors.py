@@ -197,10 +197,15 @@ def share_of(tensor: torch.Tensor | Member, name: str) -> Share | None:
     """Return what this rank has of a tensor; None if it has nothing of it.
 
     Raises UnsupportedError: a DTensor that is yet to be summed up, or of which a rank has several boxes; a sparse or a
-    quantised tensor.
+    quantised tensor; one without memory.
     """
     if isinstance(tensor, Member):
         return None if tensor.extent is None else Share(tuple(tensor.shape), tensor.extent, tensor.tensor, tensor.ranks)
+    if tensor.is_meta:
+        raise UnsupportedError(
+            f"{name} is on the meta device, where it has no elements",
+            advice="give the model memory: model.to_empty(device=...)",
+        )
     if isinstance(tensor, DTensor):
         return _share_of_dtensor(tensor, name)
     if is_traceable_wrapper_subclass(tensor):
@@ -253,7 +258,7 @@ def digest_of(share: Share, limit: int | None = None) -> bytes:
     flat = share.tensor.detach().reshape(-1)
     if limit is not None:
         flat = flat[: limit // share.tensor.element_size()]
-    return blake2b(memory_of(flat.cpu()), digest_size=DIGEST_NBYTES).digest()
+    return blake2b(memory_of(flat.cpu().contiguous()), digest_size=DIGEST_NBYTES).digest()
 
 
 # --- in memory

@@ -115,7 +115,10 @@ def divide(shares: Iterable[tuple[str, str, Share]], rank: int, members: Sequenc
 def entries(held: Iterable[Held], staging: Staging | None) -> list[Entry]:
     """Return what this rank's file is to have; its bytes are those of the tensors, or copies in staging memory."""
     pairs = list(held)
-    views = [memory_of(tensor.cpu()) for _, tensor in pairs] if staging is None else staging.copy([t for _, t in pairs])
+    if staging is None:
+        views = [memory_of(tensor.cpu().contiguous()) for _, tensor in pairs]
+    else:
+        views = staging.copy([tensor for _, tensor in pairs])
     return [
         slot_entry(piece.key, Slot(piece.slot, piece.dtype, piece.shape, ()), piece.extent, view)
         for (piece, _), view in zip(pairs, views, strict=True)
