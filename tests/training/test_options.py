@@ -177,6 +177,28 @@ def test_a_model_without_memory_is_neither_saved_nor_said_to_be_loaded(tmp_path)
     assert not (tmp_path / "d").exists()
 
 
+def a_group_that_is_frozen(rank, world_size, directory: Path) -> list[Any]:
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False))
+        groups = [{"params": list(one.named_parameters(prefix=name))} for name, one in model.named_children()]
+        optimizer = ZeroOptimizer(groups, torch.optim.Adam, lr=0.1)
+        if not found:
+            optimizer.backward(model(torch.ones(1, 3)).sum())
+            optimizer.step()
+            zckpt.save(directory / "c", model=model, optimizer=optimizer)
+        else:
+            zckpt.load(directory / "c", model=model, optimizer=optimizer)
+            zckpt.assert_restored(directory / "c", model=model, optimizer=optimizer)
+        found.append([optimizer.full_state("0.weight", "exp_avg").tolist(), model[1].weight.tolist()])
+    return found
+
+
+def test_a_zero_optimizer_with_a_group_that_is_frozen_is_saved_and_loaded(tmp_path):
+    assert all(saved == loaded for saved, loaded in run(a_group_that_is_frozen, 2, tmp_path))
+
+
 # --- beside
 
 

@@ -208,7 +208,7 @@ class _Held(Meeting):
 
     def hold_model(self) -> None:
         """Pair weights and buffers, and say which have no counterpart."""
-        found = self.matched()
+        found, with_masters = self.matched(), self.published | self.stepped
         if self.source.asked.strict:
             self.differences += [f"{what} {listed(names)}" for what, names in self.report.unmatched()]
         for name, slot, share in self.live.tensors.shares():
@@ -216,7 +216,7 @@ class _Held(Meeting):
             if its is None:
                 continue
             source = weight_like(its, share.tensor.dtype)
-            if name in self.published | self.stepped:  # a master is more than a weight that was rounded of it
+            if name in with_masters:  # a master is more than a weight that was rounded of it
                 source = its.master or source
             stepped = name in self.stepped and not self.allow_rounding
             self.pair(f"{slot} of {name}", source, share, may_round=not stepped)

@@ -34,7 +34,11 @@ class OfMembers(OptimizerState):
     """What to do where parameters of one tensor have something else."""
 
     def _members_of(self, tensor: torch.Tensor) -> Sequence[tuple[str, Any]]:
-        return self.held.get(tensor) or [(self.called[tensor], None)]
+        return self.held[tensor] if tensor in self.held else [(self.called[tensor], None)]
+
+    @cached_property
+    def _by_name(self) -> dict[torch.Tensor, dict[str, Member]]:
+        return {tensor: dict(members) for tensor, members in self.held.items()}
 
     def holding(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each parameter's name, with the tensor that has it."""
@@ -44,7 +48,7 @@ class OfMembers(OptimizerState):
     def _shares(
         self, name: str, parameter: torch.Tensor, key: str, value: torch.Tensor, found: Snapshot
     ) -> dict[str, Share]:
-        member = dict(self._members_of(parameter))[name]
+        member = self._by_name.get(parameter, {}).get(name)
         if member is None:
             return super()._shares(name, parameter, key, value, found)
         if value.shape != parameter.shape:
