@@ -135,6 +135,7 @@ def test_tensors_are_found_wherever_they_are(tmp_path):
         "quantized": torch.quantize_per_tensor(torch.arange(9.0), 0.5, 1, torch.quint8)[3:6],
         "conjugate": torch.complex(buffer, buffer)[70:72].conj(),
         "loop": loop,
+        "keys": {buffer[90:91]: {buffer[95:96]}},
         "model": {"w": buffer[80:81]},
     }
     loaded, done = unreferenced(tree, tmp_path)
@@ -153,6 +154,7 @@ def test_tensors_are_found_wherever_they_are(tmp_path):
     assert torch.equal(loaded["conjugate"].resolve_conj(), tree["conjugate"].resolve_conj())
     assert loaded["loop"][0].tolist() == [30]
     assert loaded["loop"][1] is loaded["loop"]
+    assert [(key.tolist(), [one.tolist() for one in its]) for key, its in loaded["keys"].items()] == [([90], [[95]])]
     whole = loaded["tuples"][0][0].untyped_storage().data_ptr()
     assert loaded["ordered"]["a"].untyped_storage().data_ptr() == whole
 

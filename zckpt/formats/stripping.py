@@ -9,8 +9,8 @@ An edit takes tensors out of a file's tree or narrows them; what follows for the
 storage     |aaaa....bbbb|cc..........|
 shrunk      |aaaabbbb|cc|                 a tensor's reach, first to last element, stays in one piece
 
-In the tree whatever shared an object or went in a circle still does. A file of which nothing goes is copied, byte for
-byte. Knows no program's keys.
+In the tree tensors get other storages where they are, so that whatever shared an object or went in a circle still does.
+A file of which nothing goes is copied, byte for byte. Knows no program's keys.
 
 DIR/...                     whatever the format does not know is copied; a fingerprint goes if anything does
 RUN/latest, RUN/DIR/...     given the run's directory, the target is one, too: of this checkpoint alone
@@ -21,88 +21,21 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import field, replace
 from itertools import accumulate
 from pathlib import Path
 
 from zckpt.engine.targets import TargetFile
-from zckpt.errors import UnsupportedError
 from zckpt.formats.companions import copy_of, files_below
-from zckpt.formats.torch_files.writer import FromFile, NewStorage, SlotContent, lay_out, new_storage
+from zckpt.formats.torch_files.writer import FromFile, SlotContent, lay_out, new_storage
 from zckpt.immutable import immutable, mutable
 from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span, by_key
 from zckpt.state.dtypes import itemsize
 from zckpt.state.ranges import Range, merge, total, without
 from zckpt.storage.files import is_file
 from zckpt.storage.ownership import FINGERPRINT_NAME
-from zckpt.torchfile import (
-    PARTS,
-    Below,
-    Storage,
-    Tensor,
-    TorchFile,
-    children,
-    each,
-    is_leaf,
-    read_torchfile,
-    walk_tensors,
-)
-
-
-def replace_tensors(root: object, new: Mapping[int, Tensor]) -> object:
-    """Return a tree with some of its tensors replaced. Containers are changed where they are; tuples are replaced.
-
-    Parameters
-    ----------
-    root : object
-        A tree that was read for this purpose.
-    new : mapping of int to Tensor
-        By the id of the tensor that each stands for; it has that one's attributes.
-
-    Returns
-    -------
-    object
-        The root, or what stands for it now.
-    """
-    swapped: dict[int, object] = dict(new)
-    kept: list[object] = [root]  # an id is that of one object only as long as the object is there
-    seen = {id(root)}
-    nodes: list[object] = [root]
-    levels: list[Below] = [iter(list(children(root)))]
-    while nodes:
-        for _, child in levels[-1]:
-            if id(child) in seen or (is_leaf(child) and id(child) not in new):
-                continue
-            seen.add(id(child))
-            kept.append(child)
-            nodes.append(child)
-            levels.append(iter(list(children(child))))
-            break
-        else:
-            levels.pop()
-            _swap_below(nodes.pop(), swapped)
-    return swapped.get(id(root), root)
-
-
-def _swap_below(node: object, swapped: dict[int, object]) -> None:
-    """Put what stands for the children of a node in their place; all of these have been seen to."""
-    if isinstance(node, dict):
-        for key, value in list(node.items()):
-            if id(value) in swapped:
-                node[key] = swapped[id(value)]
-    elif isinstance(node, list):
-        node[:] = [swapped.get(id(one), one) for one in node]
-    elif isinstance(node, (tuple, set, frozenset)) and any(id(one) in swapped for one in node):
-        swapped[id(node)] = type(node)(swapped.get(id(one), one) for one in node)
-    fields = {name: getattr(node, name) for name in PARTS.get(type(node), ())}
-    changed = {name: swapped[id(value)] for name, value in fields.items() if id(value) in swapped}
-    if changed and type(node) is Tensor:
-        current = swapped.get(id(node), node)
-        swapped[id(node)] = replace(current, **changed)  # type: ignore[type-var]
-    else:
-        for name, value in changed.items():
-            setattr(node, name, value)
+from zckpt.torchfile import Storage, Tensor, TorchFile, children, each, is_leaf, read_torchfile, walk_tensors
 
 
 @immutable
@@ -268,28 +201,22 @@ def rewrite(path: Path, name: str, edit: Edit, *, unreferenced: bool) -> Rewritt
     """
     file = read_torchfile(path)
     edited = edit(file)
-    saved, new = _storages(file, edited, unreferenced=unreferenced)
+    saved = _narrow(file, edited, unreferenced=unreferenced)
     if edited.root is None:
         return Rewritten(name, file.nbytes, None, _complete(saved, file.nbytes))
     if not edited.changed and not edited.dropped and not saved:
         return as_it_is(path, name)
-    root = edited.root
-    if new:  # none of the old storages may be left, for they would share no memory
-        count, root = len(new), replace_tensors(root, new)
-        if sum(isinstance(tensor.storage, NewStorage) for _, tensor in walk_tensors(root)) != count:
-            raise UnsupportedError("some tensors are in places where they cannot be replaced", path=path)
-    target = lay_out(name, FromFile.of(file, root))
+    target = lay_out(name, FromFile.of(file, edited.root))
     return replaced(name, file.nbytes, target, saved)
 
 
-def _storages(file: TorchFile, edited: Edited, *, unreferenced: bool) -> tuple[dict[str, int], dict[int, Tensor]]:
-    """Return the bytes of storages that go, by kind, and the tensors of smaller storages by the id of the old ones."""
+def _narrow(file: TorchFile, edited: Edited, *, unreferenced: bool) -> dict[str, int]:
+    """Give tensors of an edited tree the storages that are left of theirs; return the bytes that go, by kind."""
     tensors = by_key((tensor.storage.key, tensor) for _, tensor in walk_tensors(edited.root))
     dropped = by_key((tensor.storage.key, (*tensor.reach, kind)) for kind, tensor in edited.dropped)
     nodes = each(edited.root, lambda node: [one for _, one in children(node) if not is_leaf(one)])
     whole = {one.key for node in nodes for _, one in children(node) if isinstance(one, Storage)}  # by themselves
     saved: Counter[str] = Counter()
-    new: dict[int, Tensor] = {}
     for key, storage in file.storages.items():
         views, trimmed = tensors.get(key, []), key in edited.trimmed
         cannot = any(  # one without a type in the other byte order is not cut up
@@ -309,13 +236,13 @@ def _storages(file: TorchFile, edited: Edited, *, unreferenced: bool) -> tuple[d
                 parts.append(SlotContent(start // size, slot, f"storage {storage.key} of {file.path}"))
             shrunk = new_storage(storage.dtype, kept.nbytes // size, parts, location=storage.location)
             for one in views:
-                offset = kept.place(one.reach[0]) // one.itemsize if one.numel else 0
-                new[id(one)] = replace(one, storage=shrunk, storage_offset=offset, byteorder="little")
+                one.storage_offset = kept.place(one.reach[0]) // one.itemsize if one.numel else 0
+                one.storage, one.byteorder = shrunk, "little"
         removed = without([(0, storage.nbytes)], kept.ranges)
         of = shares(removed, dropped.get(key, ()))
         of[PADDING if trimmed else UNREFERENCED] = total(removed) - of.total()
         saved += of
-    return saved, new
+    return saved
 
 
 def _complete(saved: dict[str, int], nbytes: int) -> dict[str, int]:
