@@ -239,8 +239,9 @@ class ItemFile:
         if some and all(place[number] == first for number in some):
             blob = read_blob(FileRange(descriptor, self.path, first, self.nbytes - first))
         self.is_safetensors = blob is not None
-        if blob is None and not numbers:  # else what is read tells whose file it is
-            self._look_at(descriptor, [number for number in empty if chunks.nbytes[number]], kinds)
+        for number in empty if blob is None and not numbers else ():  # else what is read tells whose file it is
+            if chunks.nbytes[number]:
+                self._read(descriptor, number, kinds)
         for key, one in (blob or {}).items():
             self.add_chunk(key, one.offsets, one.tensor)
         for number in numbers:
@@ -255,16 +256,7 @@ class ItemFile:
                     )
                 node: object = moved(found.tensor, -first)
             else:
-                source = self._range(descriptor, number)
-                known = kinds.known(source)
-                if known is None:
-                    file = self._torch_file(source, number)
-                    kinds.learn(source, file)
-                    root = unwrapped(file.root)
-                    node = moved(root, -place[number]) if isinstance(root, Tensor) else root
-                else:
-                    self.archives.numbers.append(number)
-                    node = known.tensor
+                node, file = self._read(descriptor, number, kinds)
             if is_torchaos(node):
                 yield number, Chunk(chunks.box(number), node, self.path, file)
                 continue
@@ -279,14 +271,20 @@ class ItemFile:
                 )
             yield number, node
 
-    def _look_at(self, descriptor: int, numbers: Sequence[int], kinds: Kinds) -> None:
-        """Raise an error unless items of which nothing is read are torch files."""
-        for number in numbers:
-            source = self._range(descriptor, number)
-            if kinds.known(source) is None:
-                kinds.learn(source, self._torch_file(source, number))
-            else:
-                self.archives.numbers.append(number)
+    def _read(self, descriptor: int, number: int, kinds: Kinds) -> tuple[object, TorchFile | None]:
+        """Return what the item of a chunk is, and its torch file; None where it is like one before.
+
+        Raises an error unless it is a torch file.
+        """
+        source = self._range(descriptor, number)
+        known = kinds.known(source)
+        if known is not None:
+            self.archives.numbers.append(number)
+            return known.tensor, None
+        file = self._torch_file(source, number)
+        kinds.learn(source, file)
+        root = unwrapped(file.root)
+        return moved(root, -source.base) if isinstance(root, Tensor) else root, file
 
     def _range(self, descriptor: int, number: int) -> FileRange:
         offset, nbytes = self._chunks.range(number)
@@ -355,14 +353,11 @@ def read_items(metadata: Metadata) -> Items:
                     file.add_chunk(entry.key, node.box[0], node.node)
                     file.tensor_nbytes += sum(tensor.nbytes for _, tensor in walk_tensors(node.node))
                     continue
-                chunks.read(number, node)
+                _place(found, chunks, number, node)
                 file.tensor_nbytes += node.nbytes
                 file.unreferenced_nbytes += max(node.storage.nbytes - node.nbytes, 0)
                 if entry.count == 1:
-                    (offsets, _), span, whole = chunks.box(number), chunks.span(number), chunks.node(number)
-                    one = TensorItem(entry.key, entry.dtype, entry.shape, (span,), whole, file.path)
-                    found.tensors[entry.key] = one
-                    file.add_chunk(entry.key, offsets, whole)
+                    file.add_chunk(entry.key, chunks.box(number)[0], found.tensors[entry.key].whole)
                 elif not file.is_safetensors:  # of which there is a node for each tensor
                     file.several.numbers.append(number)
             used = merge((offset, offset + nbytes) for offset, nbytes in map(chunks.range, numbers))
@@ -450,11 +445,15 @@ def _lose(metadata: Metadata, at: int, numbers: Sequence[int], found: Items) -> 
         if entry.dtype == OBJECT or not entry.shape:
             found.tensors.pop(entry.key, None)
             continue
-        node = tensor_of(entry.dtype, chunks.box(number)[1])
-        chunks.read(number, node)
-        if entry.count == 1:
-            one = TensorItem(entry.key, entry.dtype, entry.shape, (chunks.span(number),), node, chunks.paths[at])
-            found.tensors[entry.key] = one
+        _place(found, chunks, number, tensor_of(entry.dtype, chunks.box(number)[1]))
+
+
+def _place(found: Items, chunks: Chunks, number: int, node: Tensor) -> None:
+    """Say where the elements of a chunk are; the only one of a tensor is all of it."""
+    chunks.read(number, node)
+    key, span = chunks.entry(number).key, chunks.span(number)
+    if chunks.entry(number).count == 1:
+        found.tensors[key] = replace(found.tensors[key], spans=(span,), whole=chunks.node(number), path=span.path)
 
 
 @contextmanager
