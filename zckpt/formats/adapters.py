@@ -29,7 +29,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from zckpt.errors import DamagedFileError, SourceError, UnsupportedError, UsageError, listed
+from zckpt.errors import DamagedFileError, SourceError, UnsupportedError, UsageError, about, listed
 from zckpt.formats.patterns import Patterns
 from zckpt.formats.suffixes import ADAPTER_NAME
 from zckpt.immutable import immutable, mutable
@@ -224,7 +224,9 @@ def read_adapter(path: Path, opened: Callable[[Path], Checkpoint], config: Path 
             path=where.parent,
             advice="give it with --adapter-config",
         )
-    return _Reading(checkpoint, _settings(where), where).read(name)
+    reading = _Reading(checkpoint, _settings(where), where)
+    with about(checkpoint.source):
+        return reading.read(name)
 
 
 def has_live_adapter(names: Iterable[str]) -> bool:
@@ -323,10 +325,9 @@ class _Reading:
         unlike = {match["adapter"] for match in of.values() if match and match.re is not _SAVED}
         several = listed(sorted(adapters))
         if chosen is not None and adapters - {UNNAMED} and chosen not in adapters:
-            raise UsageError(f"no adapter is called {chosen}", path=self.checkpoint.source, expected=several)
+            raise UsageError(f"no adapter is called {chosen}", expected=several)
         if chosen is None and (len(unlike) > 1 or len(adapters - {UNNAMED}) > 1):
-            raise UnsupportedError(f"holds several adapters: {several}", path=self.checkpoint.source,
-                                   advice="select one with --adapter")  # fmt: skip
+            raise UnsupportedError(f"holds several adapters: {several}", advice="select one with --adapter")
         found = Adapter(self.checkpoint, self, fan_in_fan_out=bool(self.settings.get("fan_in_fan_out")))
         read = {
             filed: (name, match) for filed, name in names.items() for match in (of[name],)
@@ -334,7 +335,7 @@ class _Reading:
         }  # fmt: skip
         self._add(found, read)
         if not found.products and not found.experts and not found.replaced and not found.tokens:
-            raise UsageError("holds no adapter", path=self.checkpoint.source, expected="tensors called lora_A, lora_B")
+            raise UsageError("holds no adapter", expected="tensors called lora_A, lora_B")
         return found
 
     def _add(self, found: Adapter, read: Mapping[str, tuple[str, re.Match[str] | None]]) -> None:
@@ -359,14 +360,15 @@ class _Reading:
             elif match or ".original_module." not in name:
                 plain = f"{match['module']}.{match['name']}" if match else _unwrapped(name)
                 if plain in found.replaced:
-                    raise DamagedFileError(f"has {plain} twice", path=self.checkpoint.source, found=name)
+                    raise DamagedFileError(f"has {plain} twice", found=name)
                 found.replaced[plain] = owner
                 if match or ensured or any(f".{one}." in f".{plain}" for one in modules):
                     saved.add(plain)
         if strange:
-            raise UnsupportedError(f"{listed(strange)}: cannot be added to weights as B @ "
-                "A", path=self.checkpoint.source,
-                                   advice="merge it with PEFT's merge_and_unload")  # fmt: skip
+            raise UnsupportedError(
+                f"{listed(strange)}: cannot be added to weights as B @ A",
+                advice="merge it with PEFT's merge_and_unload",
+            )
         for filed, every in tokens.items():
             rows = self._rows(every, self.checkpoint.owner(filed).shape)
             found.tokens |= {f"{module}.weight": (self.checkpoint.owner(filed), rows) for module in every}
@@ -392,11 +394,11 @@ class _Reading:
         for module, depths in factors.items():
             for own in depths.values():
                 if own.keys() not in wanted:
-                    raise DamagedFileError(f"{module} has only {listed(sorted(own))}", path=self.checkpoint.source,
-                                           expected=listed(sorted(wanted[0])))  # fmt: skip
+                    raise DamagedFileError(
+                        f"{module} has only {listed(sorted(own))}", expected=listed(sorted(wanted[0]))
+                    )
             if sorted(depths) != list(range(len(depths))):
-                raise DamagedFileError(f"{module} lacks one of its nested adapters",
-                                       path=self.checkpoint.source)  # fmt: skip
+                raise DamagedFileError(f"{module} lacks one of its nested adapters")
             embedding = "lora_embedding_A" in depths[0]
             if self._is_of_parameters(module, is_embedding=embedding, depth=len(depths)):
                 found.experts[module] = [
@@ -417,8 +419,8 @@ class _Reading:
         modules = self.settings.get("target_modules")
         of_module = modules is not None and self._is_target(module, modules) if targets else True
         if depth > 1 and not fits:
-            raise DamagedFileError(f"{module} has {depth} nested adapters", path=self.checkpoint.source,
-                                   expected=f"its target_parameters in {self.path.name}")  # fmt: skip
+            expected = f"its target_parameters in {self.path.name}"
+            raise DamagedFileError(f"{module} has {depth} nested adapters", expected=expected)
         if fits and of_module:
             raise UnsupportedError(f"{module} is in both target_modules and target_parameters", path=self.path,
                                    advice="merge it with PEFT's merge_and_unload")  # fmt: skip
@@ -445,7 +447,6 @@ class _Reading:
         if len(a.shape) < 2 or len(b.shape) < 2 or not a.shape[0] == b.shape[1] == rank:
             raise DamagedFileError(
                 f"the factors of {module} do not fit",
-                path=self.checkpoint.source,
                 expected=f"a rank of {rank:g}, as {self.path.name} says",
                 found=f"A {a.shape}, B {b.shape}",
                 advice="ungathered partitions of ZeRO-3 or FSDP look like this" if 0 in a.shape else None,
