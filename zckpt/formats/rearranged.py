@@ -55,13 +55,11 @@ def rearranged(copies: Mapping[str, Slot], originals: Mapping[str, Slot]) -> Ite
                 left.pop(name)
                 free.pop(original, None)  # which may have two copies, under names of tied parameters
     for vectors in (False, True):  # after matrices, of which each row could be one
-        some = {name: one for name, one in left.items() if (len(one.shape) < 2) is vectors}
-        for original, parts in _by_whole(_places(some, free, dtype, parts=True), left, free):
+        for original, parts in _by_whole(left, free, dtype, vectors=vectors):
             shape = free.pop(original).shape
             extents = [(n, Extent.flat(shape, start, numel)) for start, numel, n in parts]
             yield original, _copy(dtype, shape, [replace(left.pop(n).spans[0], extent=one) for n, one in extents])
-        some = {name: one for name, one in free.items() if (len(one.shape) < 2) is vectors}
-        for name, parts in _by_whole(_places(some, left, dtype, parts=True), free, left):
+        for name, parts in _by_whole(free, left, dtype, vectors=vectors):
             span = left.pop(name).spans[0]
             for start, _, original in parts:
                 shape, offset = free.pop(original).shape, span.offset + start * itemsize(span.dtype)
@@ -116,10 +114,15 @@ def _seen(slots: Mapping[str, Slot], places: Sequence[tuple[int, str, int]], dty
 
 
 def _by_whole(
-    places: Mapping[str, tuple[str, int]], pieces: Mapping[str, Slot], wholes: Mapping[str, Slot]
+    pieces: Mapping[str, Slot], wholes: Mapping[str, Slot], dtype: str, *, vectors: bool
 ) -> Iterator[tuple[str, list[tuple[int, int, str]]]]:
-    """Yield the tensors that pieces cover end to end, and their pieces: first element, elements and name."""
-    parts = by_key((whole, (start, pieces[name].numel, name)) for name, (whole, start) in places.items())
+    """Yield the tensors that pieces cover end to end, and their pieces: first element, elements and name.
+
+    `vectors`: whether pieces are those of one dimension or none, or all others.
+    """
+    some = {name: one for name, one in pieces.items() if (len(one.shape) < 2) is vectors}
+    places = _places(some, wholes, dtype, parts=True)
+    parts = by_key((whole, (start, some[name].numel, name)) for name, (whole, start) in places.items())
     for whole, its in parts.items():
         its.sort()
         ends = [0, *accumulate(numel for _, numel, _ in its)]

@@ -35,6 +35,7 @@ from zckpt.state import (
     by_key,
     dict_of,
     list_of,
+    stated,
 )
 from zckpt.state.dtypes import DTYPES
 from zckpt.state.inventory import COPY, IMPLIED, Rule
@@ -80,14 +81,13 @@ def remainder(checkpoint: Checkpoint) -> dict[str, object]:
     parameters = checkpoint.parameters.values()
     optimizers = [group.optimizer for group in checkpoint.param_groups]
     return {
-        **({"optimizers": optimizers} if any(optimizers) else {}),
-        **({"models": models} if (models := checkpoint.models()) else {}),
+        **stated({"optimizers": optimizers if any(optimizers) else None, "models": checkpoint.models() or None}),
         "version": VERSION,
         "origin": origin(checkpoint),
         "step": checkpoint.step,
         "loss_scale": checkpoint.loss_scale,
         "frozen": [p.name for p in parameters if p.frozen],
-        "tied": {p.name: p.tied_to for p in parameters if p.tied_to is not None},
+        "tied": stated({p.name: p.tied_to for p in parameters}),
         "buffers": list(checkpoint.buffers),
         "masters": checkpoint.has_masters,
         "metadata": dict(checkpoint.metadata),
@@ -221,7 +221,7 @@ def origin(checkpoint: Checkpoint) -> dict[str, object]:
         "world_size": checkpoint.world_size,
         **checkpoint.details,
     }
-    return {key: jsonable(value) for key, value in facts.items() if value is not None}
+    return {key: jsonable(value) for key, value in stated(facts).items()}
 
 
 def restore_from(checkpoint: Checkpoint, file: TorchFile, *rules: Rule) -> None:

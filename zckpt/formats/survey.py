@@ -18,7 +18,7 @@ from zckpt.formats.format import Format, Found, NearMiss, Search, Survey
 from zckpt.formats.registry import find_format, formats
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.tensors import describe
-from zckpt.state import Checkpoint, SourceFile, nbytes_of
+from zckpt.state import Checkpoint, SourceFile
 from zckpt.storage.files import entries_of, opened
 from zckpt.torchfile import AlikeRecords, Record, read_archive, read_torchfile
 
@@ -61,11 +61,9 @@ def survey_files(source: Path) -> Survey:
     for path in paths:
         try:
             if path.suffix == SAFETENSORS_SUFFIX:
-                from zckpt.formats.safetensors.file import read_header
+                from zckpt.formats.safetensors.file import read_header, source_file
 
-                slots, _, nbytes = read_header(path)
-                used = nbytes_of(slots.values())
-                surveyed.files.append(SourceFile(str(path), nbytes, "model", tensor_nbytes=used))
+                surveyed.files.append(source_file(path, *read_header(path), ()))
             elif path.suffix in READ_SUFFIXES or path == source:
                 surveyed.files.append(describe(read_torchfile(path), "file"))
         except UnknownFormatError:

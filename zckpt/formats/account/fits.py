@@ -41,11 +41,10 @@ class Fit:
         The first that speaks for what is here.
     """
 
-    __slots__ = ("_any", "_depth", "_named", "_next", "_numbered", "_numbers", "_others", "_rules", "rule")
+    __slots__ = ("_any", "_depth", "_is_same_below", "_named", "_next", "_numbers", "_rules", "rule")
 
     def __init__(self, rules: Sequence[Rule], depth: int) -> None:
         self._rules, self._depth = rules, depth
-        self._next: dict[str, Fit] = {}
         self._named: dict[str, list[int]] = {}  # which rules go on with a step, by the step
         self._any: list[int] = []
         self._numbers: list[int] = []
@@ -57,35 +56,25 @@ class Fit:
                 self._numbers.append(number)
             elif step is not None:
                 self._named.setdefault(step, []).append(number)
-        self._others: Fit | None = None
-        self._numbered: Fit | None = None
+        self._next: dict[str | bool, Fit] = {}
+        """By a step that rules name; of others by whether it is a number that has rules of its own."""
         ends = ((one, len(one.pattern)) for one in rules)
         self.rule = next(
             (one for one, n in ends if depth == n or (depth >= n - 1 and one.pattern[-1:] == (REST,))), None
         )
-        if all(one.pattern[-1:] == (REST,) and len(one.pattern) <= depth for one in rules):
-            self._others = self  # as it is here it is everywhere below
+        self._is_same_below = all(one.pattern[-1:] == (REST,) and len(one.pattern) <= depth for one in rules)
 
     def after(self, step: object) -> Fit:
         """Return the place that one more step leads to."""
-        if self._others is self:
+        if self._is_same_below:
             return self
         text = step if type(step) is str else text_of(step)
         is_number = bool(self._numbers) and text.isdecimal()
-        if text not in self._named:
-            if is_number:
-                if self._numbered is None:
-                    self._numbered = self._leading(self._numbers)
-                return self._numbered
-            if self._others is None:
-                self._others = self._leading([])
-            return self._others
-        if text not in self._next:
-            self._next[text] = self._leading([*self._named[text], *(self._numbers if is_number else ())])
-        return self._next[text]
-
-    def _leading(self, named: list[int]) -> Fit:
-        return Fit([self._rules[number] for number in sorted([*named, *self._any])], self._depth + 1)
+        key = text if text in self._named else is_number
+        if key not in self._next:
+            those = [*self._named.get(text, ()), *(self._numbers if is_number else ()), *self._any]
+            self._next[key] = Fit([self._rules[number] for number in sorted(those)], self._depth + 1)
+        return self._next[key]
 
 
 def fit_of(rules: tuple[Rule, ...]) -> Fit:

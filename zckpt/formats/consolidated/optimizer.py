@@ -26,7 +26,7 @@ from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS
 from zckpt.formats.torch_files.optimizer import OPTIMIZER as OF
 from zckpt.formats.torch_files.tensors import description, refuse_trees
-from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot, are_texts, dict_of, without
+from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot, are_texts, dict_of, stated, without
 from zckpt.state.inventory import STATE, Rule
 from zckpt.state.names import is_number
 from zckpt.torchfile import FromFile, Renderer, node_of, put_back
@@ -76,7 +76,7 @@ def optimizer_safetensors(checkpoint: Checkpoint, name: str, slots: Sequence[str
             **values,
             "state": state,
             "parameters": group.parameters,
-            **({} if group.optimizer is None else {OF: group.optimizer}),
+            **stated({OF: group.optimizer}),
         }
         for group, values, state in zip(checkpoint.param_groups, hyperparameters, states, strict=True)
     ]
@@ -161,8 +161,7 @@ def optimizer_torch(checkpoint: Checkpoint, name: str, slots: Sequence[str]) -> 
     """Return a torch file of an optimizer's state dict with some slots of all parameters."""
     tree = optimizer_tree(checkpoint, slots)
     for node, group in zip(tree["param_groups"], checkpoint.param_groups, strict=True):
-        if group.optimizer is not None:
-            node[OF] = group.optimizer
+        node.update(stated({OF: group.optimizer}))
     return torch_writer.lay_out(name, tree)
 
 

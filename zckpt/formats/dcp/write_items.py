@@ -30,7 +30,7 @@ from zckpt.formats.torch_files.readable import MAPPINGS, MAXIMUM_DEPTH, MAXIMUM_
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.formats.torch_files.writer import SlotTensor, ValueTensor
 from zckpt.immutable import immutable
-from zckpt.state import Checkpoint, without
+from zckpt.state import Checkpoint, stated, without
 from zckpt.torchfile import FromFile, Tensor, each, node_of, walk_tensors
 
 Path = tuple[str | int, ...]
@@ -74,7 +74,7 @@ def items(checkpoint: Checkpoint, dtype: str = "keep", keys: str = NESTED) -> li
                 raise UnsupportedError(f"flat keys cannot hold {what}", advice="use nested keys")
         root["optimizer"] = optimizer if keys == NESTED else flattened(optimizer)
     found = {item.key: item for item in items_of(root)}
-    others: dict[str, object] = {} if checkpoint.step is None else {"step": checkpoint.step}
+    others: dict[str, object] = {**stated({"step": checkpoint.step})}
     modules, of_modules_alone = of_modules(checkpoint)
     others |= without(checkpoint.metadata, *(of_modules_alone if modules.keys() <= model.keys() else ()))
     for key, value in others.items():

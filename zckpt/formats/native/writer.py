@@ -179,7 +179,7 @@ def describe(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[Mentioned]]:
                 "parameters": group.parameters,
                 "hyperparameters": nodes.write(group.hyperparameters),
                 "state": nodes.write(group.state),
-                **({} if group.optimizer is None else {"optimizer": group.optimizer}),
+                **stated({"optimizer": group.optimizer}),
             }
             for group in checkpoint.param_groups
         ],
