@@ -9,8 +9,8 @@ coordinator     writes the first file, which has tensors beside the model and th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
@@ -143,11 +143,8 @@ class Writer(StorageWriter):
             before._abandon()
         made = shared_target(target, last=[DOCUMENT_NAME])
         identity = new_identity()
-        try:  # it is noted there: planners that keep their plans give ranks the `storage_data` of an earlier save
+        with _ending(made, only_in_error=True):  # planners that keep plans give ranks an earlier save's `storage_data`
             made.begin(overwrite=self._overwrite, owned=OWNED, note=identity.encode())
-        except BaseException as error:
-            _end(made, error)
-            raise
         self._made = made
         _WRITING[target] = self
         count = len(plans) + 1
@@ -166,16 +163,9 @@ class Writer(StorageWriter):
         target, (file, count) = self._target(), plan.storage_data
         part, entries = part_of(plan, planner, str(self.path))
         shared = self._made or shared_target(target)
-        error: BaseException | None = None
-        try:
+        with nullcontext() if self._made is not None else _ending(shared):
             part.file = write_rank(shared.path, file, count, entries, shared.noted().decode())
             part.sent = shared.sent()
-        except BaseException as failure:
-            error = failure
-            raise
-        finally:
-            if shared is not self._made:
-                _end(shared, error)
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(MetadataIndex(part.file.name), part.file.nbytes, part)])
         return done
@@ -195,7 +185,7 @@ class Writer(StorageWriter):
             raise UsageError("this writer has not planned a save", advice="use it through dcp.save")
         _WRITING.pop(self._target(), None)
         parts: list[Part] = [one.storage_data for of_rank in results for one in of_rank]
-        try:
+        with _ending(made):
             directory, identity, values = made.path, made.noted().decode(), Values()
             checkpoint = _whole(metadata, parts, values, str(self.path))
             checkpoint.format_version = f"zckpt {__version__}"
@@ -206,10 +196,6 @@ class Writer(StorageWriter):
             where = by_key((key, (rank, one)) for rank, part in enumerate(parts, 1) for key, one in part.pieces.items())
             write_document(checkpoint, where, identity, files, directory)
             made.commit([made.sent(), *(part.sent for part in parts)])
-        except BaseException as error:
-            _end(made, error)
-            raise
-        _end(made)
 
     def _target(self) -> Place:
         target = place_of(str(self.path))
@@ -219,14 +205,21 @@ class Writer(StorageWriter):
         """Remove what a save that failed on another rank has left."""
         made, self._made = self._made, None
         if made is not None:
-            _end(made, InterruptedError("another rank has failed"))
+            made.abort(InterruptedError("another rank has failed"))
+            made.close()
 
 
-def _end(shared: SharedTarget, error: BaseException | None = None) -> None:
-    """Let go of a directory; with an error, remove what has been written."""
-    if error is not None:
+@contextmanager
+def _ending(shared: SharedTarget, *, only_in_error: bool = False) -> Iterator[None]:
+    """Let go of a directory at the end, after an error without what has been written; or only then."""
+    try:
+        yield
+    except BaseException as error:
         shared.abort(error)
-    shared.close()
+        shared.close()
+        raise
+    if not only_in_error:
+        shared.close()
 
 
 def _whole(metadata: Metadata, parts: list[Part], values: Values, source: str) -> Checkpoint:

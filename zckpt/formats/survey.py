@@ -19,7 +19,7 @@ from zckpt.formats.registry import find_format, formats
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import Checkpoint, SourceFile
-from zckpt.storage.files import entries_of, opened
+from zckpt.storage.files import entries_of, opened, read_head
 from zckpt.torchfile import AlikeRecords, Record, read_archive, read_torchfile
 
 SAFETENSORS_SUFFIX = ".safetensors"
@@ -119,11 +119,8 @@ def checksums(file: SourceFile, owner: Format | None) -> list[Sum]:
 
 
 def _records(file: SourceFile) -> Iterator[Sequence[Record]]:
-    archives = file.archives
-    if not archives and file.nbytes >= len(ZIP):
-        with opened(file.path) as source:
-            archives = [(0, file.nbytes)] if source.at(0, len(ZIP)) == ZIP else []
-    for offset, nbytes in archives:
+    is_archive = not file.archives and read_head(file.path, len(ZIP)) == ZIP
+    for offset, nbytes in [(0, file.nbytes)] if is_archive else file.archives:
         with opened(file.path, offset, nbytes) as source:
             yield list(read_archive(source).values())
 

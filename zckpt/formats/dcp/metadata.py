@@ -70,14 +70,13 @@ def read_metadata(directory: Path) -> Metadata:
         entries = as_mapping(root.get("state_dict_metadata"), expected="a dict in state_dict_metadata")
         chunks, keys = Chunks(directory), list(entries)
         tensors: dict[str, Entry] = {}
-        objects: dict[str, int] = {}  # the item of each
+
         numbers: dict[str, dict[Offsets | None, int]] = {}  # of items by key and first index
         for key, entry in _drained(entries):
             if not isinstance(key, str) or not isinstance(entry, Object):
                 raise _unexpected("a tensor or an object by its key", key)
             if entry.qualified.endswith(".BytesStorageMetadata"):
-                objects[key] = chunks.add(key, OBJECT).first
-                numbers[key] = {None: objects[key]}
+                numbers[key] = {None: chunks.add(key, OBJECT).first}
             else:
                 tensors[key] = _tensor(key, _object(entry, "TensorStorageMetadata"), chunks)
                 firsts = [chunks.box(number)[0] for number in tensors[key].numbers]
@@ -85,9 +84,9 @@ def read_metadata(directory: Path) -> Metadata:
                     raise LayoutError(f"two chunks of {key} begin at {twice}")
                 numbers[key] = dict(zip(firsts, tensors[key].numbers, strict=True))
         _place(as_mapping(root.get("storage_data"), expected="a dict in storage_data"), chunks, numbers)
-        missing = next((key for key, number in objects.items() if chunks.file[number] == NOWHERE), None)
-        if missing is not None:
-            raise DamagedFileError(f"does not say where {missing} is")
+        for key, its in numbers.items():
+            if None in its and chunks.file[its[None]] == NOWHERE:
+                raise DamagedFileError(f"does not say where {key} is")
         paths, unsaved = _paths(root.get("planner_data"), list(map(str, keys)))
         version = root.get("version")
         said = version if isinstance(version, str) else None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from itertools import accumulate
@@ -258,7 +259,7 @@ def _sums(path: str, tensors: dict[str, tuple[int, int]]) -> list[Sum]:
     offset, nbytes = tensors.pop(DIGESTS)
     with opened(path) as file:
         data = file.at(offset, nbytes)
-    sums = [int.from_bytes(data[at : at + DIGEST_NBYTES], "little") for at in range(0, nbytes, DIGEST_NBYTES)]
+    sums = struct.unpack(f"<{nbytes // DIGEST_NBYTES}Q", data)
     return [Sum(key, path, *tensors[key], crc) for key, crc in zip(sorted(tensors), sums, strict=True)]
 
 

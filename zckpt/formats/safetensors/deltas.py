@@ -61,7 +61,7 @@ class Delta:
         slot = self.changed[name]
         [span] = slot.spans
         with opened(span.path) as file:
-            stored = bytes(file.read(span.offset, slot.nbytes))
+            stored = file.read(span.offset, slot.nbytes)
         try:
             self._change(data, stored)
         except (ValueError, zstandard.ZstdError) as error:

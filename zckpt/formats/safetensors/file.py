@@ -26,7 +26,7 @@ from zckpt.formats.lost import stand_in
 from zckpt.state import WEIGHT, Checkpoint, Extent, Shape, Slot, SourceFile, Span, are_sizes, are_texts, nbytes_of
 from zckpt.state.dtypes import FROM_SAFETENSORS, itemsize
 from zckpt.state.inventory import CARRIED, IMPLIED, Claim, Rule
-from zckpt.storage.files import FileRange, collector_paused, each_once, is_file, json_object, opened
+from zckpt.storage.files import FileRange, collector_paused, each_once, is_file, json_object, opened, read_head
 
 INDEX_NAME = "model.safetensors.index.json"
 WHOLE_NAME = "model.safetensors"
@@ -155,10 +155,7 @@ def is_safetensors(path: Path) -> bool:
 def is_delta(path: Path) -> bool:
     """Tell a directory that has what changed in a model, and no model; `deltas` says the form."""
     index = path / INDEX_NAME
-    if not is_file(index):
-        return False
-    with opened(index) as file:
-        return DELTA in file.at(0, min(DELTA_NBYTES, file.nbytes))
+    return is_file(index) and DELTA in read_head(str(index), DELTA_NBYTES)
 
 
 def source_file(
