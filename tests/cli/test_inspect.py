@@ -218,6 +218,8 @@ def test_unknown_tag_is_refused_with_the_tags_of_any_format(tmp_path):
     (tmp_path / "logs").mkdir()
     for tag in ("nope", "logs"):
         refused(3, "inspect", tmp_path, "--tag", tag, words=("no such tag", tag, f"found {', '.join(steps)}\n"))
+    for longer_than_any_name_or_path in ("x" * 300, "/".join(["deep"] * 2000)):
+        refused(3, "inspect", tmp_path, "--tag", longer_than_any_name_or_path, words=("no such tag", steps[0]))
 
 
 def test_several_tags_without_latest_ask_for_the_tag(tmp_path):

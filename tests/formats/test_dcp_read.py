@@ -162,6 +162,10 @@ def test_file_that_is_not_named_is_told(tmp_path):
     checkpoint = read(path)
     assert checkpoint.warnings == ["not part of the checkpoint, which does not name them: __7_0.distcp"]
     assert checkpoint.world_size == 2
+    (path / "__8_0.distcp").symlink_to("nowhere")
+    (path / "__9_0.distcp").mkdir()
+    names = "__7_0.distcp, __8_0.distcp, __9_0.distcp"
+    assert read(path).warnings == [f"not part of the checkpoint, which does not name them: {names}"]
 
 
 # --- Hugging Face's writer ----------------------------------------------------------------------------------------

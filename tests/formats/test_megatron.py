@@ -97,6 +97,9 @@ def test_run_iteration_and_file_of_it(tmp_path):
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("12")
     with refusing(UnknownFormatError, r"names no checkpoint.*iter_0000004"):
         zckpt.open(tmp_path / "run")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("longer than any name" * 100)
+    with refusing(UnknownFormatError, r"names no checkpoint.*iter_0000004"):
+        zckpt.open(tmp_path / "run")
 
 
 def test_nemo_keeps_it_in_a_folder_with_names_of_its_own(tmp_path):

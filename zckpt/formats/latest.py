@@ -17,6 +17,9 @@ _ITERATION = re.compile("[0-9]{1,18}")
 LATEST_NBYTES = 4096
 """It holds one directory name; a longer file is something else."""
 
+NAME_MAX, TAG_MAX = 255, 512
+"""Bytes of a name, which file systems have no more room for; and characters of a tag, whose path has an end, too."""
+
 
 def latest_name(source: Path, file: str = LATEST) -> str | None:
     """Return what a run's `latest`, or the like, holds; None if there is no such file."""
@@ -31,10 +34,10 @@ def folder_of(text: str) -> str:
 
 def is_name(name: str) -> bool:
     """Tell whether a name can be that of a directory directly in another."""
-    return name not in ("", ".", "..") and "\0" not in name and Path(name).name == name
+    is_plain = name not in ("", ".", "..") and "\0" not in name and Path(name).name == name
+    return is_plain and len(name.encode("utf-8", "surrogatepass")) <= NAME_MAX
 
 
 def is_tag(name: str) -> bool:
     """Tell whether a name can be a tag: of a directory below a run's, which may be several levels down."""
-    folders = name.split("/")
-    return "\0" not in name and not any(one in ("", ".", "..") for one in folders)
+    return len(name) <= TAG_MAX and all(map(is_name, name.split("/")))

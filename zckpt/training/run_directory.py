@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.errors import DamagedFileError, SourceError, TargetError, TargetExistsError, shown
-from zckpt.formats.latest import latest_name
+from zckpt.formats.latest import is_name, latest_name
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, identity_of, is_native
 from zckpt.immutable import immutable
 from zckpt.operations.open import open as open_checkpoint
@@ -50,9 +50,6 @@ NAME = re.compile(r"step-\d{8,}")
 
 REMOVED = re.compile(r"\.step-\d{8,}\.zckpt-removed")
 """A checkpoint that is being removed from a file system."""
-
-NAME_MAX = 255
-"""Bytes of a file's name."""
 
 
 @immutable
@@ -135,8 +132,7 @@ def read_record(directory: Path) -> Record:
 def latest_of(directory: Path) -> str | None:
     """Return which checkpoint is the latest, as `latest` says; None where it says no name."""
     name = latest_name(directory) or ""
-    is_name = Path(name).name == name and name not in ("", "..") and "\0" not in name and len(name.encode()) <= NAME_MAX
-    return name if is_name else None
+    return name if is_name(name) else None
 
 
 def check_directory(directory: Path) -> None:

@@ -43,6 +43,7 @@ from zckpt.immutable import immutable
 from zckpt.state import WEIGHT, Checkpoint, GivenNames, SourceFile, are_distinct, dict_of
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, REST, STATE, Claim, Rule
 from zckpt.state.names import aligned
+from zckpt.storage.files import is_file
 from zckpt.torchfile import TorchFile, read_torchfile, value_at
 
 FORMAT = "dcp"
@@ -341,7 +342,7 @@ def describe_files(checkpoint: Checkpoint, metadata: Metadata, files: Sequence[I
         )  # fmt: skip
     known = {Path(file.path) for file in files}
     others = [path for path in folder.glob("*.distcp") if path not in known]
-    empty = {str(path) for path in others if not path.stat().st_size}
+    empty = {str(path) for path in others if is_file(path) and not path.stat().st_size}
     checkpoint.claims |= dict.fromkeys(empty, Claim(IMPLIED, "of a rank that had nothing to save"))
     stray = sorted(path.name for path in others if str(path) not in empty)
     if stray:

@@ -54,11 +54,8 @@ class Zckpt(Strippable):
         if not path.is_dir():
             return None
         name = search.tag or latest_name(path) or ""
-        try:
-            if is_tag(name) and (path / name / DOCUMENT_NAME).is_file():
-                return Found(path / name)
-        except OSError:  # a name too long to be one
-            pass
+        if is_tag(name) and (path / name / DOCUMENT_NAME).is_file():
+            return Found(path / name)
         return Found(path) if search.tag is None and is_native(path) else None
 
     def is_checkpoint(self, directory: Path) -> bool:
