@@ -46,9 +46,13 @@ StorageEntry = TensorStorageMetadata | BytesStorageMetadata
 
 @immutable
 class Elements:
-    """A tensor of the checkpoint: the slots that it can be read from; the last is the most exact."""
+    """A tensor of the checkpoint: the slots that it can be read from; the last is the most exact.
+
+    `name`: what the checkpoint calls a tensor of the model.
+    """
 
     slots: tuple[Slot, ...]
+    name: str | None = None
 
     def like(self, dtype: torch.dtype) -> Slot:
         """Return the slot of an element type, or else the most exact."""
@@ -99,8 +103,7 @@ class Keys(dict[str, StorageEntry]):
         self._values: dict[str, dict[str, object]] = {}
         self._beside: dict[str, Meaning] = {}
         self.paths: dict[str, tuple[str | int, ...]] = {}
-        self.names: dict[str, str] = {}
-        """What the checkpoint calls the model's tensors that were asked for, by key."""
+
         # All that there is, under the keys that were told, or the most usual ones.
         roots = {"model": self._models[0], "optimizer": self._optimizers[0]}
         for item in items(checkpoint):
@@ -151,10 +154,9 @@ class Keys(dict[str, StorageEntry]):
         for prefix in self._models:
             name = self._name(key.removeprefix(prefix)) if key.startswith(prefix) else None
             if name is not None:
-                parameter = self.checkpoint.owner(name)
-                self.names[key] = name
-                slots = tuple(parameter.slots[name] for name in (WEIGHT, MASTER) if name in parameter.slots)
-                return Elements(slots) if slots else None
+                held = self.checkpoint.owner(name).slots
+                slots = tuple(held[one] for one in (WEIGHT, MASTER) if one in held)
+                return Elements(slots, name) if slots else None
         for prefix in self._optimizers:
             kind, _, rest = key.removeprefix(prefix).partition(".") if key.startswith(prefix) else ("", "", "")
             if kind == STATE and rest:

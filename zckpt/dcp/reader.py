@@ -145,7 +145,7 @@ class Reader(StorageReader):
             key, meaning = item.storage_index.fqn, found.find(item.storage_index.fqn)
             if item.type != LoadItemType.TENSOR or not isinstance(meaning, Elements):
                 continue
-            name = found.names.get(key)
+            name = meaning.name
             if name is not None and keys.setdefault(name, key) != key:
                 raise UsageError(
                     f"{keys[name]} and {key} would both be {name}",
