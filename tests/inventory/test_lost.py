@@ -450,3 +450,13 @@ def test_files_lists_everything_and_what_became_of_it():
     for name, shares in document["inventory"]["nbytes"].items():
         assert sum(shares.values()) == (FIXTURES / "s2_bf16_dp2_multitag" / name).stat().st_size
     assert "inventory" not in inspected(FIXTURES / "s2_bf16_dp2_multitag")
+
+
+@pytest.mark.parametrize("target", ["nowhere", "scheduler.pt"])
+@pytest.mark.parametrize("fixture", ["s2_bf16_dp2", "other/dcp_fsdp2_dp2/ckpt", "other/trainer_ds2_gpt2/checkpoint-4"])
+def test_links_to_nothing_and_to_themselves_are_left_out(fixture, target, tmp_path):
+    source = Path(shutil.copytree(FIXTURES / fixture, tmp_path / "source"))
+    (source / "scheduler.pt").unlink(missing_ok=True)
+    before = lost(source)
+    (source / "scheduler.pt").symlink_to(target)
+    assert lost(source) == [*before, "scheduler.pt"]

@@ -48,7 +48,7 @@ from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import CARRIED as CARRIED_AS_IS
 from zckpt.state.inventory import IMPLIED, LEFT_OUT, Claim
 from zckpt.state.ranges import Range
-from zckpt.storage.files import Sources, entries_of, is_file, read_json, real_path
+from zckpt.storage.files import Sources, files_in, is_file, read_json, real_path
 from zckpt.torchfile import Tensor, TorchFile, node_of, read_torchfile
 
 CARRIED = re.compile(
@@ -85,21 +85,19 @@ def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Pat
     """
     folders = dict[str, str]()
     known = {real_path(path, folders) for path in [*(file.path for file in checkpoint.files), *checkpoint.claims]}
-    entries = {entry.name: entry for entry in entries_of(directory) if entry.is_file()}
-    for entry in (entry for root in roots for entry in entries_of(root)):
-        if CARRIED.fullmatch(entry.name) and entry.is_file():
-            kept = entries.setdefault(entry.name, entry).path
-            if kept != entry.path and not _same(kept, entry.path):
-                checkpoint.warnings.append(f"{entry.path} differs from {kept}, which is kept")
+    files = {name: directory / name for name in files_in(directory)}
+    for path in (root / name for root in roots for name in files_in(root) if CARRIED.fullmatch(name)):
+        kept = files.setdefault(path.name, path)
+        if kept != path and not _same(str(kept), str(path)):
+            checkpoint.warnings.append(f"{path} differs from {kept}, which is kept")
     models = []
-    for entry in entries.values():
-        path = Path(entry.path)
-        if real_path(entry.path, folders) in known:
+    for name, path in files.items():
+        if real_path(str(path), folders) in known:
             continue
-        if CARRIED.fullmatch(entry.name):
+        if CARRIED.fullmatch(name):
             try:
                 carry(checkpoint, path)
-                if entry.name == RECIPE and "optimizer" in dict_of(node_of(checkpoint.metadata["recipe_state"])):
+                if name == RECIPE and "optimizer" in dict_of(node_of(checkpoint.metadata["recipe_state"])):
                     checkpoint.warnings.append(
                         f"{RECIPE}: the optimizer's state is carried as it is, for torchtune, whose own model has "
                         "other names, and rows of some weights in another order"
@@ -108,11 +106,11 @@ def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Pat
                 if path.parent != directory:  # below which the inventory finds it
                     checkpoint.files.append(SourceFile(str(path), path.stat().st_size, METADATA_ROLE))
                     checkpoint.claims[str(path)] = Claim(LEFT_OUT, f"it cannot be read: {error.message}")
-        elif entry.name == TRAINER_STATE:
+        elif name == TRAINER_STATE:
             _carry_json(checkpoint, path)
-        elif COPIED.fullmatch(entry.name):
+        elif COPIED.fullmatch(name):
             models.append(path)
-        elif ADAPTER.fullmatch(entry.name):
+        elif ADAPTER.fullmatch(name):
             note_adapter(checkpoint, path)
     note_models(checkpoint, models, directory)
     if (directory / SHARDED).is_dir():
@@ -121,7 +119,7 @@ def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Pat
         from zckpt.formats.lerobot import carry_beside
 
         carry_beside(checkpoint, directory)
-    _note_gaps(checkpoint, sorted(entries))
+    _note_gaps(checkpoint, sorted(files))
 
 
 def _same(one: str, other: str) -> bool:

@@ -16,7 +16,7 @@ from zckpt.errors import SourceError, UnknownFormatError, listed
 from zckpt.formats.format import TAG, Format, Found, NearMiss, Search
 from zckpt.formats.registry import BUILT_IN, TRIED_LAST, BrokenPluginError, formats
 from zckpt.formats.units import is_named, latest_of, numbered, units
-from zckpt.storage.files import entries_of, is_file, read_head
+from zckpt.storage.files import entries_of, is_file, leads_to_folder, read_head
 
 HEAD_NBYTES = 512
 
@@ -216,7 +216,7 @@ def tags_in(path: Path) -> list[str] | None:
 
     None: it has none, and is no checkpoint of a format that has tags.
     """
-    names = [entry.name for entry in _entries(path) if entry.is_dir()]
+    names = [entry.name for entry in _entries(path) if leads_to_folder(entry)]
     tags = sorted((name for name in names if _takes(Search(path, tag=name))), key=numbered)
     return tags if tags or _takes(Search(path)) else None
 

@@ -19,7 +19,7 @@ from zckpt.formats.registry import find_format, formats
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import Checkpoint, SourceFile
-from zckpt.storage.files import entries_of, opened, read_head
+from zckpt.storage.files import entries_of, leads_to_file, opened, read_head
 from zckpt.torchfile import AlikeRecords, Record, read_archive, read_torchfile
 
 SAFETENSORS_SUFFIX = ".safetensors"
@@ -86,7 +86,7 @@ def survey_files(source: Path) -> Survey:
 
 def _below(directory: Path, depth: int) -> Iterator[Path]:
     for entry in entries_of(directory, lenient=True):
-        if entry.is_file():
+        if leads_to_file(entry):
             yield Path(entry.path)
         elif depth and entry.is_dir(follow_symlinks=False):
             yield from _below(Path(entry.path), depth - 1)

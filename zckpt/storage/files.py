@@ -192,14 +192,24 @@ def entries_of(path: str | os.PathLike[str], *, lenient: bool = False) -> list[o
         raise unreadable(path, error) from error
 
 
+def leads_to_file(entry: os.DirEntry[str]) -> bool:
+    """Tell whether an entry is a regular file, or a link to one; errors are those of `is_file`."""
+    return is_file(entry) if entry.is_symlink() else entry.is_file()
+
+
+def leads_to_folder(entry: os.DirEntry[str]) -> bool:
+    """Tell whether an entry is a directory, or a link to one; errors are those of `is_file`."""
+    return is_directory(entry) if entry.is_symlink() else entry.is_dir()
+
+
 def files_in(path: str | os.PathLike[str], *, lenient: bool = False) -> list[str]:
-    """Return the names of a directory's files; errors are those of `entries_of`."""
-    return [one.name for one in entries_of(path, lenient=lenient) if one.is_file()]
+    """Return the names of a directory's files; errors are those of `entries_of` and `is_file`."""
+    return [one.name for one in entries_of(path, lenient=lenient) if leads_to_file(one)]
 
 
 def folders_in(path: str | os.PathLike[str], *, lenient: bool = False) -> list[Path]:
-    """Return the directories in one; errors are those of `entries_of`."""
-    return [Path(one.path) for one in entries_of(path, lenient=lenient) if one.is_dir()]
+    """Return the directories in one; errors are those of `entries_of` and `is_file`."""
+    return [Path(one.path) for one in entries_of(path, lenient=lenient) if leads_to_folder(one)]
 
 
 def real_path(path: str, folders: dict[str, str]) -> str:

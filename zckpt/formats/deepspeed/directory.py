@@ -23,7 +23,7 @@ from zckpt.codes import LATEST, MISSING_FILE, TWICE
 from zckpt.errors import ShardError, UnknownFormatError, listed
 from zckpt.formats.latest import is_tag, latest_name
 from zckpt.immutable import immutable
-from zckpt.storage.files import entries_of
+from zckpt.storage.files import files_in, folders_in
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
@@ -171,8 +171,7 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
 
 def shards_in(directory: Path) -> list[Shard]:
     """Return the files of a directory that have names of a DeepSpeed checkpoint."""
-    files = (one for one in entries_of(directory) if one.is_file())
-    return list(filter(None, (classify(one.name, str(directory / one.name)) for one in files)))
+    return list(filter(None, (classify(name, str(directory / name)) for name in files_in(directory))))
 
 
 def _is_tag_directory(directory: Path) -> bool:
@@ -213,7 +212,7 @@ def _tag_of(directory: Path, source: Path) -> str:
 
 
 def _tags(source: Path) -> list[str]:
-    return [e.name for e in entries_of(source) if e.is_dir() and _is_tag_directory(Path(e.path))]
+    return [one.name for one in folders_in(source) if _is_tag_directory(one)]
 
 
 def _listed(source: Path) -> str:

@@ -5,7 +5,6 @@ Of several forms of one model the first in `_STEMS` is read, and `companions` ta
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from zckpt.formats.format import NearMiss, Search
 from zckpt.formats.safetensors.file import SHARD, read_header
 from zckpt.formats.suffixes import LEROBOTS_OPTIMIZER, OWN_NAME, READ_SUFFIXES
 from zckpt.immutable import immutable
-from zckpt.storage.files import entries_of, files_in, is_file, read_json
+from zckpt.storage.files import files_in, folders_in, is_file, read_json
 
 if TYPE_CHECKING:
     from zckpt.formats.torch_files.optimizer import OptimizerState
@@ -127,9 +126,8 @@ def find(search: Search) -> Directory | NearMiss | None:
     path = search.path
     if not path.is_dir():
         return None
-    entries = entries_of(path)
-    names = {entry.name for entry in entries if entry.is_file()}
-    of_dcp = [one.name for one in entries if one.is_dir() and _DCP_FOLDER.fullmatch(one.name)]
+    names, inside = {*files_in(path)}, folders_in(path)
+    of_dcp = [one.name for one in inside if _DCP_FOLDER.fullmatch(one.name)]
     if (  # of DeepSpeed, of DCP, or a consolidated one, next to whose files are such as these
         "latest" in names
         or ".metadata" in names
@@ -151,13 +149,12 @@ def find(search: Search) -> Directory | NearMiss | None:
     own = path / OWN_NAME if OWN_NAME in names else None
     is_state = "random_states_0.pkl" in names and bool(optimizers)
     if first is None and (PIPELINE_NAME in names or is_state):  # of diffusers, whose models are called as their folders
-        folders = {entry.name: Path(entry.path) for entry in entries if entry.is_dir()}
-        found = {name: first_model(folder, files_in(folder, lenient=True)) for name, folder in folders.items()}
+        found = {folder.name: first_model(folder, files_in(folder, lenient=True)) for folder in inside}
         models = tuple(ModelFiles(name, one.path) for name, one in sorted(found.items()) if one is not None)
         if models:
             return Directory(path, models, optimizers if is_state else (), own)
     if first is None:
-        return _near(path, names, entries, has_optimizer=bool(optimizers))
+        return _near(path, names, inside, has_optimizer=bool(optimizers))
     others = {int(m[2]): m[0] for name in names if (m := _FURTHER.fullmatch(name)) and m[1] == first.stem}
     further = [ModelFiles(f"{first.stem}_{number}", path / others[number]) for number in sorted(others)]
     plain = first.path.name in ("model.safetensors", "model.safetensors.index.json")
@@ -166,7 +163,7 @@ def find(search: Search) -> Directory | NearMiss | None:
         apart = {match[1]: name for name in sorted(names, reverse=True) if (match := APART.fullmatch(name))}
         parts = [Part(path / name, is_last=stem != "vit") for stem, name in sorted(apart.items())]
     if not further and MODULES_NAME in names:
-        places = {int(m[1]): Path(one.path) for one in entries if one.is_dir() and (m := _MODULE.fullmatch(one.name))}
+        places = {int(m[1]): one for one in inside if (m := _MODULE.fullmatch(one.name))}
         files = {
             number: first_model(folder, files_in(folder, lenient=True)) for number, folder in sorted(places.items())
         }
@@ -232,9 +229,8 @@ def model_beside_optimizer(path: Path, names: Collection[str]) -> ModelFiles | N
     return first_model(path, names) or (found[0] if len(found) == 1 else None)
 
 
-def _near(path: Path, names: set[str], entries: Iterable[os.DirEntry[str]], *, has_optimizer: bool) -> NearMiss | None:
+def _near(path: Path, names: set[str], folders: Iterable[Path], *, has_optimizer: bool) -> NearMiss | None:
     """Say what a directory without a model is, if it is anything of these programs."""
-    folders = [Path(entry.path) for entry in entries if entry.is_dir()]
     adapters = [one.name for one in folders if ADAPTER_CONFIG in files_in(one, lenient=True)]
     if adapters:
         return NearMiss(f"holds PEFT adapters in folders: {listed(adapters)}", f"give one: {path / adapters[0]}")

@@ -55,7 +55,7 @@ from zckpt.state import (
 )
 from zckpt.state.inventory import STATE, Rule
 from zckpt.state.views import reshape
-from zckpt.storage.files import entries_of
+from zckpt.storage.files import files_in
 from zckpt.torchfile import Global, Object, Tensor
 
 Values = dict[str, object]
@@ -122,8 +122,7 @@ def read_folder(folder: Path, reader: AlikeReader, known: dict[int, SourceFile],
 
     Raises LayoutError: it is not there; DamagedFileError: a file of it holds something else.
     """
-    listed = entries_of(folder) if folder.is_dir() else []
-    names = [entry.name for entry in listed if entry.name.endswith(SUFFIX) and entry.is_file()]
+    names = [name for name in (files_in(folder) if folder.is_dir() else ()) if name.endswith(SUFFIX)]
     found = StoredFolder()
     if MASTER_STEM + SUFFIX not in names:
         master = folder / (MASTER_STEM + SUFFIX)

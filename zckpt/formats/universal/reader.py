@@ -68,7 +68,7 @@ from zckpt.state import (
 )
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.state.views import narrow
-from zckpt.storage.files import entries_of
+from zckpt.storage.files import folders_in
 from zckpt.torchfile import Digests, Object, Tensor, TorchFile, plain, read_torchfile
 
 OPTIMIZER_RULES = (
@@ -437,7 +437,7 @@ class _Reading:
 
     def warn(self) -> None:
         known = {*self.checkpoint.parameters, *self.module}
-        unknown = [one.name for one in entries_of(self.folder) if one.is_dir() and one.name not in known]
+        unknown = [one.name for one in folders_in(self.folder) if one.name not in known]
         if unknown:
             self.checkpoint.warnings.append(f"folders that the model files do not name are left out: {listed(unknown)}")
         if self.first.zero_option("round_robin_gradients") and not self.rest:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from zckpt.errors import ShardError, UnknownFormatError
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.immutable import immutable
-from zckpt.storage.files import entries_of
+from zckpt.storage.files import files_in
 from zckpt.storage.ownership import Owned, called
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def find(path: Path) -> Directory | None:
     """
     if not path.is_dir():
         return None
-    names = [one.name for one in entries_of(path) if one.name.endswith(READ_SUFFIXES) and one.is_file()]
+    names = [name for name in files_in(path) if name.endswith(READ_SUFFIXES)]
     if METADATA_NAME in names:
         from zckpt.state import dict_of
         from zckpt.torchfile import read_torchfile
