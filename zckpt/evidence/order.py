@@ -30,9 +30,7 @@ def put_in_order(checkpoint: Checkpoint, names: Sequence[str]) -> None:
     UsageError
         They are not the names of all of the parameters, each once.
     """
-    every = {**checkpoint.parameters, **checkpoint.buffers}
-    known = aligned(every, names)
-    order = [known.get(name, name) for name in names]
+    order, every = _known(checkpoint, names), {*checkpoint.names}
     missing = [one.name for one in checkpoint.owners if one.name not in order]
     strange = [name for name in order if name not in every]
     if missing or strange or not are_distinct(order):
@@ -53,10 +51,14 @@ def tells_order(checkpoint: Checkpoint, names: Sequence[str]) -> bool:
 
     Those of several groups, one group after the other, are in the optimizer's order, which may be another.
     """
-    members = checkpoint.grouped
-    known = aligned([*checkpoint.parameters, *checkpoint.buffers], names)
-    order = [known.get(name, name) for name in names]
+    members, order = checkpoint.grouped, _known(checkpoint, names)
     owners = {one.name for one in checkpoint.owners}
-    if not owners <= set(order) or not set(order) <= {*checkpoint.parameters, *checkpoint.buffers}:
+    if not owners <= {*order} <= {*checkpoint.names}:
         return False
     return len(checkpoint.param_groups) < 2 or [name for name in order if name in members] != members
+
+
+def _known(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
+    """Return names as the checkpoint has them; strange ones as they are."""
+    known = aligned(checkpoint.names, names)
+    return [known.get(name, name) for name in names]

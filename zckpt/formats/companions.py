@@ -188,7 +188,7 @@ def note_models(checkpoint: Checkpoint, paths: Iterable[Path], directory: Path) 
 def note_adapter(checkpoint: Checkpoint, path: Path) -> None:
     """Note what PEFT's `save_pretrained` has written as copies: its names leave out how the adapter is called."""
     found: dict[str, str] = {}
-    for name in [*checkpoint.parameters, *checkpoint.buffers]:
+    for name in checkpoint.names:
         for called in (".modules_to_save.default.", ".default."):
             if called in name:
                 found.setdefault(name.replace(called, "."), name)

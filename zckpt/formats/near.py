@@ -92,14 +92,14 @@ def settle(
         if unsure is not None:
             return unsure
         found = next(iter(misses), None) or _of_others(path)
-        error: SourceError = found.error(path) if found is not None else _unknown(path)
-        error.advice = error.advice or _inside(path)
     else:
         claimed = unsure is not None and unsure[0].name != TRIED_LAST
         found = pointer(path) or next(iter(misses), None) or (None if claimed else _of_other(path))
         if found is None and unsure is not None and not broken:
             return unsure
-        error = found.error(path) if found is not None else _unknown(path)
+    error: SourceError = found.error(path) if found is not None else _unknown(path)
+    if path.is_dir():
+        error.advice = error.advice or _inside(path)
     if broken:
         error.advice = "; ".join([*([error.advice] if error.advice else []), *map(str, broken)])
     raise error

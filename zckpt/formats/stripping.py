@@ -203,7 +203,7 @@ def rewrite(path: Path, name: str, edit: Edit, *, unreferenced: bool) -> Rewritt
     edited = edit(file)
     saved = _narrow(file, edited, unreferenced=unreferenced)
     if edited.root is None:
-        return Rewritten(name, file.nbytes, None, _complete(saved, file.nbytes))
+        return gone(path, name, saved)
     if not edited.changed and not edited.dropped and not saved:
         return as_it_is(path, name)
     target = lay_out(name, FromFile.of(file, edited.root))
@@ -288,8 +288,7 @@ def completed(
     files = [*own]
     for name, path in files_below(directory):
         if name == FINGERPRINT_NAME and changed:
-            nbytes = path.stat().st_size
-            files.append(Rewritten(name, nbytes, None, {STRUCTURE: nbytes}))
+            files.append(gone(path, name, {}))
         elif name not in done:
             files.append(as_it_is(path, name))
     said = [*notes]

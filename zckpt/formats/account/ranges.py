@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Union
 
 from zckpt.state import ZEROS, Checkpoint, CutFiles, CutSpans, PaddingRule, Slot, Span, by_key
@@ -204,9 +204,7 @@ class Coverage:
 
 def spans_of(slot: Slot) -> Iterator[Span]:
     """Yield all spans of a slot, those of its replicas too."""
-    yield from slot.spans
-    for spans in slot.replicas:
-        yield from spans
+    return chain.from_iterable(slot.sets)
 
 
 def _union(several: Sequence[Ranges]) -> Ranges:

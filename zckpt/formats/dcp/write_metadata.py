@@ -77,13 +77,11 @@ def metadata(entries: Sequence[Entry], *, paths: bool = True, flattened: Mapping
     if paths:
         made.mapping(made.path, entries)
     else:
-        writer.out += b"N"
+        writer.begin(None)
     writer.text("storage_data")
     made.mapping(made.storage, ((entry, number) for entry in entries for number in range(len(entry.chunks))))
-    writer.text("storage_meta")
-    writer.out += b"N"
-    writer.text("version")
-    writer.text(VERSION)
+    for leaf in ("storage_meta", None, "version", VERSION):
+        writer.begin(leaf)
     if flattened:
         writer.text("mcore_data")
         made.mapping(made.flattened, flattened.items())
@@ -156,10 +154,7 @@ class _Metadata:
         writer.text(entry.key)
         writer.out += b"("
         for part in entry.path:
-            if isinstance(part, int):
-                writer.integer(part)
-            else:
-                writer.text(part)
+            writer.begin(part)
         writer.out += b"t"
 
     def flattened(self, one: tuple[str, Shape]) -> None:
@@ -191,10 +186,8 @@ class _Metadata:
         """Write the rest of a MetadataIndex, and of its _StorageInfo all up to the numbers."""
         writer = self.writer
         writer.text("index")
-        if index is None:
-            writer.out += b"N"
-        else:
-            writer.integer(index)
+        writer.begin(index)
+        if index is not None:
             writer.text("offset")
             self.size(chunk.offsets)
         writer.out += b"ub"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zckpt.engine.congruence import residue
 from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
@@ -169,21 +170,15 @@ class Archives:
     def put(self, file: TargetFile, value: object) -> tuple[int, int]:
         """Append an item to a file; return its offset and length in bytes."""
         at = file.nbytes
-        start = None  # where the archive's data begin in it, modulo a block, so that most can be clones
+        own, start = None, None  # where the archive's data begin in it, modulo a block, so that most can be clones
         if isinstance(value, TensorPiece):
-            wanted = Hole(0, value.tensor.label, value.tensor.slot, value.extent, value.tensor.dtype)
-            found = residue([wanted], itemsize(value.tensor.dtype), self._indexes)
+            own = Hole(0, value.tensor.label, value.tensor.slot, value.extent, value.tensor.dtype)
+            found = residue([own], itemsize(own.dtype), self._indexes)
             start = None if found is None else (found - at) % BLOCK_NBYTES
         archive = self._archive(value, start)
         for literal in archive.literals:
             file.literals.append(Literal(at + literal.offset, literal.data) if at else literal)
-        for hole in archive.holes:
-            offset = at + hole.offset
-            if isinstance(value, TensorPiece):
-                slot, tensor = value.tensor.slot, value.tensor
-                file.holes.append(Hole(offset, tensor.label, slot, value.extent, tensor.dtype))
-            else:
-                file.holes.append(Hole(offset, hole.label, hole.slot, hole.extent, hole.dtype))
+        file.holes += (replace(own or hole, offset=at + hole.offset) for hole in archive.holes)
         for checksum in archive.checksums:
             offsets = tuple(at + offset for offset in checksum.offsets)
             file.checksums.append(Checksum(at + checksum.start, at + checksum.end, offsets))
