@@ -162,6 +162,8 @@ POINTERS = frozenset({"latest", "latest_universal", "latest_checkpointed_iterati
                       "last_checkpoint"})  # fmt: skip
 """Files that name the newest checkpoint of a run."""
 
+NEWEST = Claim(IMPLIED, "which checkpoint of the run is the newest")
+
 FOREIGN_FOLDERS = frozenset({".git", "__pycache__", ".ipynb_checkpoints", "wandb", "tensorboard", "runs", ".cache",
                              REMOVED})  # fmt: skip
 
@@ -203,11 +205,8 @@ def file_items(checkpoint: Checkpoint, read: dict[str, str], folders: dict[str, 
         if real in read:
             continue
         nbytes = _size(path)
-        claim = claims.get(real)
-        if claim is None and path.name in POINTERS:
-            claim = Claim(IMPLIED, "which checkpoint of the run is the newest")
-        if claim is None and about is not None:
-            claim = Claim(FOREIGN, about)
+        usual = NEWEST if path.name in POINTERS else None if about is None else Claim(FOREIGN, about)
+        claim = claims.get(real) or usual
         rules = (one for one in FOREIGN_RULES if not (one.about == ANOTHER_MODEL and path.suffix in ends))
         rule = None if claim else next((rule for rule in rules if rule.pattern.fullmatch(path.name)), None)
         is_text = path.suffix == ".json" if real in claims else rule is not None and rule.written

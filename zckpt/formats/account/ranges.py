@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
@@ -167,14 +168,14 @@ class Coverage:
 
     def of(self, path: str) -> Known:
         """Return what is known of a file."""
-        found: dict[str, dict[str, list[Ranges]]] = {}
+        found: dict[str, dict[str, list[Ranges]]] = defaultdict(lambda: defaultdict(list))
         for fate, numbers in self._found.get(path, {}).items():
             pairs = zip(numbers[::3], numbers[1::3], strict=True)
             listed = by_key(zip(numbers[2::3], pairs, strict=True))
-            found[fate] = {self._slots[slot]: [ranges] for slot, ranges in listed.items()}
+            found[fate].update((self._slots[slot], [ranges]) for slot, ranges in listed.items())
         padding = [ranges for runs in self._padding for ranges in runs.within(path)]
         if padding:
-            found.setdefault(IMPLIED, {}).setdefault("padding", []).extend(padding)
+            found[IMPLIED]["padding"] += padding
         lying = [
             (name, rules, index, files.offsets[index], itemsize(files.dtype))
             for name, files, rules in self._rules
@@ -193,9 +194,9 @@ class Coverage:
         for name, rules, index, offset, width in lying:
             if (id(rules), index) not in same:
                 same[id(rules), index] = rules.of(index)
-            found.setdefault(STATE, {}).setdefault(name, []).append(offset + same[id(rules), index] * width)
+            found[STATE][name].append(offset + same[id(rules), index] * width)
         for name, separate, index in apart:
-            found.setdefault(STATE, {}).setdefault(name, []).append(separate.nbytes_of(index))
+            found[STATE][name].append(separate.nbytes_of(index))
         known = Known(found)
         if is_alike:
             self._alike[alike] = known

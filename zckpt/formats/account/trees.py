@@ -8,6 +8,7 @@ what it is, and a value that is said to be state has to be under a key that some
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import field
 from functools import reduce
@@ -144,7 +145,7 @@ class FileAccount:
         self.known = known
         self.taken = taken
         self.elements: list[Range] = []
-        self.ranges: dict[str, list[Range]] = {}
+        self.ranges: dict[str, list[Range]] = defaultdict(list)
         self._paths = [file.path] * (file.path in taken.paths) + [FIRST] * is_first + [""]
         self._values = taken.values if is_first else {}
         self._sums: dict[tuple[str, str, str], _Sum] = {}
@@ -255,7 +256,7 @@ class FileAccount:
             return False
         below = each(node, lambda one: [child for _, child in children(one) if type(child) not in LEAVES])
         ranges = [_range(one) for one in below if isinstance(one, Tensor)]
-        self.ranges.setdefault(fate, []).extend(ranges)
+        self.ranges[fate] += ranges
         if fate == LEFT_OUT:
             self._lose(TENSOR, about, steps, total(ranges))
         else:
@@ -267,12 +268,12 @@ class FileAccount:
         is_state = rule is not None and rule.fate == IMPLIED and bool(self.known.shares([(low, high)]))
         if rule is not None and rule.tensors and tensor.numel and not is_state:
             self._add(TENSOR, rule.fate, rule.about, steps, high - low)
-            self.ranges.setdefault(rule.fate, []).append((low, high))
+            self.ranges[rule.fate].append((low, high))
             return
         is_value = rule is not None and tensor.numel == 1 and rule.fate != LEFT_OUT
         is_known = is_value and sum(self.known.shares([(low, high)]).values()) == high - low
         if is_value and not is_known and self._value(tensor, steps, rule, high - low):
-            self.ranges.setdefault(rule.fate if rule else IMPLIED, []).append((low, high))
+            self.ranges[rule.fate if rule else IMPLIED].append((low, high))
             return
         self._elements([(low, high)], steps, tensor)
 

@@ -13,7 +13,7 @@ A pickle, of which nothing is executed. Keys are paths joined with dots, and nam
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
@@ -147,11 +147,8 @@ def _tensor(key: str, node: Object, chunks: Chunks) -> Entry:
     return chunks.add(key, dtype.name, shape, sorted(found))
 
 
-def _place(
-    storage_data: dict[object, object], chunks: Chunks, numbers: Mapping[str, dict[Offsets | None, int]]
-) -> None:
+def _place(storage_data: dict[object, object], chunks: Chunks, numbers: dict[str, dict[Offsets | None, int]]) -> None:
     """Say where items are, of which `numbers` has those that are needed; chunks besides these are added."""
-    others: dict[tuple[str, Offsets], int] = {}
     for index, info in _drained(storage_data):
         which, where = _object(index, "MetadataIndex"), _object(info, "_StorageInfo")
         key, first = which.get("fqn"), which.get("offset")
@@ -171,13 +168,11 @@ def _place(
             raise DamagedFileError(f"{key} lies outside of the directory", found=brief(file))
         start, length = _integers((offset, nbytes), f"offset and length of {key}")
         offsets = None if first is None else _integers(first, f"offsets of {key}")
-        number = numbers.get(key, {}).get(offsets)
-        if number is None and offsets is not None:
-            number = others.get((key, offsets))
-            if number is None:
-                number = others[key, offsets] = chunks.add(key, UNUSED).first
-        if number is not None:
-            chunks.put(number, file, start, length)
+        its = numbers.setdefault(key, {})
+        if offsets is not None and offsets not in its:
+            its[offsets] = chunks.add(key, UNUSED).first
+        if offsets in its:
+            chunks.put(its[offsets], file, start, length)
 
 
 def _paths(planner_data: object, keys: list[str]) -> tuple[dict[str, Keys], tuple[str, ...]]:
