@@ -235,15 +235,15 @@ def _whole(metadata: Metadata, parts: list[Part], values: Values, source: str) -
             found[key] = Held(node.dtype, node.shape, node)
     found.update({alias: found[owner] for alias, owner in tied.items() if owner in found})
     paths = {key: path for key, path in (metadata.planner_data or {}).items() if key in found}
-    whole = contents(source, found, paths)
+    checkpoint, slots = contents(source, found, paths)
     held = (key for key, one in found.items() if isinstance(one, Held) and one.node is None)
-    if lost := [key for key in held if key not in whole.slots]:
+    if lost := [key for key in held if key not in slots]:
         raise UnsupportedError(f"there is no information about {', '.join(lost[:4])}", path=source)
     for alias, owner in tied.items():
-        names = [whole.slots[key][1] for key in (owner, alias)]
-        if set(names) <= whole.checkpoint.parameters.keys():
-            tie(whole.checkpoint, *names)
-    return whole.checkpoint
+        names = [slots[key][1] for key in (owner, alias)]
+        if set(names) <= checkpoint.parameters.keys():
+            tie(checkpoint, *names)
+    return checkpoint
 
 
 @immutable
@@ -258,24 +258,12 @@ class Held:
     node: Tensor | None = None
 
 
-@immutable
-class Contents:
-    """The logical state.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        Its slots have one span, which has the key for a path.
-    slots : dict
-        Slot and parameter of each key that is of the model or the optimizer.
-    """
-
-    checkpoint: Checkpoint
-    slots: dict[str, tuple[str, str]]
+Slots = dict[str, tuple[str, str]]
+"""Slot and parameter of each key that is of the model or the optimizer."""
 
 
-def contents(source: str, found: Found, paths: Paths) -> Contents:
-    """Find the model and the optimizer in a state dict.
+def contents(source: str, found: Found, paths: Paths) -> tuple[Checkpoint, Slots]:
+    """Find the model and the optimizer in a state dict: as logical state, where keys are the paths of spans.
 
     Raises UnsupportedError: it has neither; DamagedFileError: its parts contradict each other.
     """
@@ -288,7 +276,7 @@ def contents(source: str, found: Found, paths: Paths) -> Contents:
     }
     if checkpoint.step is None:
         checkpoint.step = most_steps(one.state.get("step") for one in checkpoint.parameters.values())
-    return Contents(checkpoint, slots)
+    return checkpoint, slots
 
 
 def tie(checkpoint: Checkpoint, first: str, other: str) -> None:
@@ -390,9 +378,7 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     return found
 
 
-def _own(
-    state: Mapping[str, Any], paths: Paths, source: str
-) -> tuple[dict[str, tuple[str, str]], dict[str, Any], dict[str, str]]:
+def _own(state: Mapping[str, Any], paths: Paths, source: str) -> tuple[Slots, dict[str, Any], dict[str, str]]:
     """Return which tensors of a rank's state dict are of the model or the optimizer, numbers, and keys that are tied.
 
     Numbers are the optimizer's 0-d tensors, such as steps. Tied are weights that have the memory of one before them, by
@@ -410,7 +396,7 @@ def _own(
             with suppress(UnsupportedError):  # of a kind that is none
                 encode(number)
                 numbers[item.key] = number
-    slots = contents(source, {**found, **numbers}, paths).slots
+    _, slots = contents(source, {**found, **numbers}, paths)
     first: dict[tuple[object, ...], str] = {}
     tied: dict[str, str] = {}
     for key, (slot, _) in slots.items():

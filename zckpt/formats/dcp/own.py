@@ -40,21 +40,22 @@ def own_tree(
     """
     rest = {key: value for key, value in checkpoint.metadata.items() if key not in held and key not in without}
     absent = [p for p in checkpoint.parameters.values() if not {WEIGHT, MASTER} & set(checkpoint.owner(p.name).slots)]
-    hyperparameters = {
-        index: {key: value_node(value) for key, value in expanded(group.hyperparameters).items()}
-        for index, group in enumerate(checkpoint.param_groups)
-    }
+    apart = {index: expanded(group.hyperparameters) for index, group in enumerate(checkpoint.param_groups)}
     peculiar: dict[str, object] = {
         "absent": descriptions(absent),
         "unnamed": descriptions(checkpoint.unnamed.values()),
-        "hyperparameters": {index: values for index, values in hyperparameters.items() if values},
+        "hyperparameters": {
+            index: {key: value_node(value) for key, value in values.items()}
+            for index, values in apart.items()
+            if values
+        },
     }
-    version = {"version": WITH_ITEMS} if held else {}  # an older zckpt would miss them
-    if held:
-        peculiar["items"] = sorted(held)
+    tree = {**remainder(replace(checkpoint, metadata=rest)), KEY: peculiar}
+    if held:  # an older zckpt would miss them
+        tree["version"], peculiar["items"] = WITH_ITEMS, sorted(held)
     if flat:
         peculiar["groups"] = [list(group.parameters) for group in checkpoint.param_groups]
-    return {**remainder(replace(checkpoint, metadata=rest)), **version, KEY: peculiar}
+    return tree
 
 
 def prepare(
