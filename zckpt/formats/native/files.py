@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
 from zckpt.errors import SourceError
-from zckpt.state.context import during
 from zckpt.storage.files import entries_of, is_directory, read_head
 from zckpt.storage.ownership import Owned
 
@@ -77,9 +77,14 @@ def _head(path: Path) -> bytes:
 SHARE: ContextVar[tuple[int, int] | None] = ContextVar("share", default=None)
 
 
-def headers_shared(rank: int, world_size: int) -> AbstractContextManager[None]:
+@contextmanager
+def headers_shared(rank: int, world_size: int) -> Iterator[None]:
     """Let ranks that open a directory together look at some of its files each; if one refuses, all must.
 
     `rank`, `world_size`: of those who open it.
     """
-    return during(SHARE, (rank, world_size))
+    token = SHARE.set((rank, world_size))
+    try:
+        yield
+    finally:
+        SHARE.reset(token)
