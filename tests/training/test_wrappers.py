@@ -266,7 +266,7 @@ def test_dcp_reads_and_writes_bare_names(wrapped):
 def test_dcp_gives_no_tensor_to_two_keys(wrapped):
     bare = torch.load(wrapped / "bare.pt")["model"]
     state = {"model": {**bare, "module.n": torch.ones(3)}}
-    for whole in (state, {"app": state}):
+    for tree in (state, {"app": state}):
         with pytest.raises(CheckpointException, match="would both be n"):
-            dcp.load(whole, storage_reader=zckpt.dcp.Reader(wrapped / "bare.pt"))
+            dcp.load(tree, storage_reader=zckpt.dcp.Reader(wrapped / "bare.pt"))
         assert state["model"]["module.n"].sum() == 3
