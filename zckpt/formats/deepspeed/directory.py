@@ -32,13 +32,13 @@ EXPERT_OPTIMIZER = "expert optimizer"
 PIPELINE_LAYER = "pipeline layer"
 
 _PATTERNS = tuple((role, re.compile(pattern)) for role, pattern in (
-    (OPTIMIZER, r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt"),
-    (EXPERT_OPTIMIZER, r"expp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"),
-    (MODEL, r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"),
-    (MODEL, r"mp_rank_(?P<mp>\d+)_model_states\.pt"),
-    (EXPERT, r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"),
-    (EXPERT, r"expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"),
-    (PIPELINE_LAYER, r"layer_(?P<layer>\d+)(?:-model_(?P<mp>\d+))?-model_states\.pt"),
+    (OPTIMIZER, r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp_rank>\d+)_mp_rank_(?P<mp_rank>\d+)_?optim_states\.pt"),
+    (EXPERT_OPTIMIZER, r"expp_rank_(?P<dp_rank>\d+)_mp_rank_(?P<mp_rank>\d+)_optim_states\.pt"),
+    (MODEL, r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp_rank>\d+)_mp_rank_(?P<mp_rank>\d+)_model_states\.pt"),
+    (MODEL, r"mp_rank_(?P<mp_rank>\d+)_model_states\.pt"),
+    (EXPERT, r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<mp_rank>\d+)_model_states\.pt"),
+    (EXPERT, r"expert_(?P<expert>\d+)_mp_rank_(?P<mp_rank>\d+)_model_states\.pt"),
+    (PIPELINE_LAYER, r"layer_(?P<layer>\d+)(?:-model_(?P<mp_rank>\d+))?-model_states\.pt"),
 ))  # fmt: skip
 _WRITER = re.compile(r"(?P<name>.+\.pt)-(?P<writer>\d+)\.(?P<writers>\d+)")
 """Source: DeepSpeed 0.18 and 0.19, `CheckpointWriterFactory.create_writer`; not under ZeRO-3."""
@@ -78,8 +78,7 @@ def classify(name: str, path: str) -> Shard | None:
     for role, pattern in _PATTERNS:
         if match := pattern.fullmatch(name):
             numbers = {key: int(value) for key, value in match.groupdict().items() if value is not None}
-            dp, mp, layer, expert = map(numbers.get, ("dp", "mp", "layer", "expert"))
-            return Shard(path, role, dp, mp, layer, expert, writer)
+            return Shard(path, role, writer=writer, **numbers)
     return None
 
 
