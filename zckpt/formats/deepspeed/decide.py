@@ -67,9 +67,9 @@ def decide(checkpoint: Checkpoint, options: RecutOptions, *, sub_group_size: int
                     sub_group_size=None if flat else size,
                     lists_frozen=not _lacks_frozen(origin, checkpoint))  # fmt: skip
     path, given = options.hyperparameters, None
-    if path is not None and not is_bare(first):
-        raise UsageError("the checkpoint has its own hyperparameters", found=f"--hyperparameters {path}")
     if path is not None:
+        if not is_bare(first):
+            raise UsageError("the checkpoint has its own hyperparameters", found=f"--hyperparameters {path}")
         given = read_hyperparameters(path, len(checkpoint.param_groups), elastic=target.elastic)
     _refuse_form(target, options)
     _refuse_axes(target, options)
@@ -110,8 +110,10 @@ def _lacks_frozen(origin: Origin, checkpoint: Checkpoint) -> bool:
     Source: DeepSpeed 0.14.5 to 0.19.8, `exclude_frozen_parameters`: ZeRO-2 and 3 have None for a list then; ZeRO-1 has
     none at all.
     """
-    if origin.is_foreign or origin.members[0].stage != 1:
-        return not origin.is_foreign and origin.model.content.get("frozen_param_shapes", ()) is None
+    if origin.is_foreign:
+        return False
+    if origin.members[0].stage != 1:
+        return origin.model.content.get("frozen_param_shapes", ()) is None
     return any(owner not in checkpoint.parameters for owner in origin.model.shared.values())
 
 
@@ -213,16 +215,16 @@ def _refuse_auto(target: Target, options: RecutOptions, auto: Mapping[str, AutoL
 def cut_rank_values(target: Target) -> None:
     """Raise UnsupportedError where state that is each rank's own would have to be cut for others, and cannot be."""
     checkpoint, first = target.checkpoint, target.origin.members[0]
+    count = target.world_size * len(target.ranks)
     sums = {
         key: None
         for group in checkpoint.param_groups
         for key, value in group.hyperparameters.items()
-        if key in SUMS_IN_GROUPS and not (type(value) in (int, float) and value == 0)
+        if count > 1 and key in SUMS_IN_GROUPS and not (type(value) in (int, float) and value == 0)
     }
-    count = target.world_size * len(target.ranks)
-    if not (checkpoint.per_rank or (sums and count > 1)) or is_cut_alike(target):
+    if not (checkpoint.per_rank or sums) or is_cut_alike(target):
         return
-    if sums and count > 1:
+    if sums:
         raise UnsupportedError(
             f"{', '.join(sums)} of param groups: the optimizer keeps them as sums over all elements of a rank, and "
             "they are unknown for other ranks",
@@ -260,13 +262,13 @@ def is_cut_alike(target: Target) -> bool:
     """Tell whether each rank of a target holds the same elements in the same order as in the source."""
     if not target.keeps_form or any(len(mp.members) != target.world_size for mp in target.ranks):
         return False
-    every = [(mp, *one) for mp in target.ranks for one in enumerate(mp.members)]
-    for rank, number, member in every:
-        parts = [(part, group) for group in rank.groups for part in group.parts(number)]
-        if len(parts) != len(member.masters):
-            return False
-        for (part, group), master, count in zip(parts, member.masters, member.partition_count, strict=True):
-            least = part.numel - part.padding(group.position(number))
-            if not least <= master.numel <= part.numel or (target.stage != 3 and count != group.shared_by):
+    for mp in target.ranks:
+        for rank, member in enumerate(mp.members):
+            parts = [(part, group) for group in mp.groups for part in group.parts(rank)]
+            if len(parts) != len(member.masters):
                 return False
+            for (part, group), master, count in zip(parts, member.masters, member.partition_count, strict=True):
+                least = part.numel - part.padding(group.position(rank))
+                if not least <= master.numel <= part.numel or (target.stage != 3 and count != group.shared_by):
+                    return False
     return True

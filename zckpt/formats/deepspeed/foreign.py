@@ -151,7 +151,7 @@ def _refuse(checkpoint: Checkpoint, *, staged: bool) -> None:
             "checkpoint of ZeRO has masters",
             advice=NAMES_ADVICE,
         )
-    if not any(group.hyperparameters for group in checkpoint.param_groups):
+    if checkpoint.is_bare:
         raise UnsupportedError(
             "holds no hyperparameters, which a ZeRO checkpoint needs",
             expected="a source that is not elastic, or --hyperparameters FILE and --rigid",

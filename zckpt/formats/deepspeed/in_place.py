@@ -152,8 +152,7 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
     if training.stage == 0:
         ranks = [replace(one, unpartitioned=training.unpartitioned) for one in target.ranks]
         target = replace(target, stage=0, ranks=ranks)
-    served = Served(target, training)
-    served.notes += [*rank_notes(served.target), *notes]
+    served = Served(target, training, [*rank_notes(target), *notes])
     if optimizer and training.stage:
         _check(served)
     return served

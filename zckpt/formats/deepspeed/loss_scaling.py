@@ -107,16 +107,15 @@ def _option(config: Mapping[object, object], name: str) -> object:
 
 def _scaler(values: Mapping[str, object], config: Mapping[object, object]) -> Object:
     state: dict[object, object] = {"cur_scale": values["cur_scale"], "dynamic": values["dynamic"]}
-    if not values["dynamic"]:
-        return scaler_of(state)
-    hysteresis = _option(config, "hysteresis")
-    state |= {
-        **{key: values[key] for key in _COUNTED[1:]},
-        "min_scale": _option(config, "min_loss_scale"),
-        "delayed_shift": hysteresis, "cur_hysteresis": hysteresis,
-        "consecutive_hysteresis": _option(config, "consecutive_hysteresis"),
-        "raise_error_at_min_scale": True, "dtype": DType("float16"),
-    }  # fmt: skip
+    if values["dynamic"]:
+        hysteresis = _option(config, "hysteresis")
+        state |= {
+            **{key: values[key] for key in _COUNTED[1:]},
+            "min_scale": _option(config, "min_loss_scale"),
+            "delayed_shift": hysteresis, "cur_hysteresis": hysteresis,
+            "consecutive_hysteresis": _option(config, "consecutive_hysteresis"),
+            "raise_error_at_min_scale": True, "dtype": DType("float16"),
+        }  # fmt: skip
     return scaler_of(state)
 
 

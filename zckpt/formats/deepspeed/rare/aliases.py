@@ -29,8 +29,8 @@ def aliases(member: OptimizerShard) -> dict[Place, Place]:
     base = member.content.get("optimizer_state_dict" if member.stage == 3 else "base_optimizer_state")
     states = base.get("state") if isinstance(base, dict) else base
     numbered = states.items() if isinstance(states, dict) else enumerate(list_of(states))
-    for index, state in ((index, state) for index, state in numbered if type(index) is int):
-        for key, value in dict_of(state).items():
+    for index, state in numbered:
+        for key, value in dict_of(state).items() if type(index) is int else ():
             if isinstance(value, Tensor) and value.numel:
                 owner = first.setdefault(identity_of(value), (index, str(key)))
                 if owner != (index, str(key)):
@@ -40,12 +40,11 @@ def aliases(member: OptimizerShard) -> dict[Place, Place]:
 
 def notes(members: Sequence[OptimizerShard], own: Collection[str]) -> list[str]:
     """Say which state of a model-parallel rank is one tensor, that is not each rank's own."""
-    found = aliases(members[0]) if members else {}
-    keys = {key: None for key, its in [(one[1], other[1]) for one, other in found.items()] if key not in own
-            for key in dict.fromkeys((its, key))}  # fmt: skip
+    pairs = [(key, its) for (_, key), (_, its) in aliases(members[0]).items() if key not in own]
+    keys = list(dict.fromkeys(name for key, its in pairs for name in (its, key)))
     if not keys:
         return []
-    return [f"{listed(list(keys))} of the optimizer's state: one tensor under several keys, or of several groups; "
+    return [f"{listed(keys)} of the optimizer's state: one tensor under several keys, or of several groups; "
             f"DeepSpeed's files keep it one, other formats have one of each"]  # fmt: skip
 
 
