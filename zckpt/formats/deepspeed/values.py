@@ -32,7 +32,20 @@ from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.torch_files.optimizer import optimizer_rules
 from zckpt.formats.torch_files.tensors import carried, slot_of, span_of, unresolved
-from zckpt.state import WEIGHT, CutFiles, CutSpans, Duplicate, Extent, Parameter, Shape, Slot, Span, dict_of, number_of
+from zckpt.state import (
+    WEIGHT,
+    CutFiles,
+    CutSpans,
+    Duplicate,
+    Extent,
+    Parameter,
+    Shape,
+    Slot,
+    Span,
+    dict_of,
+    differ,
+    number_of,
+)
 from zckpt.state.inventory import COPY, IMPLIED, STATE, Rule
 from zckpt.storage.files import opened
 from zckpt.torchfile import FromFile, Mentioned, Tensor, TorchFile, dump, has_tensors, plain
@@ -84,10 +97,15 @@ def shard_rules(*, first: bool) -> tuple[Rule, ...]:
                 *(Rule((*where, "*", key), STATE, "a value of each rank") for key in OF_ONE_RANK_IN_GROUPS),
             )
         ),
-        Rule((_Z, "base_optimizer_state", "state", "#", "*", "**"), STATE, "single values of a group"),
-        Rule((_Z, "base_optimizer_state", "#", "*", "**"), STATE, "single values of a group"),
+        *(
+            Rule((_Z, *where, "#", "*", "**"), STATE, "single values of a group")
+            for where in (
+                ("base_optimizer_state", "state"),
+                ("base_optimizer_state",),
+                ("optimizer_state_dict", "state"),
+            )
+        ),
         Rule((_Z, "base_optimizer_state_step"), STATE, "the step"),
-        Rule((_Z, "optimizer_state_dict", "state", "#", "*", "**"), STATE, "single values of a group"),
         *implied("how the state is cut", *CUT_KEYS, where=[_Z]),
         Rule(("ds_version",), IMPLIED, OF_THE_RUN),
         Rule(("ds_config", "**"), COPY, "the configuration, which the model file has"),
@@ -159,12 +177,8 @@ def own_hyperparameters(files: Sequence[OptimizerShard], index: int) -> frozense
         if has_tensors(value):
             mine = FromFile.of(first.file, value)
             return not all(key in its and is_same(mine, FromFile.of(one.file, its[key])) for one, its in others)
-        kept = type(value), repr(plain(number_of(value)))
-        return key in OF_ONE_RANK_IN_GROUPS and any(
-            (type(its.get(key)), repr(plain(number_of(its.get(key))))) != kept
-            for _, its in others
-            if its.get(key) is not value
-        )
+        every = [value, *(its.get(key) for _, its in others)] if key in OF_ONE_RANK_IN_GROUPS else []
+        return differ([(type(one), repr(plain(number_of(one)))) for one in every])
 
     return frozenset(key for key, value in first.groups[index].items() if differs(key, value))
 
@@ -282,12 +296,10 @@ def copies_of_optimizers(models: Sequence[ModelShard], optimizers: Sequence[Opti
     firsts = {shard.mp_rank: shard for shard in optimizers if shard.rank == 0}
     rules: FileRules = {}
     for model in models:
-        held, first = model.optimizer, firsts.get(model.mp_rank)
-        if held is not None and first is not None:
-            own = dict_of(first.file.root)["optimizer_state_dict"]
-            if is_same(FromFile.of(model.file, held), FromFile.of(first.file, own)):
-                about = f"as in {Path(first.path).name}"
-                rules[model.path] = (Rule(("optimizer", "**"), COPY, about, tensors=True),)
+        first = firsts.get(model.mp_rank)
+        if model.optimizer is not None and first is not None:
+            own = {"optimizer": dict_of(first.file.root)["optimizer_state_dict"]}
+            rules |= keep_others([(first.file, own), (model.file, model.content)], own)[1]
     return rules
 
 
