@@ -9,7 +9,7 @@ as if nothing had been reordered, so that they are wrong there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -119,21 +119,23 @@ class Partitions:
             least = self.partition - (self.padding(position) if member.elastic else 0)
             yield Case(member, self.index, least, self.partition, others)
 
-    def cut(self, keys: set[str]) -> tuple[Slots, list[Padding], list[PaddingSpan]]:
+    def cut(self, keys: set[str], own: Collection[str]) -> tuple[Slots, list[Padding], list[PaddingSpan]]:
         """Return the slots of the parameters, the padding of each rank, and where all of it lies, zero or not.
 
-        `keys`: per-element state, from `element_slots`. Raises LayoutError: sizes, paddings or mappings disagree with
-        the shapes.
+        `keys`: per-element state, from `element_slots`; `own`: the paths of files whose padding is asked for. Raises
+        LayoutError: sizes, paddings or mappings disagree with the shapes.
         """
         paddings: list[Padding] = []
         padded: list[PaddingSpan] = []
         for position, member in enumerate(self.members):
             self._check_records(position)
+            if member.path not in own:
+                continue
             tensors, numel = member.element_tensors(self.index, keys), self.padding(position)
             # Padding is at the end and between aligned parameters; a stripped tensor may still have it behind its end,
             # in its storage. Of masters, and of state that is zero without gradients, it is zero: DeepSpeed 0.14.5 to
             # 0.19.8 flattens with zeros and gives padding zero gradients.
-            own: list[PaddingSpan] = []
+            found: list[PaddingSpan] = []
             taken = [(one.position, one.position + one.numel) for one in self.shares[position]]
             for key, tensor in tensors.items():
                 limit = tensor.storage.offset + tensor.storage.nbytes
@@ -141,7 +143,7 @@ class Partitions:
                     low = tensor.offset + start * tensor.itemsize
                     high = min(tensor.offset + end * tensor.itemsize, limit)
                     if low < high:
-                        own.append(PaddingSpan(key, member.path, low, high - low))
+                        found.append(PaddingSpan(key, member.path, low, high - low))
             zeros = ZERO_WITHOUT_GRADIENTS
             if "RMS" in member.scalars[self.index]:
                 zeros -= GROWS_WITH_RMS
@@ -152,9 +154,9 @@ class Partitions:
             if not ("betas" in known and "eps" not in known if known else member.elastic):
                 zeros |= {MASTER}
             nbytes = numel * sum(tensor.itemsize for tensor in tensors.values())
-            of_zero = tuple(span for span in own if span.slot in zeros)
+            of_zero = tuple(span for span in found if span.slot in zeros)
             paddings.append(Padding(member.rank, self.index, numel, nbytes, of_zero, self.partition))
-            padded += own
+            padded += found
         slots: Slots = {name: {} for name in self.names}
         for key in (MASTER, *sorted(keys & {key for member in self.members for key in member.tensors[self.index]})):
             held, dtype = self._checked(key)
@@ -379,15 +381,14 @@ class FlatLayout(Layout):
             of_auto: dict[str, list[dict[str, Slot]]] = {}
             for expert_rank, cut in enumerate(of_group):
                 per_element = keys[index].difference(*cut.aside)
-                slots, padding, padding_spans = cut.cut(per_element)
+                slots, padding, padding_spans = cut.cut(per_element, paths)
                 read[index] = per_element | {slot.name for slot in cut.whole.values()}
                 rank.duplicates += cut.copies if members[0] in spread.members[:1] else []
                 for name, slot in cut.whole.items():
                     slots[name][slot.name] = slot
                 # Of experts that are spread over all tensor-parallel ranks, each says what its own files have.
-                own = zip(cut.members, padding, strict=True)
-                rank.padding += [one for member, one in own if member.path in paths]
-                rank.padding_spans.append([one for one in padding_spans if one.path in paths])
+                rank.padding += padding
+                rank.padding_spans.append(padding_spans)
                 renamed = {name: global_name(name, expert_rank, per_rank) if ep > 1 else name for name in shapes}
                 for name, shape in shapes.items():
                     if name in self.auto:
