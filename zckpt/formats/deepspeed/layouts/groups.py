@@ -102,8 +102,7 @@ def in_one_order(optimizers: Sequence[OptimizerShard]) -> list[OptimizerShard]:
             found.append(one)
             continue
         by_group = ("masters", "tensors", "scalars", "partition_count", "paddings", "alignment_paddings", "mappings")
-        held: dict[str, Any] = {name: getattr(one, name) for name in by_group}
-        moved: dict[str, Any] = {name: its and [its[at] for at in order] for name, its in held.items()}
+        moved: dict[str, Any] = {name: (its := getattr(one, name)) and [its[at] for at in order] for name in by_group}
         groups = [{**one.groups[at], "params": first.groups[index].get("params")} for index, at in enumerate(order)]
         found.append(replace(one, **moved, groups=groups, order=tuple(order)))
     return found

@@ -52,7 +52,7 @@ class Layout:
         self.rank, self.model, self.members, self.firsts = rank, rank.model, rank.members, firsts
         self.auto = auto_experts(self.model)
         module = {name: slot_of(WEIGHT, tensor, self.model.path) for name, tensor in self.model.module.items()}
-        self.held = module | {name: slot for name, slot in weights.items() if name not in module}
+        self.held = module | weights | module  # names of the module come first
         self.own = own_keys(self.members, firsts) if self.members else set()
         self.trained: dict[str, Parameter] = {}
 

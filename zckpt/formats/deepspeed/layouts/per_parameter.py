@@ -19,7 +19,7 @@ from zckpt.formats.deepspeed.layouts.layout import Layout
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.values import Case, Line, Slots, copies_of_buffers, element_slots, quantised_keys
 from zckpt.immutable import immutable, mutable
-from zckpt.state import MASTER, WEIGHT, Padding, PaddingSpan, Parameter, Slot, Topology, by_key
+from zckpt.state import MASTER, WEIGHT, Padding, PaddingSpan, Parameter, Slot, Topology, by_key, first_of
 from zckpt.state.partition import shard_numel, shard_paddings, shard_share
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def cut_parameters(shapes: Shapes, members: Sequence[OptimizerShard], keys: Mapp
                 held = [member.tensor(index, key) for member in members]
                 lines[index, key] = Line(held, [member.path for member in members])
             line = lines[index, key]
-            tensor = next((tensor for tensor in line.tensors if tensor is not None), None)
+            tensor = first_of(line.tensors)
             if tensor is not None:
                 slots[name][key] = Slot(key, tensor.dtype, shape, line.spans(shape, 0, shard_numel(numel, world), at))
     paddings = []
@@ -234,7 +234,7 @@ class ShardedLayout(Layout):
                 expected=f"below {len(members[0].masters)}",
                 found=absent[0],
             )
-        dtype = self.model.dtype
+        dtype = model.dtype
         for name, shape in cut.shapes.items():
             if cut.sub_groups[name] not in group_of:
                 raise LayoutError(f"sub-group {cut.sub_groups[name]} is in no param group", path=members[0].path)
@@ -243,7 +243,7 @@ class ShardedLayout(Layout):
         for index, its_subs in enumerate(subs):
             names = [name for name, one in self.trained.items() if one.group == index]
             self.add_group(index, its_subs, names)
-        self.add_values(group_of, {sub: read[sub] for sub in group_of})
+        self.add_values(group_of, read)
         of_groups = by_key(((p.rank, group_of[p.group]), p) for p in cut.padding)
         rank.padding = [
             Padding(*key, sum(p.numel for p in its), sum(p.nbytes for p in its)) for key, its in of_groups.items()
