@@ -176,13 +176,10 @@ def _layers(target: Target) -> Iterator[Document]:
         uses = target.stages.uses if target.stages is not None else {}
         for rank in range(target.tp):
             found: dict[int, dict[str, Parameter]] = {}
-            named = [
-                item for mp in target.ranks[rank :: target.tp] for item in (*mp.parameters.items(), *mp.buffers.items())
-            ]
-            for name, one in named:
-                key = tied_key(name)
-                for number in (layer_number(name),) if key is None else uses[key]:
-                    found.setdefault(number, {}).setdefault(unwrapped(within(name)), one)
+            for one in (one for mp in target.ranks[rank :: target.tp] for one in mp.tensors()):
+                key = tied_key(one.name)
+                for number in (layer_number(one.name),) if key is None else uses[key]:
+                    found.setdefault(number, {}).setdefault(unwrapped(within(one.name)), one)
             for number, its in sorted(found.items()):
                 yield Document(_layer_name(number, rank, sliced=target.tp > 1), partial(_made_tree, target, its))
     elif target.tp == tp and target.rules is None:

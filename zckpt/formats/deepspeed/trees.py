@@ -10,7 +10,7 @@ FUSED     FP16_Optimizer                            the same of one flat tensor 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -44,9 +44,6 @@ from zckpt.torchfile import OrderedMapping, Size, Tensor, TorchFile
 
 Key = TypeVar("Key")
 
-_OF_ZERO = ("param_shapes", "shared_params", "frozen_param_shapes", "frozen_param_fragments")
-"""Keys that a model file of stage 0 has with None."""
-
 
 def model_tree(target: Target, mp: Rank, rank: int) -> object:
     """Return the content of a model-parallel rank's model file: the only one, or under ZeRO-3 that of one rank."""
@@ -75,21 +72,22 @@ def model_tree(target: Target, mp: Rank, rank: int) -> object:
         written["buffer_names"] = list(mp.buffers)
         written["num_experts"] = numbers_of_experts(mp.parameters)
     in_files = {name for name in mp.parameters if is_expert(name)} | auto_experts(source).keys()
-    frozen = [p for p in mp.parameters.values() if p.frozen and p.name not in in_files]
+    every = [p for p in mp.parameters.values() if p.frozen]
+    frozen = [p for p in every if p.name not in in_files]
     if target.transposed and target.stage == 3:
         frozen = [transposed(p) for p in frozen]
     # DeepSpeed has one list of these for all ranks, under rank 0's numbers of experts: each rank would load rank 0's.
     # Without it, all ranks have loaded what is frozen with the rest of the model, from their experts' files.
-    listed_anew = target.stage == 3 or not any(p.frozen and p.name in in_files for p in mp.parameters.values())
+    listed_anew = target.stage == 3 or len(frozen) == len(every)
     # DeepSpeed looks for all of its own in it, and ZeRO-1, which has none, does not tell whether some were left out.
     listed_anew &= mp.model.frozen_shapes is not None or bool(frozen)
     if target.stage in (0, 1) or not target.lists_frozen or not listed_anew:
         written["frozen_param_shapes"] = written["frozen_param_fragments"] = None
     else:
         written["frozen_param_shapes"] = shapes_of(frozen)
-        written["frozen_param_fragments"] = _frozen_shards(target, frozen, rank if target.stage == 3 else None)
+        written["frozen_param_fragments"] = _frozen_shards(target, frozen, rank)
     if target.stage == 0:
-        written |= dict.fromkeys(_OF_ZERO)
+        written["param_shapes"] = written["shared_params"] = None
     content = restated(source.file, dict_of(source.file.root), written)  # keys that are no texts, too
     if mp.unpartitioned is not None:
         content["optimizer"] = stage0_optimizer(mp, mp.unpartitioned)
@@ -219,7 +217,7 @@ def single(target: Target, parameter: Parameter) -> Tensor:
         return view(new_storage(parameter.dtype, 0), (0,))
     columns = target.transposed and parameter.group is not None
     stored = transposed(parameter) if columns else parameter
-    made = view(new_storage(stored.dtype, stored.numel, list(_contents(stored, WEIGHT, 0))), stored.shape)
+    made = view(new_storage(stored.dtype, stored.numel, _contents(stored, WEIGHT, 0)), stored.shape)
     return upright(made, columns=columns)
 
 
@@ -239,17 +237,17 @@ def _views(group: TargetGroup, *, columns: bool) -> dict[str, Tensor]:
     }
 
 
-def _frozen_shards(target: Target, frozen: Sequence[Parameter], rank: int | None) -> OrderedMapping:
+def _frozen_shards(target: Target, frozen: Sequence[Parameter], rank: int) -> OrderedMapping:
     """Return the frozen parameters: whole, or under ZeRO-3 one rank's shards."""
     shards = OrderedMapping()
     for parameter in frozen:
         numel, shape = parameter.numel, parameter.shape
         start, count = 0, numel
-        if rank is not None:
+        if target.stage == 3:
             start, count = shard_share(numel, target.world_size, rank)
             numel = shard_numel(numel, target.world_size)
             shape = (numel,)
-        contents = list(_contents(parameter, WEIGHT, 0, start, count))
+        contents = _contents(parameter, WEIGHT, 0, start, count)
         shards[parameter.name] = view(new_storage(_weight(parameter).dtype, numel, contents), shape)
     return shards
 
@@ -273,7 +271,7 @@ def optimizer_tree(target: Target, mp: Rank, rank: int) -> object:
         cut["zero_stage"] = stage_of(target.stage)
     same = (source.stage == 3) == (target.stage == 3)
     as_it_was = same and not target.origin.is_foreign
-    keys = list(old) if as_it_was else list(_PARAMETERWISE_KEYS if target.stage == 3 else _FLAT_KEYS)
+    keys = [*(old if as_it_was else _PARAMETERWISE_KEYS if target.stage == 3 else _FLAT_KEYS)]
     keys += [key for key in (GROUPS_KEY, "param_alignment_paddings") if key in cut and key not in keys]
     if target.elastic != source.elastic and same:
         keys = [key for key in keys if key not in ("base_optimizer_state_step", "base_optimizer_param_groups")]
@@ -414,8 +412,8 @@ def whole(parameters: Sequence[Parameter], key: str) -> Tensor:
 
 def _contents(
     parameter: Parameter, key: str, position: int, start: int = 0, numel: int | None = None
-) -> Iterator[SlotContent]:
-    """Yield what a slot has of an extent of a parameter, by default of all of it; of a vocabulary's padding nothing.
+) -> list[SlotContent]:
+    """Return what a slot has of an extent of a parameter, by default of all of it; of a vocabulary's padding nothing.
 
     Parameters
     ----------
@@ -425,9 +423,10 @@ def _contents(
         Of the extent, in the parameter.
     """
     slot = _weight(parameter) if key == WEIGHT else parameter.slots.get(key)
-    if slot is not None and (count := min(parameter.numel if numel is None else numel, slot.numel - start)) > 0:
-        label = parameter.name if key == WEIGHT else f"{key}/{parameter.name}"
-        yield SlotContent(position, slot, label, slot.flat(start, count))
+    if slot is None or (count := min(parameter.numel if numel is None else numel, slot.numel - start)) <= 0:
+        return []
+    label = parameter.name if key == WEIGHT else f"{key}/{parameter.name}"
+    return [SlotContent(position, slot, label, slot.flat(start, count))]
 
 
 PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
@@ -459,8 +458,7 @@ def _numbered(mp: Rank, how: Unpartitioned) -> dict[str, object]:
     number, fused = 0, how.form == FUSED
     for group, names in zip(mp.groups, how.numbered, strict=True):
         numbers = []
-        every = [mp.owner(name) if name in mp.parameters else None for name in names]
-        owned = [[one] if one is not None and one.group is not None else [] for one in every]
+        owned = [[one] if name in mp.parameters and (one := mp.owner(name)).group is not None else [] for name in names]
         for its in [group.experts[0]] if fused else owned:
             single = {} if how.own_state and not fused else group.values.state
             for one in its if not fused else ():
