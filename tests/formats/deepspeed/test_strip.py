@@ -179,6 +179,23 @@ def test_only_masters_stay(tmp_path):
         assert_same(checkpoint.read(parameter, "master"), value, parameter)
 
 
+def test_a_tuple_of_states_is_the_elastic_form(tmp_path):
+    source, run = FIXTURES / "s1_bf16_dp2_elastic", copy("s1_bf16_dp2_elastic", tmp_path)
+    for path in run.rglob("*optim_states.pt"):
+        content = torch.load(path, weights_only=False)
+        content["optimizer_state_dict"]["base_optimizer_state"] = tuple(
+            content["optimizer_state_dict"]["base_optimizer_state"]
+        )
+        torch.save(content, path)
+    for number, how in enumerate(({"padding": True}, {"keep_slots": ["exp_avg"]})):
+        same, found = strip(source, tmp_path / f"same{number}", **how), strip(run, tmp_path / f"thin{number}", **how)
+        assert found.saved.get("exp_avg_sq") == same.saved.get("exp_avg_sq")
+        assert (
+            zckpt.open(tmp_path / f"thin{number}").slot_names() == zckpt.open(tmp_path / f"same{number}").slot_names()
+        )
+        assert zckpt.diff(tmp_path / f"thin{number}", tmp_path / f"same{number}").equal
+
+
 # --- what is around the checkpoint
 
 

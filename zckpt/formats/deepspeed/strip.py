@@ -31,7 +31,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, PIPELINE_LAYER, Shard
@@ -102,9 +101,8 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
             return Edited(file.root, changed=announced)
         edited = optimizer_edit(request, slots)(file)  # stage 0 has it in the model's file
         if shard.role == OPTIMIZER:
-            states = optimizer_content(file).get("base_optimizer_state")
-            if request.slots and isinstance(states, list):  # the elastic form
-                drop_slots(states, request, slots, edited)
+            if request.slots:  # of the elastic form
+                drop_slots(list_of(optimizer_content(file).get("base_optimizer_state")), request, slots, edited)
             if shard.path in layouts:
                 drop_padding(file, layouts[shard.path], slots if lean else None, edited)
         return edited
@@ -214,17 +212,15 @@ def drop_padding(file: TorchFile, layout: Sequence[Padding], slots: Sequence[str
         edited.changed = True
     if slots is None:
         return
-    rigid: Mapping[Any, Any] | None = base if isinstance(base, dict) else None
-    held = base if isinstance(base, list) else []
-    if rigid is not None:
-        held = [rigid["state"].get(group, {}) for group in range(len(layout))]
+    rigid = dict_of(base)
+    held = [rigid["state"].get(group, {}) for group in range(len(layout))] if rigid else list_of(base)
     states = [
         {key: cut(value, padding) if key in slots else value for key, value in state.items()}
         for padding, state in zip(layout, held, strict=True)
     ]
-    if rigid is None:
+    if not rigid:
         edited.changed |= any(now[key] is not old[key] for now, old in zip(states, held, strict=True) for key in old)
-        held[:] = states
+        z["base_optimizer_state"] = states
         return
     edited.changed = True
     for key in list(z):  # what is added follows the states
