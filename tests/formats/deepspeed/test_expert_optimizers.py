@@ -87,6 +87,17 @@ def test_missing_expert_rank_is_named(rank, tmp_path):
         zckpt.open(tag)
 
 
+def test_files_of_another_model_parallel_rank_are_none_of_the_only_one(tmp_path):
+    tag = copy("moe_ep2_s0_fp32_dp4", tmp_path)
+    for rank in range(2):
+        experts_file(tag, rank).rename(tag / f"expp_rank_{rank}_mp_rank_01_optim_states.pt")
+    found = zckpt.open(tag)
+    assert any("no optimizer files of experts of mp_rank 0" in warning for warning in found.warnings)
+    assert found.param_groups == []
+    with refusing(zckpt.LeftOutError, "would be lost"):
+        zckpt.convert(tag, tmp_path / "out", to="zckpt")
+
+
 def test_number_in_a_name_may_be_any(tmp_path):
     tag = copy("moe_ep2_s0_fp32_dp4", tmp_path)
     experts_file(tag, 1).rename(tag / f"expp_rank_{10**30}_mp_rank_00_optim_states.pt")

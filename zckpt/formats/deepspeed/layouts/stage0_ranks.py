@@ -66,17 +66,16 @@ def attach_to_ranks(
     DamagedFileError, ShardError, UsageError, UnsupportedError
         As the functions below.
     """
-    several, held = len(ranks) > 1, {one.mp_rank: [f for f in of_experts if (f[0].mp_rank or 0) == one.mp_rank]
-                                     for one in ranks}  # fmt: skip
+    several, held = len(ranks) > 1, by_key((shard.mp_rank or 0, (shard, file)) for shard, file in of_experts)
     if not of_experts and ranks[0].model.content.get("optimizer") is None:
         return []
-    for one in ranks if several else ():
-        if one.lanes > 1:
+    for one in ranks:
+        if several and one.lanes > 1:
             return ["without ZeRO, the experts of several tensor-parallel ranks are numbered by each rank's own; the "
                     "optimizer's state is left out"]  # fmt: skip
-        if of_experts and not held[one.mp_rank]:
+        if of_experts and one.mp_rank not in held:
             return [f"{one.source}: no optimizer files of experts of mp_rank {one.mp_rank}; none is read"]
-        if not of_experts and one.model.optimizer is None:
+        if several and not of_experts and one.model.optimizer is None:
             return [f"{one.model.path}: holds no optimizer, as those of other ranks do; none is read"]
     keys: dict[int, str] = {}
     if layers:
