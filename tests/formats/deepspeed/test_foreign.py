@@ -256,6 +256,14 @@ def test_numbers_that_differ_are_refused(tmp_path):
         zckpt.convert(nadam(tmp_path, "torch", late=True), tmp_path / "out", to="deepspeed", world_size=1, stage=1)
 
 
+def test_a_number_that_is_another_than_its_groups_is_refused(tmp_path):
+    found = zckpt.open(run_of("s2_bf16_dp2"))
+    found.parameters[found.param_groups[0].parameters[0]].state["step"] = 99.0
+    zckpt.convert(found, tmp_path / "own", to="zckpt")
+    with refusing(zckpt.UnsupportedError, "step of .* is neither the same for all of param group 0"):
+        zckpt.convert(tmp_path / "own", tmp_path / "out", to="deepspeed", world_size=1, stage=1)
+
+
 def test_a_step_that_each_parameter_has_by_itself_is_one_for_zero_3(tmp_path):
     path = model_and_optimizer(tmp_path / "x.pt")
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 5), "b": torch.nn.Linear(5, 2)})

@@ -63,12 +63,12 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf
     for index, group in enumerate(checkpoint.param_groups):
         values = group_values(checkpoint, group, numbers)
         for own in (parameters[name] for name in group.parameters):
-            single = {key for key, slot in own.slots.items() if key in numbers or slot.shape != own.shape}
-            single |= {key for key, one in own.state.items() if key not in values or not same(one, values[key])}
-            lost = sorted(single - set(values))
+            slots = without(own.slots, *values)
+            lost = {key for key, slot in slots.items() if key in numbers or slot.shape != own.shape}
+            lost |= {key for key, one in own.state.items() if key not in values or not same(one, values[key])}
             if lost:
                 raise UnsupportedError(
-                    f"{listed(lost)} of {own.name} is neither the same for all of param group {index}, nor one "
+                    f"{listed(sorted(lost))} of {own.name} is neither the same for all of param group {index}, nor one "
                     "value per element",
                     advice="`zckpt convert --to universal`, dcp or zckpt keeps it for each parameter",
                 )
