@@ -55,6 +55,7 @@ from zckpt.formats.deepspeed.shards import (
 from zckpt.formats.deepspeed.values import (
     MODEL_RULES,
     Content,
+    FileRules,
     copies_of,
     copies_of_optimizers,
     keep_others,
@@ -293,9 +294,7 @@ class _Files:
         """Keep what ranks have of their own, and say of everything else in their files what it is."""
         checkpoint, models = self.checkpoint, self.models
         keys: Iterable[str] = (key for m in models for key in m.content if key not in MODEL_KEYS or key in KEPT_KEYS)
-        own, of_models = keep_others(((m.file, common(m)) for m in models), keys)
-        checkpoint.metadata |= own
-        found = [of_models, keep_extra(checkpoint, models)]
+        found = keep_models(checkpoint, models, keys)
         contents: list[Content]
         if members:
             lead, where, keys = members[0], "optimizer_state_dict", OPTIMIZER_METADATA_KEYS
@@ -345,11 +344,16 @@ def _layout(members: Sequence[OptimizerShard]) -> type[Layout]:
     return FlatLayout
 
 
-def keep_extra(checkpoint: Checkpoint, models: Sequence[ModelShard]) -> dict[str, tuple[Rule, ...]]:
-    """Keep the state of modules that is no tensor, of each rank; return rules for what is as in the first's file."""
+def keep_models(checkpoint: Checkpoint, models: Sequence[ModelShard], keys: Iterable[str]) -> list[FileRules]:
+    """Keep what each rank's model file has otherwise than the first's under some keys, and state that is no tensor.
+
+    Return rules for what is as in the first's.
+    """
+    own, of_models = keep_others(((model.file, common(model)) for model in models), keys)
+    checkpoint.metadata |= own
     if models[0].extra:
         checkpoint.metadata[EXTRA_STATE_KEY] = carried(models[0].file, dict(models[0].extra))
     keys = (key for model in models for key in model.extra)
-    own, rules = keep_others(((model.file, model.extra) for model in models), keys, "module")
+    own, of_modules = keep_others(((model.file, model.extra) for model in models), keys, "module")
     checkpoint.metadata |= own
-    return rules
+    return [of_models, of_modules]

@@ -20,13 +20,13 @@ from zckpt.errors import DamagedFileError, LayoutError, ShardError, about, liste
 from zckpt.evidence import note_not_used
 from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.axes.auto_ep import KEY as LAYERS_KEY
-from zckpt.formats.deepspeed.axes.auto_ep import common, router_names
+from zckpt.formats.deepspeed.axes.auto_ep import router_names
 from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.directory import MODEL, shards_in
 from zckpt.formats.deepspeed.layouts.groups import complete_aliases, optimizer_order, tied_names
 from zckpt.formats.deepspeed.layouts.per_parameter import FrozenPadding, frozen_weight
 from zckpt.formats.deepspeed.ranks import missing_files, missing_ranks
-from zckpt.formats.deepspeed.reader import keep_extra
+from zckpt.formats.deepspeed.reader import keep_models
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, Shapes, read_models, section
 from zckpt.formats.deepspeed.values import (
     CUT_KEYS,
@@ -35,7 +35,6 @@ from zckpt.formats.deepspeed.values import (
     copies_of,
     copies_of_buffers,
     implied,
-    keep_others,
     weight_in,
 )
 from zckpt.formats.latest import is_name
@@ -388,11 +387,9 @@ class _Reading:
         others = self.models[1:]
         checkpoint.duplicates += copies_of_buffers(others, checkpoint.buffers)  # as DeepSpeed's converter copies them
         keys = (key for model in others for key in model.content if key not in STRUCTURE)
-        own, rules = keep_others(((m.file, common(m)) for m in self.models), keys)
-        checkpoint.metadata |= own
-        of_modules = keep_extra(checkpoint, self.models)
+        found = keep_models(checkpoint, self.models, keys)
         for file in checkpoint.files:
-            file.rules = (*file.rules, *rules.get(file.path, ()), *of_modules.get(file.path, ()))
+            file.rules = (*file.rules, *(rule for rules in found for rule in rules.get(file.path, ())))
 
     def give_state(self) -> None:
         """Give groups the single values that all their parameters share, and parameters those that they do not.
