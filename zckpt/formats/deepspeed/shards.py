@@ -66,10 +66,10 @@ def section(config: Mapping[Any, object], name: str) -> Mapping[Any, Any]:
     return dict_of(config.get(name))
 
 
+@mutable
 class _OfRank:
     """A file of a rank."""
 
-    __slots__ = ()
     shard: Shard
     file: TorchFile
 
@@ -93,8 +93,6 @@ class _OfRank:
 class ModelShard(_OfRank):
     """A model file."""
 
-    shard: Shard
-    file: TorchFile
     module: dict[str, Tensor]
     buffer_names: set[str]
     param_shapes: list[Shapes] | None
@@ -161,8 +159,6 @@ class ModelShard(_OfRank):
 class OptimizerShard(_OfRank):
     """An optimizer file of ZeRO."""
 
-    shard: Shard
-    file: TorchFile
     stage: int
     elastic: bool
     bf16_optimizer: bool
@@ -253,9 +249,10 @@ def model_of(shard: Shard, file: TorchFile) -> ModelShard:
     frozen_shapes = content.get("frozen_param_shapes")
     names = content.get("buffer_names")
     buffers = {str(name) for name in names} if isinstance(names, (list, set, tuple, frozenset)) else set()
-    listed = content.get("param_shapes")  # before 2021 one dict for all groups
-    groups = None if listed is None else _items([listed] if isinstance(listed, dict) else listed, "param_shapes")
-    shapes = None if groups is None else [_shapes(group) for group in groups]
+    listed = content.get("param_shapes")
+    if isinstance(listed, dict):  # before 2021, for all groups
+        listed = [listed]
+    shapes = None if listed is None else list(map(_shapes, _items(listed, "param_shapes")))
     frozen_by_name = None if frozen_shapes is None else _shapes(frozen_shapes)
     known = {*buffers, *(name for group in shapes or () for name in group), *(frozen_by_name or ())}
     module, extra = flattened(section(content, "module"), known, is_listed=shapes is not None)
