@@ -72,14 +72,10 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf
                     "value per element",
                     advice="`zckpt convert --to universal`, dcp or zckpt keeps it for each parameter",
                 )
-        names = of_experts(group, totals)
-        groups.append(ParamGroup(group.hyperparameters, names, values))
-        for name in group.parameters:
-            own = parameters[name]
-            slots = without(own.slots, *values)  # one value for each element
             if MASTER not in slots:
                 slots[MASTER] = replace(weight_or_master(own), name=MASTER)
-            parameters[name] = replace(own, slots=slots, state={})
+            parameters[own.name] = replace(own, slots=slots, state={})
+        groups.append(ParamGroup(group.hyperparameters, of_experts(group, totals), values))
     check_split(groups)
     converted = replace(checkpoint, parameters=parameters, param_groups=groups, topology=Topology())
     parameters |= {one.name: replace(one, frozen=True) for one in converted.owners if one.group is None}

@@ -193,10 +193,10 @@ def _module(target: Target, mp: Rank, source: ModelShard) -> object:
             module[name] = SlotTensor(slot, slot.dtype, name)
         elif name in mp.parameters and (name in source.module or not (is_expert(name) or name in elsewhere)):
             owner = mp.owner(name)
-            if owner.name not in weights and not apart:
+            if apart or owner.name not in weights:
                 weights[owner.name] = single(target, owner)
             # Each name gets a tensor of its own, as a view of what it shares with others.
-            module[name] = replace(weights[owner.name]) if not apart else single(target, owner)
+            module[name] = replace(weights[owner.name])
         elif target.stage == 3 and name in source.module and source.module[name].shape == (0,):
             module[name] = view(new_storage(source.module[name].dtype, 0), (0,))  # whose, no file says; DeepSpeed asks
     filed = {name: own for files in target.origin.ranks for name, own in files.model.filed.items()}
