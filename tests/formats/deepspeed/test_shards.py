@@ -276,6 +276,8 @@ def test_without_zero_a_master_for_each_parameter_is_needed(tmp_path):
     tag = copy("s0_bf16_dp2", tmp_path)
     edit(model_file(tag), lambda content: content["optimizer"]["fp32_groups"][0].pop())
     refused(SourceError, tag, "masters and param groups disagree", "expected 17 parameters, found 16")
+    edit(model_file(tag), lambda content: content["optimizer"]["fp32_groups"].append(True))  # no list of a group's
+    refused(SourceError, tag, "masters and param groups disagree", "expected 17 parameters, found 16")
 
 
 def drift(content):

@@ -75,9 +75,8 @@ class Numbered:
                 raise DamagedFileError(
                     "unexpected content", expected="an optimizer's state dict", found=type(content).__name__
                 )
-            groups, masters = content.get("fp32_groups"), []
-            if "optimizer_state_dict" in content and isinstance(groups, list):
-                masters = [t for group in groups for t in list_of(group) if isinstance(t, Tensor)]
+            groups = list_of(content.get("fp32_groups")) if "optimizer_state_dict" in content else []
+            masters = [t for group in groups for t in list_of(group) if isinstance(t, Tensor)]
             base = None if FLAT_KEY in content else content
             state = parse(content.get("optimizer_state_dict", base), file.path, masters)
             self.content, self.state = content, without_errors(state)
