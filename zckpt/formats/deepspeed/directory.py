@@ -136,18 +136,15 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
         return None
     shards: dict[object, Shard] = {}
     further: list[Shard] = []
-    directories = [directory]
+    every = shards_in(directory)
     for root in roots:
         candidate = root if directory == source else root / _tag_of(directory, source)
-        if candidate.is_dir() and shards_in(candidate):
-            directories.append(candidate)
-        elif shards_in(root):
-            directories.append(root)
-        else:
+        held = (candidate.is_dir() and shards_in(candidate)) or shards_in(root)
+        if not held:
             raise ShardError(
                 "holds no files of the checkpoint", path=root, expected=f"files of {directory.name}", code=MISSING_FILE
             )
-    every = (shard for one in directories for shard in shards_in(one))
+        every += held
     for shard in sorted(every, key=lambda shard: shard.writer or ()):
         known = shards.setdefault(shard.identity, shard)
         if known.writer and shard.writer and known.writer[0] < shard.writer[0] and known.writer[1] == shard.writer[1]:

@@ -108,13 +108,13 @@ def _experts(target: Target) -> Iterator[Document]:
             if origin.experts and not held:
                 continue
             for lane in _lanes(target, stage, layer_of(names[0]), expert):
-                mp_rank, number = stage * target.tp + lane, layer
+                mp_rank, number, is_own = stage * target.tp + lane, layer, same and lane in held
                 tree: Callable[[], object] = partial(_expert_tree, target, mp_rank, names)
                 if held:
-                    shard, file = held[lane if same and lane in held else min(held)]
+                    shard, file = held[lane if is_own else min(held)]
                     number = shard.layer if target.stages is None else layer
                     tree = partial(_expert_tree, target, mp_rank, names, file)
-                    if whole or (same and lane in held):
+                    if whole or is_own:
                         tree = partial(FromFile.of, file, file.root)
                 before = "" if number is None else f"layer_{number}_"
                 yield Document(f"{before}expert_{expert}_mp_rank_{mp_rank:02d}_model_states.pt", tree)

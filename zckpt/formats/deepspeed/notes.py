@@ -72,9 +72,8 @@ def _differing(models: Sequence[ModelShard]) -> list[str]:
     buffers = [name for name in first.module if name in first.buffer_names]
 
     def differs(one: Mapping[str, object], model: ModelShard, other: Mapping[str, object], key: str) -> bool:
-        if key not in one or key not in other:
-            return (key in one) != (key in other)
-        return not is_same(FromFile.of(first.file, one[key]), FromFile.of(model.file, other[key]))
+        mine, its = FromFile.of(first.file, one.get(key)), FromFile.of(model.file, other.get(key))
+        return (key in one) != (key in other) or not is_same(mine, its)
 
     found = [key for key in keys if any(differs(first.content, m, m.content, key) for m in models[1:])]
     return found + [f"buffer {n}" for n in buffers if any(differs(first.module, m, m.module, n) for m in models[1:])]

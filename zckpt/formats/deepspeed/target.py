@@ -126,15 +126,15 @@ class SubGroup(Part):
 
     def __init__(self, parameters: list[Parameter], shared_by: int) -> None:
         held = [shard_numel(p.numel, shared_by) for p in parameters]
-        places = list(enumerate(zip(parameters, accumulate(held, initial=0), strict=False)))
+        starts = list(accumulate(held, initial=0))
 
         def shares(rank: int) -> Iterator[FlatShare]:
-            for index, (p, at) in places:
+            for index, (p, at) in enumerate(zip(parameters, starts, strict=False)):
                 start, numel = shard_share(p.numel, shared_by, rank)
                 yield FlatShare(index, start, at, numel)
 
-        super().__init__(parameters, sum(held), shares)
-        self._places = [(at, numel) for (_, (_, at)), numel in zip(places, held, strict=True) if numel]
+        super().__init__(parameters, starts[-1], shares)
+        self._places = [(at, numel) for at, numel in zip(starts, held, strict=False) if numel]
         self._rows: dict[str, PackedSlot | None] = {}
 
     def row(self, key: str) -> PackedSlot | None:

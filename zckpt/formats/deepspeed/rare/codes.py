@@ -127,8 +127,8 @@ def cut_codes(target: Target) -> str | None:
     quantised = any(value.key == NESTED for value in values)
     if not any(map(is_quantised, values)):
         return how_to_drop(values)
-    alike = all(map(is_quantised, values)) and target.keeps_form
-    alike = alike and not (target.stage == 3 or target.elastic or target.round_robin)
+    is_in_order = not (target.stage == 3 or target.elastic or target.round_robin)
+    alike = all(map(is_quantised, values)) and target.keeps_form and is_in_order
     held = by_group(checkpoint) if alike else {}
     groups = {(rank.mp_rank, group.index): (group, len(rank.members)) for rank in target.ranks for group in rank.groups}
     with about(checkpoint.source):

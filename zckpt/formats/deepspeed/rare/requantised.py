@@ -26,7 +26,7 @@ from zckpt.formats.deepspeed.target import Target
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.torch_files.quantised import BLOCKS, NESTED, Moment
 from zckpt.formats.torch_files.writer import NewStorage, SlotContent, new_storage
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, differ
 from zckpt.state.checkpoint import RankValue
 from zckpt.torchfile import Tensor
 
@@ -88,7 +88,7 @@ def with_notes(written: TargetFiles, target: Target) -> TargetFiles:
 def _form(values: list[RankValue], what: str) -> Form:
     """Return the form of a group's partitions; small ones may be in float32."""
     kept, blocks = Kept.of(values, what), {}
-    if len({len(held) for held in kept.moments.values()}) > 1 or len({one.key == NESTED for one in values}) > 1:
+    if differ([len(held) for held in kept.moments.values()]) or differ([one.key == NESTED for one in values]):
         raise _refused(what, "another form on another rank, or in another sub-group")
     for name, held in kept.moments.items():
         coded = [one for one in held if one.scale is not None]
