@@ -269,11 +269,12 @@ def with_tied_names(ranks: Sequence[Rank], keys: Mapping[int, str]) -> list[Rank
         The key of a tied layer by its number. It is in no file of stage 0; the number stands for it.
     """
     tied = {name for files in ranks for name in files.tied}
-    if keys:
-        every = [name for files in ranks for name in files.parameters]
-        tied |= {name for name in every if not name.startswith(TIED) and layer_of(name) in keys}
-    tied = {name for name in tied if not name.startswith(TIED)}
-    known = {name: f"{TIED}{keys.get(layer_of(name), layer_of(name))}.{name.partition('.')[2]}" for name in tied}
+    every = {name for files in ranks for name in files.parameters if not name.startswith(TIED)}
+    known = {
+        name: f"{TIED}{keys.get(layer_of(name), layer_of(name))}.{name.partition('.')[2]}"
+        for name in every
+        if name in tied or (keys and layer_of(name) in keys)
+    }
     found = []
     for files in ranks:
         one = replace(files)

@@ -184,7 +184,11 @@ def names_in(target: Target) -> list[str]:
         int(shard.layer or 0): layer_names(shard, file, [files.model for files in target.origin.ranks])
         for shard, file in target.origin.layers
     }
-    filed = {name: f"{layer}.{key}" for layer, names in first.items() for key, name in names.items()}
+    filed = {
+        name: f"{layer}.{key}"
+        for layer, names in first.items()
+        for key, name in names.items()
+        if name not in target.checkpoint.parameters
+    }
     ranks = target.ranks[:: target.tp]
-    filed = {name: own for name, own in filed.items() if name not in target.checkpoint.parameters}
     return [filed.get(p.name, p.name) for mp in ranks for group in mp.groups for p in group.experts[0]]
