@@ -108,9 +108,8 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
     without_master: list[str] = []
     for index, group in enumerate(checkpoint.param_groups):
         members = [checkpoint.parameters[name] for name in group.parameters]
-        stepped = {p.name for p in members if p.state or p.optimizer_slots}
-        rest = [p.name for p in members if p.name not in stepped]
-        if stepped and rest:
+        rest = [p.name for p in members if not (p.state or p.optimizer_slots)]
+        if 0 < len(rest) < len(members):
             found.append(
                 f"{listed(rest)} of param group {index} {('has' if len(rest) == 1 else 'have')} no optimizer state: "
                 "ZeRO keeps one state for the whole group, in which theirs is zero, with the others' step"
@@ -211,13 +210,10 @@ def is_counted(key: str) -> bool:
 
 def _config(checkpoint: Checkpoint) -> dict[object, object]:
     node = node_of(checkpoint.metadata.get("ds_config"))
-    if isinstance(node, dict):
-        return {"zero_optimization": {}, **node}
-    found: dict[object, object] = {"zero_optimization": {}}
-    dtype = _dtype(checkpoint)
-    if dtype in ("bfloat16", "float16"):
-        found["bf16" if dtype == "bfloat16" else "fp16"] = {"enabled": True}
-    return found
+    if not isinstance(node, dict):
+        kind = {"bfloat16": "bf16", "float16": "fp16"}.get(_dtype(checkpoint))
+        node = {kind: {"enabled": True}} if kind else {}
+    return {"zero_optimization": {}, **node}
 
 
 def _dtype(checkpoint: Checkpoint) -> str:

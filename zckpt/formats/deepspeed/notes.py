@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from zckpt.errors import listed
 from zckpt.formats.deepspeed.axes.pipeline import TIED
@@ -84,8 +85,7 @@ def stage_notes(target: Target) -> list[str]:
     stages = target.stages
     if stages is None:
         return []
-    pairs = list(zip(stages.bounds, stages.bounds[1:], strict=False))
-    notes = ["stages of layers " + "; ".join(f"{low} to {high - 1}" for low, high in pairs)]
+    notes = ["stages of layers " + "; ".join(f"{low} to {high - 1}" for low, high in pairwise(stages.bounds))]
     for key in stages.uses if target.pp > 1 else ():
         its = ", ".join(map(str, stages.of(f"{TIED}{key}.")))
         notes.append(f"tied layer {key} is assumed to be used in stages {its}, which get its first stage's state")

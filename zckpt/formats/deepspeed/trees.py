@@ -64,8 +64,7 @@ def model_tree(target: Target, mp: Rank, rank: int) -> object:
     dimensions = source.content.get("checkpoint_parallel_dimensions")
     if isinstance(dimensions, dict):
         degrees = {"pp_degree": target.pp, "tp_degree": target.tp}
-        known = {key: degree for key, degree in degrees.items() if key in dimensions}
-        written["checkpoint_parallel_dimensions"] = {**dimensions, **known}
+        written["checkpoint_parallel_dimensions"] = {key: degrees.get(key, value) for key, value in dimensions.items()}
     if mp.members:
         written["optimizer"] = None  # BF16_Optimizer of stage 0 has a copy of one rank's there
     if target.stages is not None:
@@ -110,34 +109,35 @@ def _degrees(target: Target, arguments: Mapping[object, object]) -> dict[str, in
     every = (p for mp in target.ranks for p in mp.parameters.values())
     rows = next((p.shape[0] * target.tp for p in every if p.name.endswith(f".{SHARED}")), None)
     apart = arguments.get("ds_sequence_parallel_size") in (None, 1)
-    degrees = {
-        "tensor_model_parallel_size": target.tp,
-        "pipeline_model_parallel_size": target.pp,
-        "transformer_pipeline_model_parallel_size": target.pp,
-        "data_parallel_size": target.world_size if apart else None,
-        "world_size": target.world_size * len(target.ranks),
-        "padded_vocab_size": rows,
-    }
-    return stated(degrees)
+    return stated(
+        {
+            "tensor_model_parallel_size": target.tp,
+            "pipeline_model_parallel_size": target.pp,
+            "transformer_pipeline_model_parallel_size": target.pp,
+            "data_parallel_size": target.world_size if apart else None,
+            "world_size": target.world_size * len(target.ranks),
+            "padded_vocab_size": rows,
+        }
+    )
 
 
 def is_filed(target: Target) -> bool:
     """Tell whether a target is a pipeline whose layers have files of their own: one without experts."""
-    if target.origin.layers or not target.origin.is_foreign or target.stages is None:
-        return bool(target.origin.layers)
-    return "num_experts" not in target.origin.model.content
+    origin = target.origin
+    return bool(origin.layers) or (
+        origin.is_foreign and target.stages is not None and "num_experts" not in origin.model.content
+    )
 
 
 def _places(target: Target, mp: Rank, rank: int) -> Places:
     """Return where a rank stands in each layer of AutoEP."""
     own = auto_experts(target.origin.model)
-    found = {}
-    for group in mp.groups:
-        degree = len(group.experts)
-        for p in group.experts[0]:
-            if p.name in own:
-                found[own[p.name].prefix] = degree, group.expert_rank(rank), group.position(rank)
-    return found
+    return {
+        own[p.name].prefix: (len(group.experts), group.expert_rank(rank), group.position(rank))
+        for group in mp.groups
+        for p in group.experts[0]
+        if p.name in own
+    }
 
 
 def carried_from(mp: Rank, rank: int) -> ModelShard:
