@@ -272,6 +272,20 @@ def test_without_zero_masters_tell_the_names_in_whatever_order_the_groups_have_t
     assert not found.unnamed
 
 
+@pytest.mark.parametrize(("params", "words"), [
+    (10**9, "sub-group 0 is in no param group"),
+    (["x"], "a param group names a sub-group that does not exist"),
+    ([[0]], "a param group names a sub-group that does not exist"),
+    ([0, 7], "a param group names a sub-group that does not exist: expected below 3, found 7"),
+])  # fmt: skip
+def test_zero3_groups_have_numbers_of_sub_groups(params, words, tmp_path):
+    tag = copy("s3_bf16_dp2", tmp_path)
+    for rank in range(2):
+        edit(optimizer_file(tag, rank), lambda content: content["optimizer_state_dict"]["optimizer_state_dict"][
+            "param_groups"][0].update(params=params))  # fmt: skip
+    refused(LayoutError, tag, words)
+
+
 def test_without_zero_a_master_for_each_parameter_is_needed(tmp_path):
     tag = copy("s0_bf16_dp2", tmp_path)
     edit(model_file(tag), lambda content: content["optimizer"]["fp32_groups"][0].pop())

@@ -19,7 +19,7 @@ from zckpt.formats.deepspeed.layouts.layout import Layout
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.values import Case, Line, Slots, copies_of_buffers, element_slots, quantised_keys
 from zckpt.immutable import immutable, mutable
-from zckpt.state import MASTER, WEIGHT, Padding, PaddingSpan, Parameter, Slot, Topology, by_key, first_of
+from zckpt.state import MASTER, WEIGHT, Padding, PaddingSpan, Parameter, Slot, Topology, by_key, first_of, list_of
 from zckpt.state.partition import shard_numel, shard_paddings, shard_share
 
 if TYPE_CHECKING:
@@ -224,9 +224,8 @@ class ShardedLayout(Layout):
         read = {sub: keys[sub] - quantised_keys(tensors) for sub, tensors in enumerate(members[0].tensors)}
         cut = self.cut(shapes, read)
         rank.topology, rank.padding_spans = Topology(ep=cut.degree), [*cut.spans, FrozenPadding(rank.model_files)]
-        subs = [[int(n) for n in g.get("params", [i])] for i, g in enumerate(members[0].groups)]  # type: ignore[attr-defined]
-        group_of = {sub: index for index, one in enumerate(subs) for sub in one}
-        absent = sorted(sub for sub in group_of if not 0 <= sub < len(members[0].masters))
+        subs = [list_of(group.get("params", [index])) for index, group in enumerate(members[0].groups)]
+        absent = [sub for one in subs for sub in one if type(sub) is not int or not 0 <= sub < len(members[0].masters)]
         if absent:
             raise LayoutError(
                 "a param group names a sub-group that does not exist",
@@ -234,6 +233,7 @@ class ShardedLayout(Layout):
                 expected=f"below {len(members[0].masters)}",
                 found=absent[0],
             )
+        group_of = {sub: index for index, one in enumerate(subs) for sub in one}
         dtype = model.dtype
         for name, shape in cut.shapes.items():
             if cut.sub_groups[name] not in group_of:
