@@ -67,9 +67,11 @@ def in_run(written: TargetFiles, job: Job, tag: str, processes: int) -> TargetFi
     Raises SourceError: what goes along with it cannot be read.
     """
     own, folder = os.path.realpath(job.checkpoint.source), f"{tag}/" if is_run(job) else ""
-    carried = [file.path for file in job.checkpoint.files if file.role == METADATA_ROLE]
-    inside = {path: real for path in carried if (real := os.path.realpath(path)).startswith(own + os.sep)}
-    copies = [copy_of(Path(path), folder + os.path.relpath(real, own)) for path, real in inside.items()]
+    copies = [
+        copy_of(Path(file.path), folder + os.path.relpath(real, own))
+        for file in job.checkpoint.files
+        if file.role == METADATA_ROLE and (real := os.path.realpath(file.path)).startswith(own + os.sep)
+    ]
     files = written.files
     if copies:
         every = Lazily(lambda: chain(files, copies), len(files) + len(copies))
@@ -125,8 +127,8 @@ def _trainers(job: Job, processes: int) -> tuple[list[TargetFile], list[str]]:
     notes = [f"other checkpoints next to it are left out: {', '.join(left_out)}"] if left_out else []
     states: dict[int, Path] = {}
     for directory in (*job.roots, source):
-        named = ((_RANDOM.fullmatch(path.name), path) for path in sorted(directory.iterdir()) if path.is_file())
-        states |= {int(match[1] or 0): path for match, path in named if match is not None}
+        files_here = (path for path in sorted(directory.iterdir()) if path.is_file())
+        states |= {int(match[1] or 0): path for path in files_here if (match := _RANDOM.fullmatch(path.name))}
     rates = dict_of(node_of(job.checkpoint.metadata.get("scheduler"))).get("base_lrs")
     regrouped = isinstance(rates, list) and len(rates) not in (0, len(job.checkpoint.param_groups))
     files = [
