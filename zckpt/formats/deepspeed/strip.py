@@ -97,7 +97,8 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
         if without_files and shard.role == MODEL:  # which announces the optimizer's files
             root = dict_of(file.root)
             announced = root.get("param_shapes") is not None
-            root |= {"param_shapes": None} if announced else {}  # as DeepSpeed writes it where there are none
+            if announced:
+                root["param_shapes"] = None  # as DeepSpeed writes it where there are none
             return Edited(file.root, changed=announced)
         edited = optimizer_edit(request, slots)(file)  # stage 0 has it in the model's file
         if shard.role == OPTIMIZER:

@@ -202,8 +202,7 @@ def _module(target: Target, mp: Rank, source: ModelShard) -> object:
     filed = {name: own for files in target.origin.ranks for name, own in files.model.filed.items()}
     if target.origin.is_foreign:
         filed = {name: unwrapped(name) for name in (*mp.parameters, *mp.buffers)}
-    if filed:
-        module = ordered(((filed.get(str(name), name), value) for name, value in module.items()), old)
+    module = ordered(((filed.get(str(name), name), value) for name, value in module.items()), old)
     if isinstance(old, dict) and any(isinstance(value, dict) for value in old.values()):
         return renested(old, module, source.file)
     for name, value in source.extra.items():
@@ -442,7 +441,7 @@ def stage0_optimizer(mp: Rank, how: Unpartitioned) -> dict[str, object]:
     if how.form == PLAIN:
         return _numbered(mp, how)
     known = in_stage0(mp.members[0].content) if mp.members else {}
-    content: dict[str, object] = {**how.scaling, **{key: known[key] for key in how.scaling if key in known}}
+    content: dict[str, object] = {key: known.get(key, value) for key, value in how.scaling.items()}
     content["optimizer_state_dict"] = _numbered(mp, how)
     if how.form == FUSED:
         content["fp32_groups_flat"] = [whole(group.experts[0], MASTER) for group in mp.groups]

@@ -103,14 +103,14 @@ class Numbered:
         `names`: of all that the optimizer has, in its order, from the user; `orders`: in which groups may have their
         parameters, as for `Evidence.certain`. Raises UsageError: `names` do not fit the file.
         """
-        path, state = self.file.path, self.state
+        path = self.file.path
         if self.flats is not None:
             with about(path):
                 found = self._unflattened(checkpoint, names, orders)
             if found is not None:
                 attach(checkpoint, found[0], path, certain=found[1])
             return found is not None
-        attach(checkpoint, state, path, names=names, orders=orders)
+        attach(checkpoint, self.state, path, names=names, orders=orders)
         return True
 
     def _unflattened(

@@ -107,8 +107,8 @@ class Codes(NamedTuple):
         def cut(slot: Slot, unit: int) -> NewStorage:
             start, numel = rank * (partition // unit), -(-partition // unit)
             count = min(numel, slot.numel - start)
-            extent = slot.flat(start, max(count, 0))
-            return new_storage(slot.dtype, numel, [SlotContent(0, slot, slot.name, extent)] if count > 0 else [])
+            contents = [SlotContent(0, slot, slot.name, slot.flat(start, count))] if count > 0 else []
+            return new_storage(slot.dtype, numel, contents)
 
         made = {
             name: {kind: cut(slot, unit) for kind, (slot, unit) in its.items()} for name, its in self.pieces.items()

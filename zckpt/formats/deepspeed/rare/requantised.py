@@ -138,12 +138,14 @@ class Form(NamedTuple):
                 numel, block = moment.numel, self.blocks.get(name)
                 like = next((one for one in held if one.scale is not None), held[0])
                 made[name] = {CODES: moment}
-                contents = _contents(moment)
+                if block is None:
+                    continue
                 # The program has codes of a share: bitsandbytes of what was some, or is padding alone.
+                contents = _contents(moment)
                 of_codes = not contents or any(isinstance(one.slot, Computed) for one in contents)
-                if like.cls and block is not None:
+                if like.cls:
                     of_codes = numel >= SMALLEST_NUMEL and numel % block == 0
-                if block is not None and of_codes:
+                if of_codes:
                     made[name] = {kind: _made_anew(moment, like, block, kind) for kind in (CODES, SCALE)}
         found = self.kept.put(made, numel)
         return {key: found.get(key, value) for key, value in tensors.items() if key not in made or key in found} | found
