@@ -17,7 +17,7 @@ from zckpt.formats.fsdp_rank_files.held import DTENSOR, PLAIN, Held, Mesh, RankR
 from zckpt.formats.lost import absent_boxes, is_lost, tensor_of
 from zckpt.formats.torch_files.tensors import slot_of, unresolved
 from zckpt.immutable import immutable, mutable
-from zckpt.state import Checkpoint, CutFiles, CutSpans, Duplicate, Parameter, Shape, Slot, by_key
+from zckpt.state import Checkpoint, CutFiles, CutSpans, Duplicate, Parameter, Shape, Slot, by_key, positions
 from zckpt.state.spans import Chosen
 from zckpt.state.views import placed
 from zckpt.torchfile import Tensor, TorchFile
@@ -106,7 +106,7 @@ class RankFiles:
         for turn in range(counts.pop()):
             ranks = tuple(holders[turn] for _, holders in ordered)
             trees = tuple(dict.fromkeys(self.tree[rank] for rank in ranks))
-            at = {tree: number for number, tree in enumerate(trees)}
+            at = positions(trees)
             found.append(_Turn(ranks, width, trees, tuple(at[self.tree[rank]] for rank in ranks)))
         return found
 
@@ -189,16 +189,25 @@ class RankFiles:
             most = max(map(len, cells.values()))
             for (_, shape), holders in cells.items():
                 holders.extend([(self.lost[0], tensor_of(first.dtype, shape))] * (max(most, 1) - len(holders)))
-        self._check(label, first.shape, cells)
+        if not _is_grid(first.shape, cells):
+            numel = sum(math.prod(sizes) for _, sizes in cells)
+            raise LayoutError(
+                f"rank files do not have every element of {label} exactly once",
+                path=self.paths[0],
+                expected=f"{math.prod(first.shape)} elements of shape {first.shape}",
+                found=f"{numel} in {len(cells)} boxes",
+                advice="rank files are missing, or from other runs",
+                parameters=[label],
+            )
         ordered = sorted(cells.items())
         count = min(len(holders) for _, holders in ordered)
-        rest = [(cell, holder) for cell, holders in ordered for holder in holders[count:]]
+        rest = [rank for _, holders in ordered for rank, _ in holders[count:]]
         if rest:
             raise LayoutError(
                 f"ranks do not have the same number of copies of all elements of {label}",
-                path=self.paths[rest[0][1][0]],
+                path=self.paths[rest[0]],
                 expected=f"{count} of each",
-                ranks=[rest[0][1][0]],
+                ranks=rest[:1],
                 parameters=[label],
             )
         return [
@@ -216,20 +225,6 @@ class RankFiles:
             if files is not None:
                 return Slot(name, one.dtype, one.shape, CutSpans(files, one.shape, 0, width))
         return placed([(low, slot_of(name, tensor, self.paths[rank])) for (low, _), rank, tensor in pieces])
-
-    def _check(self, label: str, shape: Shape, cells: dict[Cell, list[tuple[int, Tensor]]]) -> None:
-        """Raise unless boxes are the cells of a grid over the whole tensor."""
-        if _is_grid(shape, cells):
-            return
-        held = sum(math.prod(sizes) for _, sizes in cells)
-        raise LayoutError(
-            f"rank files do not have every element of {label} exactly once",
-            path=self.paths[0],
-            expected=f"{math.prod(shape)} elements of shape {shape}",
-            found=f"{held} in {len(cells)} boxes",
-            advice="rank files are missing, or from other runs",
-            parameters=[label],
-        )
 
 
 def _is_grid(shape: Shape, cells: Collection[Cell]) -> bool:

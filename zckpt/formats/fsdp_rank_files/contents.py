@@ -12,6 +12,8 @@ model's configuration.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
@@ -41,8 +43,9 @@ from zckpt.formats.torch_files.tensors import (
     read_scalars,
 )
 from zckpt.immutable import mutable
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, dict_of, number_of, stated, without
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, by_key, dict_of, number_of, stated, without
 from zckpt.state.inventory import COPY, IMPLIED, REST, STATE, Rule
+from zckpt.state.ranges import merge
 from zckpt.storage.files import opened, read_json
 from zckpt.torchfile import (
     OrderedMapping,
@@ -99,14 +102,12 @@ def add_part(
 ) -> None:  # fmt: skip
     """Describe a file, of which the inventory is to see `tree` at a place, or more of one that is described already."""
     own = tuple(replace(rule, pattern=(*map(str, place), *rule.pattern)) for rule in rules)
-    known = next(
-        (number for number, one in enumerate(checkpoint.files) if one.path == file.path), len(checkpoint.files)
-    )
-    if known == len(checkpoint.files):
-        checkpoint.files.append(describe(file, role, dp_rank=rank))
-    one = checkpoint.files[known]
-    whole = _put(one.tree, place, {**as_mapping(value_at(one.tree, place), file.path), **tree})
-    checkpoint.files[known] = replace(one, tree=whole, rules=(*one.rules, *own))
+    one = next((one for one in checkpoint.files if one.path == file.path), None)
+    if one is None:
+        one = describe(file, role, dp_rank=rank)
+        checkpoint.files.append(one)
+    one.tree = _put(one.tree, place, {**as_mapping(value_at(one.tree, place), file.path), **tree})
+    one.rules = (*one.rules, *own)
 
 
 CLOSE = 1 << 14
@@ -118,22 +119,16 @@ class _Singles:
 
     def __init__(self, file: TorchFile) -> None:
         every = (tensor for _, tensor in walk_tensors(file.root) if tensor.shape == ())
-        self._windows: list[list[slice]] = []
-        self._lows: list[int] = []
-        for low, high in sorted({(one.offset, one.offset + one.itemsize) for one in every}):
-            window = self._windows[-1] if self._windows else []
-            if not window or low - self._lows[-1] - window[-1].stop > CLOSE:
-                self._lows.append(low)
-                self._windows.append(window := [])
-            window.append(slice(low - self._lows[-1], high - self._lows[-1]))
+        ranges = sorted({(one.offset, one.offset + one.itemsize) for one in every})
+        windows = merge((low, high + CLOSE) for low, high in ranges)
+        self._read = by_key((windows[bisect_right(windows, (low, math.inf)) - 1], (low, high)) for low, high in ranges)
         self.data = self.of(file.path)
 
     def of(self, path: str) -> bytes:
         """Return those of a file."""
         with opened(path) as file:
-            read = ((file.at(low, window[-1].stop), window)
-                    for low, window in zip(self._lows, self._windows, strict=True))  # fmt: skip
-            return b"".join(data[one] for data, window in read for one in window)
+            read = ((file.at(start, end - CLOSE - start), start, its) for (start, end), its in self._read.items())
+            return b"".join(data[low - start : high - start] for data, start, its in read for low, high in its)
 
 
 def _elements(root: object) -> dict[object, object]:
@@ -282,9 +277,9 @@ class Optimizer:
     """What is no tensor with dimensions, of which ranks have the same."""
 
     @property
-    def keys(self) -> list[list[Key]]:
-        """The parameters of each group."""
-        return [list(group["params"]) for group in self.groups]
+    def keys(self) -> list[Key]:
+        """The parameters of all groups."""
+        return [key for group in self.groups for key in group["params"]]
 
     def has_state(self, key: Key) -> bool:
         """Tell whether a parameter has any state."""

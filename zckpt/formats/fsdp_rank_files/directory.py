@@ -12,7 +12,7 @@ STATE/pytorch_model_fsdp[_I]_rankR.bin, optimizer_I_rankR.bin        Accelerate,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import field
 from itertools import chain
 from pathlib import Path
@@ -114,7 +114,7 @@ def _below(path: Path, tag: str | None, trackers: tuple[Path, ...]) -> Directory
     """Return the checkpoint of a folder: of a role, of a step, or of a run."""
     if tag is not None:
         named = is_tag(tag) and (path / tag).is_dir()
-        return _below(path / tag, None, _beside(path, TRACKERS)) if named else None
+        return _below(path / tag, None, _trackers(path)) if named else None
     if has_rank_files(path):
         return _read(path, (), trackers)
     last = _last(path)
@@ -139,7 +139,7 @@ def _last(path: Path) -> Directory | NearMiss | None:
         return None
     from zckpt.state.names import is_number
 
-    trackers = _beside(path, TRACKERS)
+    trackers = _trackers(path)
     shown = listed([steps[n].name for n in sorted(steps)])
     for tracker in trackers:
         text = latest_name(path, tracker.name) or ""
@@ -162,8 +162,8 @@ def _last(path: Path) -> Directory | NearMiss | None:
     return _below(next(iter(steps.values())), None, ())
 
 
-def _beside(path: Path, names: Iterable[str]) -> tuple[Path, ...]:
-    return tuple(path / name for name in names if is_file(path / name))
+def _trackers(run: Path) -> tuple[Path, ...]:
+    return tuple(run / name for name in TRACKERS if is_file(run / name))
 
 
 def _of_training(step: Path) -> tuple[Path, ...]:

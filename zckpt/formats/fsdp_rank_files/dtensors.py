@@ -18,7 +18,7 @@ from zckpt.formats.fsdp_rank_files.held import FORMS, REPLICATE, SHARD, Form, Me
 from zckpt.formats.fsdp_rank_files.units import Units
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, ValueTensor, new_storage, view
 from zckpt.immutable import immutable
-from zckpt.state import Checkpoint, Shape, Slot, differ
+from zckpt.state import Checkpoint, Shape, Slot, differ, positions
 from zckpt.state.boxes import row_major, torch_strides
 from zckpt.state.dtypes import itemsize
 from zckpt.state.views import concat, narrow, pad, reshape, zeros
@@ -50,10 +50,10 @@ class Target:
 
     def mesh(self, rank: int) -> Mesh:
         """Return the mesh as a rank sees it."""
-        if self.fsdp_size == self.world_size:
-            return Mesh((self.world_size,), (rank,), ("fsdp",) if self.names is None else self.names, self.device)
         sizes, coordinate = (self.world_size // self.fsdp_size, self.fsdp_size), divmod(rank, self.fsdp_size)
-        return Mesh(sizes, coordinate, ("ddp", "fsdp") if self.names is None else self.names, self.device)
+        first = int(sizes[0] == 1)  # without copies the mesh has one dimension
+        names = ("ddp", "fsdp")[first:] if self.names is None else self.names
+        return Mesh(sizes[first:], coordinate[first:], names, self.device)
 
 
 class RankTensors:
@@ -168,7 +168,7 @@ def flat_state(checkpoint: Checkpoint, tree: dict[object, Any], units: Units) ->
     if len(checkpoint.param_groups) != 1:
         raise _refused("the optimizer has several param groups", f"{len(checkpoint.param_groups)}",
                        "give --groups=one, or --fsdp-version 2")  # fmt: skip
-    numbers = {name: number for number, name in enumerate(checkpoint.param_groups[0].parameters)}
+    numbers = positions(checkpoint.param_groups[0].parameters)
     found: dict[int, dict[str, object]] = {}
     for unit, members in enumerate(units):
         states = {name: tree["state"].get(numbers.get(name, -1)) for name in members}

@@ -136,9 +136,7 @@ def _product(shape: object) -> int | None:
 
 def integers(value: object) -> tuple[int, ...] | None:
     """Return what is a tuple or a list of integers only."""
-    if not isinstance(value, (tuple, list)) or not all(type(one) is int for one in value):
-        return None
-    return tuple(one for one in value if type(one) is int)
+    return tuple(value) if isinstance(value, (tuple, list)) and all(type(one) is int for one in value) else None
 
 
 def read_placements(node: object) -> tuple[Placement, ...]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
 from zckpt.evidence.order import GIVEN
-from zckpt.formats.fsdp_rank_files.directory import EXTRA, MODEL, rank_name
+from zckpt.formats.fsdp_rank_files.directory import EXTRA, rank_name
 from zckpt.formats.fsdp_rank_files.units import members_of
 from zckpt.formats.remainder import remainder, types_of_weights
 from zckpt.formats.torch_files.tensors import as_mapping, as_names
@@ -70,7 +70,7 @@ def extra_state(checkpoint: Checkpoint, rank: int, world_size: int, scheduler: o
     found: dict[str, object] = {"lr_scheduler": scheduler}
     single = of_single_ranks(checkpoint)
     for key in keys_of(checkpoint):
-        own = f"{Path(rank_name(EXTRA, ranks, rank)).stem}.{key}"
+        own = of_rank(EXTRA, ranks, rank, key)
         if key in OF_ITS_RANK:
             found[key] = rank if key == "rank" else world_size
         elif own in metadata:
@@ -80,9 +80,9 @@ def extra_state(checkpoint: Checkpoint, rank: int, world_size: int, scheduler: o
     return found
 
 
-def of_rank(checkpoint: Checkpoint, rank: int, key: str) -> str:
-    """Return the key of metadata for what one rank's model has otherwise than the first."""
-    return f"{Path(rank_name(MODEL, checkpoint.world_size, rank)).stem}.{key}"
+def of_rank(kind: str, world_size: int, rank: int, key: str) -> str:
+    """Return the key of metadata for what one rank's file of a kind has otherwise than the first."""
+    return f"{Path(rank_name(kind, world_size, rank)).stem}.{key}"
 
 
 ONE = "one"

@@ -23,8 +23,8 @@ from zckpt.formats.fsdp_rank_files.directory import (
     EXTRA,
     HUGGINGFACE,
     LORA_NAME,
+    MODEL,
     Directory,
-    rank_name,
 )
 from zckpt.formats.fsdp_rank_files.held import elements, is_share, shares, versions_with, with_shares
 from zckpt.formats.fsdp_rank_files.kept import KEY, KEYS, OF_ITS_RANK, RULE, of_rank, recorded_names
@@ -117,7 +117,7 @@ def _keep_rest(checkpoint: Checkpoint, model: Model, directory: Directory) -> No
             others, its = keep_others([first, (file, rest)], rest, *place)
             for name, value in others.items():
                 key = name.removeprefix(f"{Path(file.path).stem}.")
-                checkpoint.metadata[of_rank(checkpoint, rank, key)] = value
+                checkpoint.metadata[of_rank(MODEL, checkpoint.world_size, rank, key)] = value
             rules = its[file.path]
         described[file.path].rules = (*rules, *described[file.path].rules)
 
@@ -176,9 +176,9 @@ def _read_rest(checkpoint: Checkpoint, directory: Directory) -> None:
         checkpoint.metadata |= {one: carried(first[0], {**first[1], **whole}[one]) for one in keys if one in first[1]}
         for (rank, file, content), its in zip(found, shown, strict=True):
             others, rules = keep_others([first, (file, content)] if rank != found[0][0] else [], keys)
-            stem = Path(rank_name(EXTRA, directory.world_size, rank)).stem  # names may be the same on two nodes
-            for name, value in others.items():
-                checkpoint.metadata[f"{stem}.{name.removeprefix(f'{Path(file.path).stem}.')}"] = value
+            for name, value in others.items():  # names of files may be the same on two nodes
+                one = name.removeprefix(f"{Path(file.path).stem}.")
+                checkpoint.metadata[of_rank(EXTRA, directory.world_size, rank, one)] = value
             own = (*about, *rules.get(file.path, ()), *(Rule((one, REST), CARRIED, one) for one in its))
             add_part(checkpoint, file, "metadata", rank, own, where, {**content, **its})
         every = [one for one in every if one not in whole]

@@ -30,7 +30,18 @@ from zckpt.formats.fsdp_rank_files.units import members_of, units_in, usual_wrap
 from zckpt.formats.torch_files.optimizer import OptimizerState, shared_values
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.immutable import immutable
-from zckpt.state import Checkpoint, GivenNames, PaddingSpan, Parameter, ParamGroup, Shape, Slot, are_distinct, without
+from zckpt.state import (
+    Checkpoint,
+    GivenNames,
+    PaddingSpan,
+    Parameter,
+    ParamGroup,
+    Shape,
+    Slot,
+    are_distinct,
+    positions,
+    without,
+)
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.names import aligned
 from zckpt.state.spans import CutSpans
@@ -101,10 +112,9 @@ def beside_whole(optimizer: Optimizer, weights: Weights, names: GivenNames) -> R
     """
     from zckpt.formats.transformers_trainer.readings import read_names
 
-    keys = [key for group in optimizer.keys for key in group]
-    if any(isinstance(key, str) for key in keys):
+    if any(isinstance(key, str) for key in optimizer.keys):
         return None
-    held = {key: {slot: one.first for slot, one in optimizer.cut(key).items()} for key in keys}
+    held = {key: {slot: one.first for slot, one in optimizer.cut(key).items()} for key in optimizer.keys}
     if any(one.kind == PLAIN for slots in held.values() for one in slots.values()):
         raise UnsupportedError(
             "pieces of an optimizer's state beside a whole model, which says nothing of how FSDP1 has cut it",
@@ -133,7 +143,7 @@ class _Solver:
     @cached_property
     def keys(self) -> list[Key]:
         """All numbers, in the optimizer's order."""
-        return [key for group in self.optimizer.keys for key in group]
+        return self.optimizer.keys
 
     @cached_property
     def owners(self) -> dict[str, Shape]:
@@ -147,13 +157,9 @@ class _Solver:
 
     def every(self) -> list[Reading]:
         """Return all readings that fit; of those of flat parameters first."""
-        found: list[Reading] = []
         held = [self.held(key) for key in self.keys if self.optimizer.cut(key)]
         line = all(map(_is_line, held))
-        if not (line and held) or len(self.ranks) == 1:
-            found += self.by_number(WHOLE)
-        if line and held and len(self.ranks) > 1:
-            found += self.by_number(PIECES)
+        found = self.by_number(PIECES if line and held and len(self.ranks) > 1 else WHOLE)
         if line and (held or len(self.keys) != len(self.owners)):
             found = [*self.flat(), *found]
         return found
@@ -213,8 +219,8 @@ class _Solver:
 
     def by_number(self, kind: str) -> list[Reading]:
         """Return the reading in which each number is one parameter, if there is one."""
-        every = {**self.owners, **self.plain}
-        said: Evidence[Key] = Evidence.of(self.checkpoint, self.optimizer.keys, {}, rules=(
+        every, groups = {**self.owners, **self.plain}, [group["params"] for group in self.optimizer.groups]
+        said: Evidence[Key] = Evidence.of(self.checkpoint, groups, {}, rules=(
             lambda key, name: self.fits(kind, key, every[name]),
             lambda key, name: not (self.optimizer.cut(key) and said.is_original(name)),
         ))  # fmt: skip
@@ -225,7 +231,7 @@ class _Solver:
             return [Reading(kind, _one_each(given.items()))] if given else []
         certain = said.certain()
         alone = Reading(kind, _one_each(certain.items()))
-        if len(self.optimizer.groups) == 1:
+        if len(groups) == 1:
             names, ties = self.in_turn()
             if names is not None and all(
                 self.fits(kind, key, every[name]) for key, name in zip(self.keys, names, strict=True)
@@ -345,11 +351,12 @@ def attach(
     reading = reading or readings(checkpoint, model, optimizer, copies[0], names)
     for alias, owner in () if ties_are_known else reading.ties:
         tie(checkpoint, alias, owner)
-    checkpoint.is_numbered = names is None and all(isinstance(key, int) for group in optimizer.keys for key in group)
+    checkpoint.is_numbered = names is None and all(isinstance(key, int) for key in optimizer.keys)
     checkpoint.details["optimizer_state"] = reading.kind
     giving = _Giving(checkpoint, optimizer, reading, copies)
-    order = {name: at for at, name in enumerate(model.held)}
-    for index, (group, keys) in enumerate(zip(optimizer.groups, optimizer.keys, strict=True)):
+    order = positions(model.held)
+    for index, group in enumerate(optimizer.groups):
+        keys: list[Key] = group["params"]
         for key in keys:
             giving.give(key, index)
         members = [name for key in keys for name in reading.names.get(key) or (str(key),)]
@@ -360,9 +367,7 @@ def attach(
             tensors, its = optimizer.tensors.get(key, {}), optimizer.values.get(key, {})
             values.append({k: value for k, value in its.items() if k == "step" or k not in tensors})
         checkpoint.param_groups.append(ParamGroup(without(group, *MEMBERS), members, shared_values(values)))
-    unnamed = [
-        key for keys in optimizer.keys for key in keys if not reading.names.get(key) and optimizer.has_state(key)
-    ]
+    unnamed = [key for key in optimizer.keys if not reading.names.get(key) and optimizer.has_state(key)]
     note_numbers(checkpoint, unnamed, advice=ADVICE)
 
 

@@ -38,13 +38,12 @@ def members_of(units: Sequence[str], names: Sequence[str]) -> Units:
     `units`: names of modules, in the model's order; the root's is empty; `names`: of all parameters, in the model's
     order, each once.
     """
-    known = set(units)
     found: dict[str, list[str]] = {unit: [] for unit in units}
     for name in names:
         module = plain_name(name)
         while module:
             module = module.rpartition(".")[0]
-            if module in known:
+            if module in found:
                 break
         if module in found:
             found[module].append(name)

@@ -182,7 +182,7 @@ class Ranks:
                 known[id(slot)] = (tensors.dtensor if cut else plain_tensor)(slot, dtype, name)
             root[name] = known[id(slot)]
         for name, value in self.modules.items():  # a rank's own, or else the first one's
-            root[name] = self.checkpoint.metadata.get(of_rank(self.checkpoint, rank, name), value)
+            root[name] = self.checkpoint.metadata.get(of_rank(MODEL, self.checkpoint.world_size, rank, name), value)
         if self.units is not None:
             root.state = {"_metadata": {module: {"version": 1} for module in _modules(self.units)}}
         found: dict[str, Any] = {MODEL: root}
@@ -196,7 +196,8 @@ class Ranks:
                 for number, state in self.optimizer["state"].items()
             }
             found[OPTIMIZER] = {**self.optimizer, "state": states}
-        return {**found, EXTRA: extra_state(self.checkpoint, rank, self.target.world_size, self.scheduler)}
+        found[EXTRA] = extra_state(self.checkpoint, rank, self.target.world_size, self.scheduler)
+        return found
 
     def _optimizer(self) -> dict[str, Any]:
         """Return what each rank has a part of; without names, which these programs' optimizers have not."""
