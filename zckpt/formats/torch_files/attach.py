@@ -221,17 +221,16 @@ def names_of(
     said = Evidence.of(checkpoint, groups, shapes, factored=True)
     if taken:
         said = replace(said, candidates=without(said.candidates, *taken))
-    if len(optimizer.names) == len(numbers):
-        own = list(optimizer.names.values())
-        if names is not None and said.known(names) != said.known(own):
+    own_name = dict(zip(optimizer.names, said.known(list(optimizer.names.values())), strict=True))
+    if len(own_name) == len(numbers):
+        if names is not None and said.known(names) != [*own_name.values()]:
             raise UsageError("the file already names its optimizer's parameters", advice="omit --names")
-        return _by_name(said, optimizer)
+        return _by_name(said, optimizer, own_name)
     if names is not None:
         return said.given(names)
     if recorded := said.recorded(optimizer.recorded_names):
         return recorded
     checkpoint.is_numbered = True
-    own_name = dict(zip(optimizer.names, said.known(list(optimizer.names.values())), strict=True))
 
     def is_of(number: int, name: str) -> bool:
         return name.startswith(optimizer.scopes.get(number, "")) and own_name.get(number, name) == name
@@ -258,10 +257,9 @@ def _or_reversed(orders: Orders) -> Orders:
     return lambda group, names: [way for one in orders(group, names) for way in (one, one[::-1])]
 
 
-def _by_name(said: Evidence[int], optimizer: OptimizerState) -> dict[int, str]:
+def _by_name(said: Evidence[int], optimizer: OptimizerState, own_name: Mapping[int, str]) -> dict[int, str]:
     """Return the model's names of parameters that the file has by name; what the model has not is not among them."""
-    own = said.known(list(optimizer.names.values()))
-    found = {number: name for number, name in zip(optimizer.names, own, strict=True) if name in said.candidates}
+    found = {number: name for number, name in own_name.items() if name in said.candidates}
     uses = Counter(found.values())
     every, same = Counter[object](), Counter[object]()  # per key, of which those of most parameters have their shape
     shown = [
@@ -312,9 +310,9 @@ def lost_in_gathering(optimizer: OptimizerState, path: str) -> str | None:
     for number in optimizer.state:
         name = optimizer.names.get(number, f"parameter {number}")
         slots = {
-            key: tensor
-            for key, tensor in optimizer.tensors(number).items()
-            if tensor.shape and tensor.numel > 1 and tensor.is_contiguous
+            key: value
+            for key, value in optimizer.state[number].items()
+            if isinstance(value, Tensor) and value.numel > 1 and value.is_contiguous
         }
         if len(slots) > 1 and len({(one.shape, one.dtype) for one in slots.values()}) == 1:
             several[name] = slots

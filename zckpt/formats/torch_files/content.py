@@ -21,7 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
-from itertools import combinations, islice
+from itertools import chain, combinations, islice
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -43,7 +43,7 @@ from zckpt.formats.torch_files.optimizer import (
 )
 from zckpt.formats.torch_files.tensors import identity_of
 from zckpt.immutable import mutable
-from zckpt.state import Shape, are_texts, dict_of, without
+from zckpt.state import Shape, are_distinct, are_texts, dict_of, without
 from zckpt.state.inventory import STATE, Rule
 from zckpt.state.names import FRONT, aligned
 from zckpt.torchfile import Place, Tensor, is_leaf, is_tensor, value_at
@@ -553,18 +553,18 @@ def _by_children(optimizers: Sequence[Held], shapes: Shapes) -> None:
 
     One for each parameter, which steps in the backward pass, say, may be called by its name, or by the end of it.
     """
-    if len(optimizers) > 1 and all(len(one.state.every_number) == 1 for one in optimizers):
+    if len(optimizers) < 2:
+        return
+    if all(len(one.state.every_number) == 1 for one in optimizers):
         ends = [[name for name in shapes if f".{name}".endswith(f".{one.name}")] for one in optimizers]
         called = [[one.name] if one.name in shapes else names for one, names in zip(optimizers, ends, strict=True)]
-        if all(len(names) == 1 for names in called) and len({name for [name] in called}) == len(called):
-            for held, [name] in zip(optimizers, called, strict=True):
-                held.scope = name
+        if _scoped(optimizers, called):
             return
     children: dict[str, dict[str, Shape]] = {}
     for name, shape in shapes.items():
         child, dot, rest = name.partition(".")
         children.setdefault(f"{child}{dot}", {})[rest or child] = shape
-    if len(optimizers) < 2 or any(held.state.recorded_names for held in optimizers):
+    if any(held.state.recorded_names for held in optimizers):
         return
     found = [
         [
@@ -576,9 +576,15 @@ def _by_children(optimizers: Sequence[Held], shapes: Shapes) -> None:
     ]
     for held, fitting in zip(optimizers, found, strict=True):
         fitting[:] = [child for child in fitting if likeness(held.name, child) == SAME] or fitting
-    if all(len(one) == 1 for one in found) and len({one[0] for one in found}) == len(found):
-        for held, [child] in zip(optimizers, found, strict=True):
-            held.scope = child
+    _scoped(optimizers, found)
+
+
+def _scoped(optimizers: Sequence[Held], scopes: Sequence[Sequence[str]]) -> bool:
+    """Say what names of optimizers begin with, if there is one way for each of them, and each another's."""
+    is_told = all(len(one) == 1 for one in scopes) and are_distinct([*chain(*scopes)])
+    for held, [scope] in zip(optimizers, scopes, strict=True) if is_told else ():
+        held.scope = scope
+    return is_told
 
 
 def can_have(shapes: Shapes, optimizers: Iterable[OptimizerState], *, named: bool = True) -> bool:

@@ -30,6 +30,7 @@ from zckpt.state import (
     are_distinct,
     are_texts,
     dict_of,
+    first_of,
     is_floating,
     list_of,
     number_of,
@@ -107,10 +108,6 @@ class OptimizerState:
             return list(self.names.values())
         found = [group.get("param_names") for group in self.groups]
         return [str(name) for names in found if isinstance(names, (list, tuple)) for name in names]
-
-    def tensors(self, number: int) -> dict[str, Tensor]:
-        """Return the tensors in the state of a parameter, by slot."""
-        return {key: value for key, value in self.state.get(number, {}).items() if isinstance(value, Tensor)}
 
     def shape(self, number: int, slots: Collection[object] = ()) -> Shape | None:
         """Return the shape of a parameter as its state shows it: the largest of its tensors, or of some slots."""
@@ -198,7 +195,7 @@ def innermost(node: object, deep: int = 4) -> Place:
 
 def masters_of(outer: object, optimizer: object) -> list[Any]:
     """Return the masters beside an optimizer, in the order of its groups; none if some parameter has none."""
-    lists = list_of(next((one for key in MASTERS if (one := dict_of(outer).get(key)) is not None), None))
+    lists = list_of(first_of(map(dict_of(outer).get, MASTERS)))
     groups = list_of(dict_of(optimizer).get(GROUPS_KEY))
     every = [one for its in lists for one in list_of(its)]
     is_each = [len(list_of(its)) for its in lists] == [len(list_of(dict_of(group).get("params"))) for group in groups]
@@ -287,10 +284,11 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = (), *, carries: b
         for key, slots in node[STATE_KEY].items():
             digits = isinstance(key, str) and is_number(key) and not names  # as `dcp_to_torch_save` leaves them
             number = by_label.get(int(key) if digits else key)
-            if isinstance(key, str) and not digits and not names and carries:
+            is_text = isinstance(key, str) and not digits and not names
+            if is_text and carries:
                 others[key] = slots
                 continue
-            if isinstance(key, str) and not digits and not names:
+            if is_text:
                 raise UnsupportedError(
                     f"the optimizer has state under {brief(key)}, which is not a parameter's: zckpt cannot store it",
                     expected="state under parameter numbers; common values belong in the param group",

@@ -23,7 +23,7 @@ from zckpt.formats.torch_files.attach import attach
 from zckpt.formats.torch_files.content import content_of, dtypes_of, is_state_dict
 from zckpt.formats.torch_files.optimizer import OptimizerState, optimizer_rules, parse_held, with_rest
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
-from zckpt.state import WEIGHT, Checkpoint, GivenNames, Parameter, dict_of, without
+from zckpt.state import WEIGHT, Checkpoint, GivenNames, Parameter, dict_of, positions, without
 from zckpt.state.inventory import CARRIED, IMPLIED, Rule
 from zckpt.torchfile import (
     MAX_DEPTH,
@@ -212,7 +212,7 @@ def with_state_dicts(root: object) -> tuple[object, list[Rule]]:
         if not isinstance(its, list) or not all(isinstance(dict_of(group).get("params"), list) for group in its):
             continue  # it is no optimizer
         every = dict.fromkeys(id(p) for group in its for p in group["params"])
-        numbers = {of: number for number, of in enumerate(every)}
+        numbers = positions(every)
         groups = []
         for group in its:
             own = [id(p) for p in group["params"]]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
 from zckpt.immutable import immutable
-from zckpt.state import Checkpoint, Extent, Scalar, Shape, Slot, SourceFile, Span, are_texts, by_key, dict_of
+from zckpt.state import Checkpoint, Extent, Scalar, Shape, Slot, SourceFile, Span, are_texts, by_key, dict_of, nbytes_of
 from zckpt.state.dtypes import is_floating, is_negatable, itemsize
 from zckpt.state.inventory import Rule
 from zckpt.state.ranges import merge, total
@@ -233,29 +233,19 @@ def describe(
     `known`: what was said of files before, of which one that is alike need not be gone through again.
     """
     like = None if known is None else known.get(id(file.storages))
-    if like is not None:
-        return replace(
-            like, path=file.path, nbytes=file.nbytes, archive=file.archive, role=role, dp_rank=dp_rank, mp_rank=mp_rank,
-            rules=tuple(rules), records=file.records,
+    if like is None:
+        used = by_key((tensor.storage.key, tensor.reach) for _, tensor in walk_tensors(file.root) if tensor.numel)
+        covered = sum(total(merge(ranges)) for ranges in used.values())
+        like = SourceFile(
+            file.path, file.nbytes, role, None, None, covered, nbytes_of(file.storages.values()) - covered,
+            tree=file.root,
         )  # fmt: skip
-    used = by_key((tensor.storage.key, tensor.reach) for _, tensor in walk_tensors(file.root) if tensor.numel)
-    covered = sum(total(merge(ranges)) for ranges in used.values())
-    described = SourceFile(
-        file.path,
-        file.nbytes,
-        role,
-        dp_rank,
-        mp_rank,
-        covered,
-        sum(storage.nbytes for storage in file.storages.values()) - covered,
-        tree=file.root,
-        records=file.records,
-        rules=tuple(rules),
-        archive=file.archive,
-    )
-    if known is not None:
-        known[id(file.storages)] = described
-    return described
+        if known is not None:
+            known[id(file.storages)] = like
+    return replace(
+        like, path=file.path, nbytes=file.nbytes, archive=file.archive, role=role, dp_rank=dp_rank, mp_rank=mp_rank,
+        rules=tuple(rules), records=file.records,
+    )  # fmt: skip
 
 
 def carried(file: TorchFile, node: object) -> object:

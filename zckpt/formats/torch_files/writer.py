@@ -285,14 +285,9 @@ def _data_record(name: str, mentioned: Mentioned) -> NewRecord:
     storage = mentioned.storage
     if not storage.nbytes:
         return _record(name, b"")
-    if isinstance(storage, NewStorage) and len(storage.contents) == 1:
-        (content,) = storage.contents
-        if (
-            isinstance(content, ValueContent)
-            and isinstance(content.data, bytes)
-            and len(content.data) == storage.nbytes
-        ):
-            return _record(name, content.data)
+    match storage:
+        case NewStorage(contents=[ValueContent(data=bytes(data))]) if len(data) == storage.nbytes:
+            return _record(name, data)
     size = itemsize(mentioned.dtype)
     holes = (
         Hole(content.start * size, content.label, content.slot, content.covered, mentioned.dtype)
