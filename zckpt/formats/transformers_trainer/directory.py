@@ -127,12 +127,11 @@ def find(search: Search) -> Directory | NearMiss | None:
     if not path.is_dir():
         return None
     names, inside = {*files_in(path)}, folders_in(path)
-    of_dcp = [one.name for one in inside if _DCP_FOLDER.fullmatch(one.name)]
     if (  # of DeepSpeed, of DCP, or a consolidated one, next to whose files are such as these
         "latest" in names
         or ".metadata" in names
         or {"metadata.pt", "model.safetensors.index.json"} <= names
-        or any(is_file(path / name / ".metadata") for name in of_dcp)
+        or any(_DCP_FOLDER.fullmatch(one.name) and is_file(one / ".metadata") for one in inside)
     ):
         return None
     if is_file(path / LEROBOTS_OPTIMIZER):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import compress, permutations
 from pathlib import Path
 
 from zckpt.errors import UnsupportedError, about
@@ -142,9 +142,8 @@ def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
     if len(directory.models) > 1:
         models = names_of_models(own, [one.stem for one in directory.models])
         checkpoint.details["models"], prefixes = models, [f"{name}." for name in models]
-    weights: list[Weights] = []
-    for files, prefix in zip(directory.models, prefixes, strict=True):
-        weights.append(read_model(checkpoint, files, prefix, directory))
+    named = zip(directory.models, prefixes, strict=True)
+    weights = [read_model(checkpoint, files, prefix, directory) for files, prefix in named]
     for part in directory.parts:
         weights = [_with_part(checkpoint, weights[0], part, directory)]
     if directory.is_adapter:  # what says how it is added to its model, as far as it is not the default of nothing
@@ -159,10 +158,8 @@ def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
         checkpoint.parameters = {name: every[name] for name in (*model_order(weights[0]), *every) if name in every}
         if names is not None and tells_order(checkpoint, names):
             put_in_order(checkpoint, names)
-    checkpoint.step = checkpoint.most_steps
     said = (read_json(directory.path / STATE_NAME) or {}).get("global_step")
-    if type(said) is int:
-        checkpoint.step = said
+    checkpoint.step = said if type(said) is int else checkpoint.most_steps
     if own is not None:
         restore_from(checkpoint, own)
     return checkpoint
@@ -177,18 +174,16 @@ def _read_optimizers(
 ) -> None:
     """Read all optimizers, and give the models' parameters their state."""
     paths = directory.optimizers
-    if any(directory.averages):
-        pairs = zip(weights, prefixes, directory.averages, strict=True)
-        kept = [(one, prefix) for one, prefix, is_average in pairs if not is_average]
-        weights, prefixes = [one for one, _ in kept], [prefix for _, prefix in kept]
+    own = [not is_average for is_average in directory.averages]
+    weights, prefixes = list(compress(weights, own)), list(compress(prefixes, own))
     if names is not None and len(prefixes) == 1:  # the model's own, as its program prints them
-        names = [own if (own := f"{prefixes[0]}{name}") in weights[0].shapes else name for name in names]
+        names = [full if (full := f"{prefixes[0]}{name}") in weights[0].shapes else name for name in names]
     states = [
         (lerobot.read_optimizer if path.suffix == ".safetensors" else read_optimizer)(checkpoint, path)
         for path in paths
     ]
-    counts = [len(state.every_number) for state in states]
-    is_cut = len(states) > 1 and names is not None and len(names) == sum(counts)
+    several, counts = len(states) > 1, [len(state.every_number) for state in states]
+    is_cut = several and names is not None and len(names) == sum(counts)
     placed = directory.models[0].path.parent == directory.path  # folders have no order
     models = _models_of(states, weights, is_cut=is_cut, placed=placed)
     is_open = False
@@ -199,11 +194,10 @@ def _read_optimizers(
             given = names[sum(counts[:number]) : sum(counts[: number + 1])]
         given = given or _recorded(state, model, prefixes[number] if len(prefixes) == len(states) else "")
         with about(path):
-            if len(states) == 1 < len(weights) <= MOST_PERMUTED and given is None:
+            if not several and 1 < len(weights) <= MOST_PERMUTED and given is None:
                 found = _in_any_order(state, weights, placed=placed)
             else:
                 found = read_names(state, model, given) if model is not None else {}
-        several = len(states) > 1
         if several and len(found) < counts[number]:
             if names is not None or not any(can_have(one.shapes, [state]) for one in weights):
                 raise UnsupportedError(
@@ -217,14 +211,14 @@ def _read_optimizers(
         before = len(checkpoint.param_groups)
         attach(checkpoint, state, str(path), certain=found, front=f"{path.stem}." * several)
         is_open = is_open or len(found) < counts[number]
-        if len(states) > 1:
+        if several:
             for group in checkpoint.param_groups[before:]:
                 group.optimizer = path.stem
             if state.rest:
                 beside[path.stem] = {BESIDE: checkpoint.optimizer_metadata.pop(BESIDE)}
     checkpoint.optimizer_metadata |= {OPTIMIZERS: beside} if beside else {}
     checkpoint.is_numbered = not all(state.recorded_names for state in states)
-    if is_open and len(states) > 1:
+    if is_open and several:
         checkpoint.warnings.append(
             "give --names FILE: the names of all optimizers' parameters in their order, one a line"
         )

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MAX_SHARD_NBYTES
@@ -192,14 +194,11 @@ def as_the_trainer_has_them(checkpoint: Checkpoint, known: Architecture, notes: 
 
 def _are_the_trainers(checkpoint: Checkpoint, members: Members, known: Architecture) -> bool:
     """Tell whether groups are the Trainer's; one-dimensional tensors of classes that are not known may be in either."""
-    if len(members) != 2:
-        return False
-    for at, names in enumerate(members):
-        for name in names:
-            group = group_of(name, known)
-            if group != at and (group == UNDECAYED or len(checkpoint.parameters[name].shape) != 1):
-                return False
-    return True
+    return len(members) == 2 and all(
+        (group := group_of(name, known)) == at or (group == DECAYED and len(checkpoint.parameters[name].shape) == 1)
+        for at, names in enumerate(members)
+        for name in names
+    )
 
 
 def _parted(checkpoint: Checkpoint, known: Architecture) -> Members:
@@ -225,21 +224,17 @@ def _parted(checkpoint: Checkpoint, known: Architecture) -> Members:
 
 def _check_order(members: Members, known: Architecture) -> None:
     """Raise unless a model may have its parameters in the order of these groups."""
-    at = {(group, number): name for group, names in enumerate(members) for number, name in enumerate(names)}
-    short = {name: shortened(name) for name in at.values()}
-    groups = {short[name]: group for (group, _), name in at.items()}
+    short = [[shortened(name) for name in names] for names in members]
+    groups = {name: group for group, names in enumerate(short) for name in names}
 
     def fits(name: str, group: int, number: int) -> bool:
-        return short.get(at.get((group, number), "")) == name
+        return short[group][number : number + 1] == [name]
 
-    try:
-        fine = bool(possible(groups, fits, {}, known.order)) or not groups
-    except TooManyOrdersError:
-        fine = True
-    if not fine:
-        raise UnsupportedError(
-            "the optimizer's parameters are in an order that the model cannot have, so the Trainer would confuse "
-            "their state",
-            expected="the order of model.named_parameters()",
-            found=f"{members[0][0] if members[0] else members[1][0]} first",
-        )
+    with suppress(TooManyOrdersError):
+        if groups and not possible(groups, fits, {}, known.order):
+            raise UnsupportedError(
+                "the optimizer's parameters are in an order that the model cannot have, so the Trainer would confuse "
+                "their state",
+                expected="the order of model.named_parameters()",
+                found=f"{next(chain(*members))} first",
+            )

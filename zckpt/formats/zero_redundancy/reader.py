@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 from zckpt.codes import OTHER_WORLD_SIZE, WRONG_RANK
@@ -129,13 +129,13 @@ def attach_ranks(checkpoint: Checkpoint, ranks: Sequence[RankFile], order: Order
         held = next((one for one in ways if _fits(one, ranks, shapes)), ways[0])
     shares: list[list[ParamGroup]] = []
     for rank, groups in zip(ranks, held, strict=True):
-        numbers = rank.state.numbers
-        if [len(indices) for indices in groups] != [len(group) for group in numbers]:
+        expected, found = (" + ".join(str(len(its)) for its in each) for each in (groups, rank.state.numbers))
+        if expected != found:
             raise LayoutError(
                 "does not hold the share of parameters that it was assigned",
                 path=rank.file.path,
-                expected=" + ".join(str(len(indices)) for indices in groups),
-                found=" + ".join(str(len(group)) for group in numbers),
+                expected=expected,
+                found=found,
             )
         own = Checkpoint(checkpoint.source, checkpoint.format, parameters=checkpoint.parameters)
         names = [order[group][index] for group, indices in enumerate(groups) for index in indices]
@@ -182,9 +182,8 @@ def order_by_names(names: Sequence[str], lengths: Sequence[int], checkpoint: Che
     `names`: of all parameters, in the optimizer's order; `lengths`: how many parameters each group has; `checkpoint`:
     has the model's parameters. Raises UsageError: too few or too many names, or one that the model has not.
     """
-    groups = [[(group, at) for at in range(length)] for group, length in enumerate(lengths)]
-    found = Evidence.of(checkpoint, groups, {}).given(names)
-    return [[found[number] for number in group] for group in groups]
+    found = iter(Evidence.of(checkpoint, [range(sum(lengths))], {}).given(names).values())
+    return [list(islice(found, length)) for length in lengths]
 
 
 def order_by_model(ranks: Sequence[OptimizerState], checkpoint: Checkpoint) -> Order:
@@ -255,9 +254,8 @@ def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
     `names`: names of the optimizer's parameters, in its order. Raises SourceError: files are missing or damaged,
     contradict each other, or do not tell which parameter is which; UsageError: `names` do not fit.
     """
-    if directory.metadata is not None:
-        return read_own(directory, directory.metadata, names)
-    return read_foreign(directory, names)
+    metadata = directory.metadata
+    return read_foreign(directory, names) if metadata is None else read_own(directory, metadata, names)
 
 
 def read_own(directory: Directory, metadata: TorchFile, names: GivenNames) -> Checkpoint:
@@ -369,9 +367,8 @@ def _note_ranks(checkpoint: Checkpoint, directory: Directory) -> None:
     """Note the state in the ranks' own files as copies, where one file holds that of all of them."""
     known = {**checkpoint.unnamed, **checkpoint.parameters}
     labels = [group.parameters for group in checkpoint.param_groups]
-    own = Checkpoint(checkpoint.source, FORMAT)
-    for p in known.values():
-        own.parameters[p.name] = Parameter(p.name, p.shape, p.dtype, tied_to=p.tied_to)
+    bare = {name: Parameter(name, p.shape, p.dtype, tied_to=p.tied_to) for name, p in known.items()}
+    own = Checkpoint(checkpoint.source, FORMAT, parameters=bare)
     try:
         ranks = read_ranks(own, directory.ranks)
         held = [slot for p in known.values() for slot in p.slots.values() if slot.name != WEIGHT]
@@ -382,9 +379,12 @@ def _note_ranks(checkpoint: Checkpoint, directory: Directory) -> None:
         ):
             checkpoint.warnings.append("the rank files hold other state than the consolidated file")
             return
-        named = all(label in known for group in labels for label in group)
-        order = labels if named else order_by_model([rank.state for rank in ranks], checkpoint)
-        if [len(group) for group in order] != [len(group) for group in labels]:
+        order = (
+            labels
+            if known.keys() >= {*checkpoint.grouped}
+            else order_by_model([rank.state for rank in ranks], checkpoint)
+        )
+        if list(map(len, order)) != list(map(len, labels)):
             return
         attach_ranks(own, ranks, order)
     except (LayoutError, UnsupportedError):  # nothing says which is which, for some have no state; all are there
@@ -395,8 +395,7 @@ def _note_ranks(checkpoint: Checkpoint, directory: Directory) -> None:
         checkpoint.warnings.append(f"the rank files are not read: {error}")
         return
     checkpoint.files += own.files
-    pairs = zip((n for group in order for n in group), (n for group in labels for n in group), strict=True)
-    for name, label in pairs:
+    for name, label in zip(chain(*order), chain(*labels), strict=True):
         for key, slot in own.parameters[name].slots.items():
             original = known[label].slots.get(key) if label in known else None
             if original is not None and original.shape == slot.shape:
