@@ -237,11 +237,10 @@ def state_files(checkpoint: Checkpoint, optimizers: Sequence[Checkpoint], notes:
     """
     found: dict[str, object] = {}
     for number, one in enumerate(optimizers):
-        key = f"{SCHEDULER}_{number}" if number else SCHEDULER
-        if key in one.metadata:
-            found[f"{key}.bin"] = one.metadata[key]
+        key, metadata = f"{SCHEDULER}_{number}" if number else SCHEDULER, one.metadata
+        if key in metadata:
+            found[f"{key}.bin"] = metadata[key]
             continue
-        metadata = one.metadata
         own = {"lr_scheduler": metadata["lr_scheduler"]} if key == SCHEDULER and "lr_scheduler" in metadata else {}
         before = len(notes)
         found[f"{key}.bin"] = scheduler(replace(one, metadata=own), notes, name=f"{key}.bin")

@@ -13,7 +13,7 @@ from zckpt.formats.dcp.reader import fill, taken
 from zckpt.formats.dcp.tree import GROUPS, STATE, Tree
 from zckpt.formats.safetensors import file as safetensors
 from zckpt.formats.torch_files.reader import add_model
-from zckpt.formats.torch_files.tensors import as_mapping, describe
+from zckpt.formats.torch_files.tensors import as_mapping, by_name, describe
 from zckpt.state import Checkpoint, GivenNames
 from zckpt.state.inventory import IMPLIED, REST, Claim, Rule
 from zckpt.state.inventory import STATE as AS_STATE
@@ -46,7 +46,7 @@ def read(place: tuple[Path, Path, Path], *, names: GivenNames = None) -> Checkpo
     where = safetensors.weight_map(index)
     for name in sorted({*where.values()}):
         file = _file(index, name)
-        content = {str(key): value for key, value in as_mapping(file.root, file.path).items()}
+        content = by_name(as_mapping(file.root, file.path), file.path)
         if content.keys() != {key for key, its in where.items() if its == name}:
             raise DamagedFileError("holds state of parameters other than those in the index", path=file.path)
         for key, its in content.items():

@@ -45,7 +45,7 @@ def find(path: Path) -> Directory | None:
     for name in chain.from_iterable(map(files_in, on_each(path))):
         if (match := _FILE.fullmatch(name)) is not None:
             items.setdefault(match[1], {})[int(match[2])] = wherever(path / name)
-    said = _said(path / NAME) if is_file(path / NAME) else None
+    said = _said(path / NAME)
     if said is None and (MODEL not in items or not ({*items[MODEL]} == {0} or is_share(_first(items[MODEL])))):
         return None
     size = 1 + max(items[MODEL]) if said is None else said["world_size"]
@@ -85,9 +85,9 @@ def _first(ranks: Mapping[int, Path]) -> TorchFile:
 
 
 def _said(index: Path) -> dict[str, Any] | None:
-    """Return what `metadata.pkl` holds; None where it is another program's."""
-    root = read_pickle(index).root
-    if not isinstance(root, dict) or not {"metadata", "world_size"} <= root.keys():
+    """Return what `metadata.pkl` holds; None where it is another program's, or not there."""
+    root = dict_of(read_pickle(index).root) if is_file(index) else {}
+    if not {"metadata", "world_size"} <= root.keys():
         return None
     metadata, size = root["metadata"], root["world_size"]
     if root.get("version") != VERSION or not isinstance(metadata, dict) or type(size) is not int or size < 1:
@@ -127,7 +127,7 @@ def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
         found = number_of(with_scalars({"step": step}, getattr(state, "path", ""))["step"])
         checkpoint.step = found if type(found) is int else checkpoint.step
     index = directory.path / NAME
-    said = _said(index) if is_file(index) else None
+    said = _said(index)
     if said is None:
         return checkpoint
     checkpoint.files.append(SourceFile(str(index), index.stat().st_size, "metadata"))
