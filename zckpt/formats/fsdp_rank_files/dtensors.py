@@ -184,8 +184,7 @@ def flat_state(checkpoint: Checkpoint, tree: dict[object, Any], units: Units) ->
                 continue
             if len({_content(state[key]) for state in known}) > 1:
                 raise _refused(f"parameters of the unit of {members[0]} have different values of {key}", key)
-            is_slot = isinstance(value, SlotTensor)
-            its[key] = plain_tensor(value.slot, value.dtype, value.label) if is_slot else value
+            its[key] = value
     return found
 
 

@@ -188,11 +188,14 @@ class Ranks:
         found: dict[str, Any] = {MODEL: root}
         if self.optimizer is not None:
             part = tensors.dtensor if self.units is None else tensors.shard
+
+            def own(value: object) -> object:
+                if not isinstance(value, SlotTensor):
+                    return value
+                return (part if value.slot.shape else plain_tensor)(value.slot, value.dtype, value.label)
+
             states = {
-                number: {
-                    key: part(value.slot, value.dtype, value.label) if isinstance(value, SlotTensor) else value
-                    for key, value in state.items()
-                }
+                number: {key: own(value) for key, value in state.items()}
                 for number, state in self.optimizer["state"].items()
             }
             found[OPTIMIZER] = {**self.optimizer, "state": states}
@@ -210,16 +213,10 @@ class Ranks:
             groups[0]["params"] = list(range(len(members)))
             return {"state": flat_state(self.checkpoint, tree, members), "param_groups": groups}
         names = self.checkpoint.grouped
-        states: dict[object, dict[str, object]] = {}
         for number, state in tree["state"].items():
             shape = self.checkpoint.parameters[names[number]].shape
-            states[number] = dict(state)
-            for key, value in state.items():
-                if not isinstance(value, SlotTensor):
-                    continue
-                if not value.slot.shape:
-                    states[number][key] = plain_tensor(value.slot, value.dtype, value.label)
-                elif value.slot.shape != shape:
+            for value in state.values():
+                if isinstance(value, SlotTensor) and value.slot.shape not in ((), shape):
                     raise UnsupportedError(
                         f"{value.label} has another shape than its parameter, which FSDP's rank files cannot hold",
                         path=self.checkpoint.source,
@@ -227,7 +224,7 @@ class Ranks:
                         found=value.slot.shape,
                         advice="convert to zckpt or consolidated",
                     )
-        return {"state": states, "param_groups": groups}
+        return {"state": tree["state"], "param_groups": groups}
 
 
 def _modules(units: Sequence[str]) -> Iterator[str]:
