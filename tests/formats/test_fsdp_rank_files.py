@@ -893,6 +893,22 @@ def test_moments_of_a_zero_dimensional_parameter_in_a_group_of_its_own_are_no_va
         assert zckpt.open(tmp_path / "deepspeed").read("gain", slot) == optimizer.state[gain][slot]
 
 
+@pytest.mark.parametrize("form", ["fsdp-rank-files", "torch-checkpointing"])
+def test_what_an_optimizer_keeps_of_no_parameter_goes_along(form, tmp_path):
+    """In `Optimizer.state`, under a text: torch allows it, and the files of ranks have no place for it."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.state["shared"] = {"count": 3}
+    source = tmp_path / "ckpt.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
+    zckpt.convert(source, tmp_path / "ranks", to=form, world_size=2, verify=True)
+    assert zckpt.diff(source, tmp_path / "ranks").equal
+    kept = zckpt.open(tmp_path / "ranks").optimizer_metadata["beside_state"]
+    assert kept["rest"]["state"]["shared"] == {"count": 3}
+
+
 def test_rows_and_columns_of_state_are_of_a_matrix_and_of_no_bias(tmp_path):
     """A bias has as many elements as its matrix has rows; the optimizer has the last of four layers."""
     block = {"norm.weight": (4,), "norm.bias": (4,), "q.weight": (4, 4), "q.bias": (4,), "k.weight": (4, 4),

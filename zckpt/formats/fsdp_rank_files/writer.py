@@ -205,7 +205,8 @@ class Ranks:
     def _optimizer(self) -> dict[str, Any]:
         """Return what each rank has a part of; without names, which these programs' optimizers have not."""
         slots = self.checkpoint.optimizer_slot_names()
-        tree: dict[Any, Any] = optimizer_tree(self.checkpoint, slots)
+        # In pieces, of which `refuse` has left none: without what is no parameter's, which `zckpt.pt` keeps.
+        tree: dict[Any, Any] = optimizer_tree(self.checkpoint, slots, in_pieces=True)
         groups = [without(one, "param_names") for one in tree["param_groups"]]
         if self.units is not None:
             owners = [one.name for one in self.checkpoint.owners]
