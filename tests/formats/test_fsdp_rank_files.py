@@ -40,6 +40,7 @@ from zckpt.errors import (
 from zckpt.formats.account import take_inventory
 from zckpt.formats.fsdp_rank_files.across import Across, RankFiles
 from zckpt.formats.fsdp_rank_files.held import SHARDED, Held, read_mesh
+from zckpt.formats.lost import tensor_of
 from zckpt.optim.values import value_of
 from zckpt.torchfile import Global, Object, Storage, Tensor
 
@@ -150,6 +151,14 @@ def mesh_of(**state: object) -> Object:
 
 def layout_of(**state: object) -> Object:
     return Object(Global("torch.distributed._mesh_layout", "_MeshLayout"), how="newobj", state=state, has_state=True)
+
+
+def test_names_of_other_dimensions_than_a_mesh_has_are_none():
+    mesh = Object(Global("torch.distributed.device_mesh", "DeviceMesh"))
+    mesh.state = {"mesh": tensor_of("int32", (2,)), "_coordinate_on_dim": [1], "mesh_dim_names": ("dp", "tp")}
+    assert read_mesh(mesh).names == ()
+    mesh.state["mesh_dim_names"] = ("dp",)
+    assert read_mesh(mesh).names == ("dp",)
 
 
 def test_meshes_of_older_torch_are_read():

@@ -18,7 +18,7 @@ from typing import Any
 
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 from zckpt.immutable import immutable
-from zckpt.state import Shape, are_texts
+from zckpt.state import Shape, are_texts, list_of
 from zckpt.state.boxes import is_within, row_major
 from zckpt.state.inventory import IMPLIED, REST, Rule
 from zckpt.state.spans import position
@@ -70,6 +70,11 @@ class Mesh:
     device: str = ""  # type of the devices
     rank: int | None = None  # the rank that wrote the file, of all; None where it does not say
 
+    @property
+    def named(self) -> dict[str, int]:
+        """The size of each dimension, by its name; empty where they have none."""
+        return dict(zip(self.names, self.sizes, strict=False))
+
 
 @immutable
 class Placement:
@@ -112,7 +117,8 @@ def read_mesh(node: object, numbers: Sequence[int | str] = ()) -> Mesh:
         )
     if not all(0 <= at < size for at, size in zip(coordinate, sizes, strict=True)):
         raise DamagedFileError("a rank outside its mesh", expected=f"below {sizes}", found=coordinate)
-    known = names if isinstance(names, (tuple, list)) and are_texts(names) else ()
+    known = list_of(names)
+    known = known if are_texts(known) and len(known) == len(sizes) else []
     device = node.get("_device_type", node.get("device_type"))
     device = device if isinstance(device, str) else ""
     rank, ranks = filled(node.get("_rank"), numbers), integers(node.get("_flatten_mesh_list"))

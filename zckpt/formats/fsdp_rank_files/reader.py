@@ -124,19 +124,17 @@ def _keep_rest(checkpoint: Checkpoint, model: Model, directory: Directory) -> No
 
 def _describe_mesh(checkpoint: Checkpoint, model: Model) -> None:
     firsts = [held.first for held in model.held.values()]
-    meshes = dict.fromkeys(one.mesh for one in firsts if one.mesh is not None)
-    device = next(iter(meshes)).device if meshes else ""
-    if device:
-        checkpoint.details["device"] = device
+    meshes = list(dict.fromkeys(one.mesh for one in firsts if one.mesh is not None))
+    if meshes and meshes[0].device:
+        checkpoint.details["device"] = meshes[0].device
     if model.form is not None:
         checkpoint.details["torch_version"] = versions_with(model.form)
     checkpoint.details["tensors"] = list(dict.fromkeys(one.kind for one in firsts))
     if meshes:
         largest = max(meshes, key=lambda one: len(one.sizes))
-        named = dict(zip(largest.names, largest.sizes, strict=True)) if largest.names else list(largest.sizes)
-        checkpoint.details["mesh"] = named
-    tp = max((dict(zip(one.names, one.sizes, strict=False)).get("tp", 1) for one in meshes), default=1)
-    checkpoint.topology = Topology(dp=checkpoint.world_size // max(tp, 1), tp=max(tp, 1))
+        checkpoint.details["mesh"] = largest.named or list(largest.sizes)
+    tp = max((one.named.get("tp", 1) for one in meshes), default=1)
+    checkpoint.topology = Topology(dp=checkpoint.world_size // tp, tp=tp)
     units = units_in(model.modules)
     if units:
         checkpoint.details["fsdp_units"] = units
