@@ -22,6 +22,7 @@ from tests.plans import write_directory
 from tests.refusals import refusing
 from tests.truth import Truth, bits
 from zckpt.engine.plan import plan
+from zckpt.engine.targets import TargetFile
 from zckpt.errors import (
     DamagedFileError,
     LayoutError,
@@ -33,10 +34,11 @@ from zckpt.errors import (
 )
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
+from zckpt.formats.format import Job
+from zckpt.formats.options import choose
 from zckpt.formats.torch_files import reader as torch_reader
-from zckpt.formats.zero_redundancy import reader
+from zckpt.formats.zero_redundancy import Options, reader, writer
 from zckpt.formats.zero_redundancy.directory import OWNED, find
-from zckpt.formats.zero_redundancy.writer import lay_out
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.state import Checkpoint
 from zckpt.state.inventory import COPY
@@ -50,6 +52,11 @@ def read(path: Path, names: list[str] | None = None) -> OpenedCheckpoint:
     directory = find(path)
     assert directory is not None
     return opened(reader.read(directory, names=names))
+
+
+def lay_out(checkpoint: Checkpoint, *, world_size: int, per_rank: bool) -> list[TargetFile]:
+    options = choose(Options, {"world_size": world_size if per_rank else None}, "zero-redundancy")
+    return list(writer.lay_out(Job(checkpoint, Path("source"), Path("target"), options)).files)
 
 
 def written(checkpoint: Checkpoint, directory: Path, *, world_size: int = 3, per_rank: bool = True) -> Path:

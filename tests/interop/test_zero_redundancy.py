@@ -23,12 +23,14 @@ from tests.pairwise import each
 from tests.plans import write_directory
 from tests.truth import Truth, bits
 from zckpt.engine.plan import plan
+from zckpt.engine.targets import TargetFile
 from zckpt.formats.deepspeed.directory import find as find_deepspeed
 from zckpt.formats.deepspeed.reader import read as read_deepspeed
+from zckpt.formats.format import Job
+from zckpt.formats.options import choose
 from zckpt.formats.torch_files.reader import read as read_torch_file
-from zckpt.formats.zero_redundancy import reader
+from zckpt.formats.zero_redundancy import Options, reader, writer
 from zckpt.formats.zero_redundancy.directory import find
-from zckpt.formats.zero_redundancy.writer import lay_out
 from zckpt.state import Checkpoint
 from zckpt.state.partition import greedy_partition
 
@@ -187,6 +189,11 @@ def saved(shared) -> Callable[..., tuple[Path, list[Any]]]:
 def names(kind: str, *, doubtful: bool = True) -> list[str]:
     model = net(doubtful=doubtful)
     return names_of(model, groups(model, kind))
+
+
+def lay_out(checkpoint: Checkpoint, *, world_size: int, per_rank: bool) -> list[TargetFile]:
+    options = choose(Options, {"world_size": world_size if per_rank else None}, "zero-redundancy")
+    return list(writer.lay_out(Job(checkpoint, Path("source"), Path("target"), options)).files)
 
 
 def written(checkpoint: Checkpoint, directory: Path, world_size: int, *, per_rank: bool) -> Path:

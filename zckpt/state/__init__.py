@@ -31,6 +31,7 @@ from zckpt.state.mappings import (
     dict_of,
     differ,
     first_of,
+    inside,
     list_of,
     nbytes_of,
     positions,

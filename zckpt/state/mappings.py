@@ -33,6 +33,11 @@ def dict_of(node: object) -> dict[Any, Any]:
     return node if isinstance(node, dict) else {}
 
 
+def inside(node: object) -> dict[Any, Any]:
+    """Return a node that is a dict as it is; what a list or a tuple has, by its places; of anything else nothing."""
+    return dict(enumerate(node)) if isinstance(node, (list, tuple)) else dict_of(node)
+
+
 def list_of(node: object) -> list[Any]:
     """Return what a node that is a list or a tuple has; of anything else nothing."""
     return list(node) if isinstance(node, (list, tuple)) else []

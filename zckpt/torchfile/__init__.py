@@ -73,4 +73,5 @@ from zckpt.torchfile.trees import (
     unwrapped,
     value_at,
     walk_tensors,
+    with_value,
 )

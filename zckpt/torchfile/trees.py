@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 
 from zckpt.errors import PickleError
+from zckpt.state.mappings import dict_of, inside
 from zckpt.torchfile import nodes
 from zckpt.torchfile.nodes import NumpyArray, NumpyDType, NumpyScalar
 from zckpt.torchfile.torch_file import FromFile, node_of
@@ -77,9 +78,18 @@ def _children(node: object) -> Below:
 def value_at(root: object, place: Place) -> object:
     """Return what lists, tuples and dicts have at a place; None where they have nothing there."""
     for key in place:
-        inside = root if isinstance(root, dict) else dict(enumerate(root)) if isinstance(root, (list, tuple)) else {}
-        root = inside.get(key)
+        root = inside(root).get(key)
     return root
+
+
+def with_value(root: object, place: Place, value: object) -> object:
+    """Return a tree that has a value at a place; lists and dicts on the way there are copies."""
+    if not place:
+        return value
+    inner = with_value(value_at(root, place[:1]), place[1:], value)
+    if isinstance(root, list):
+        return [inner if number == place[0] else one for number, one in enumerate(root)]
+    return {**dict_of(root), place[0]: inner}
 
 
 _REBUILT = frozenset({

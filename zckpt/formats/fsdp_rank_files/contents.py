@@ -60,6 +60,7 @@ from zckpt.torchfile import (
     read_torchfile,
     value_at,
     walk_tensors,
+    with_value,
 )
 
 FLAT = "_flat_param"
@@ -87,15 +88,6 @@ class Model:
         return None if number is None else self.records[rank][number][2:]
 
 
-def _put(root: object, place: Place, value: object) -> object:
-    if not place:
-        return value
-    inner = _put(value_at(root, place[:1]), place[1:], value)
-    if isinstance(root, list):
-        return [inner if number == place[0] else one for number, one in enumerate(root)]
-    return {**as_mapping(root), place[0]: inner}
-
-
 def add_part(
     checkpoint: Checkpoint, file: TorchFile, role: str, rank: int, rules: Sequence[Rule], place: Place,
     tree: Mapping[Any, object],
@@ -106,7 +98,7 @@ def add_part(
     if one is None:
         one = describe(file, role, dp_rank=rank)
         checkpoint.files.append(one)
-    one.tree = _put(one.tree, place, {**as_mapping(value_at(one.tree, place), file.path), **tree})
+    one.tree = with_value(one.tree, place, {**as_mapping(value_at(one.tree, place), file.path), **tree})
     one.rules = (*one.rules, *own)
 
 

@@ -69,12 +69,13 @@ def lay_out(job: Job) -> TargetFiles:
     Raises UsageError: ranks that cannot be, or FSDP1 without the units that it wraps; UnsupportedError: state that
     these files have no place for.
     """
-    refuse(job.checkpoint)
-    checkpoint, target = job.checkpoint, _target(job)
+    checkpoint, options = job.checkpoint, job.options
+    refuse(checkpoint)
+    target = _target(job)
     own = dict_of(checkpoint.details.get("fsdp_config")).get("FSDP_version") if checkpoint.format == FORMAT else None
-    version: int = job.options.fsdp_version or (own if own in (FSDP1, FSDP2) else FSDP2)
+    version: int = options.fsdp_version or (own if own in (FSDP1, FSDP2) else FSDP2)
     state = checkpoint.details.get("optimizer_state")
-    if version == FSDP1 and own == FSDP1 and checkpoint.param_groups and state != FLAT and not job.options.units:
+    if version == FSDP1 and own == FSDP1 and checkpoint.param_groups and state != FLAT and not options.units:
         raise UnsupportedError(
             "cannot write the optimizer of FSDP1 with use_orig_params=True",
             expected="flat parameters, or FSDP2",
@@ -84,17 +85,17 @@ def lay_out(job: Job) -> TargetFiles:
     of_ranks, count = of_single_ranks(checkpoint), ranks_with_state(checkpoint)
     if of_ranks and target.world_size > count:
         said.append(f"{listed(of_ranks)}: ranks from {count} on have none, because the source has fewer ranks")
-    if job.options.groups == ONE and checkpoint.param_groups:
+    if options.groups == ONE and checkpoint.param_groups:
         checkpoint, changed = one_group(checkpoint)
         said += changed
     units = _units(job, target) if version == FSDP1 else None
     writer = Ranks(checkpoint, target, units, scheduler_of(checkpoint, said))
     facts = json.dumps({"FSDP_version": version, "world_size": target.world_size}, indent=4).encode()
-    beside = _of_training(job, target.world_size, said)
+    beside = _of_training(checkpoint, target.world_size, said)
     files = [
         TargetFile.of(CONFIG_NAME, facts),
         torch_writer.lay_out(OWN_NAME, own_tree(checkpoint, units)),
-        *_copies(job),
+        *_copies(checkpoint),
         *beside,
     ]
     ranks = Lazily(writer.files, target.world_size * (2 if writer.optimizer is None else 3))
@@ -114,17 +115,18 @@ def refuse(checkpoint: Checkpoint) -> None:
 
 def _target(job: Job) -> Target:
     """Return for which ranks files are written, and in which form: by default those of the source."""
-    world_size = job.options.world_size or job.checkpoint.world_size
+    checkpoint, options = job.checkpoint, job.options
+    world_size = options.world_size or checkpoint.world_size
     check_world_size(world_size)
-    fsdp_size = job.options.fsdp_size or world_size
+    fsdp_size = options.fsdp_size or world_size
     if fsdp_size < 1 or world_size % fsdp_size:
         raise UsageError("unusable --fsdp-size", expected=f"a divisor of the world size, {world_size}", found=fsdp_size)
-    device = job.options.device or job.checkpoint.details.get("device") or "cuda"
-    is_own = job.checkpoint.format == FORMAT
-    mesh = job.checkpoint.details.get("mesh") if is_own else None
+    device = options.device or checkpoint.details.get("device") or "cuda"
+    own = checkpoint.details if checkpoint.format == FORMAT else {}
+    mesh = own.get("mesh")
     names = tuple(dict_of(mesh))
     is_alike = isinstance(mesh, (dict, list)) and len(mesh) == (1 if fsdp_size == world_size else 2)
-    version = job.options.torch_version or (job.checkpoint.details.get("torch_version") if is_own else None)
+    version = options.torch_version or own.get("torch_version")
     form = NEWEST
     if version:
         found = re.match(r"([0-9]{1,3})\.([0-9]{1,3})(?![0-9])", str(version))
@@ -239,26 +241,26 @@ def _modules(units: Sequence[str]) -> Iterator[str]:
         yield ".".join(path)
 
 
-def _copies(job: Job) -> list[TargetFile]:
+def _copies(checkpoint: Checkpoint) -> list[TargetFile]:
     """Return copies of what programs keep beside the files of ranks."""
-    if job.checkpoint.format != FORMAT:
+    if checkpoint.format != FORMAT:
         return []
-    source = Path(job.checkpoint.source)
+    source = Path(checkpoint.source)
     found = [(LORA_NAME, source / LORA_NAME)] if is_file(source / LORA_NAME) else []
     if (source / HUGGINGFACE).is_dir():
         found += [(f"{HUGGINGFACE}/{name}", path) for name, path in files_below(source / HUGGINGFACE)]
     return [copy_of(path, name) for name, path in found]
 
 
-def _of_training(job: Job, world_size: int, notes: list[str]) -> list[TargetFile]:
+def _of_training(checkpoint: Checkpoint, world_size: int, notes: list[str]) -> list[TargetFile]:
     """Return copies of what programs keep of all of the training, but of ranks that there are not, and note these."""
-    if job.checkpoint.format != FORMAT:
+    if checkpoint.format != FORMAT:
         return []
-    every = map(Path, sorted({*(file.path for file in job.checkpoint.files), *job.checkpoint.claims}))
+    every = map(Path, sorted({*(file.path for file in checkpoint.files), *checkpoint.claims}))
     found = [(path, int(match[1] or 0)) for path in every if (match := OF_TRAINING.fullmatch(path.name)) is not None]
     kept = {path.name: path for path, rank in found if rank < world_size}
     gone = [path.name for path, rank in found if rank >= world_size]
-    around = [name for name, path in kept.items() if path.parent != Path(job.checkpoint.source)]
+    around = [name for name, path in kept.items() if path.parent != Path(checkpoint.source)]
     notes += [f"{listed(gone)}: left out, of ranks that there are not"] if gone else []
     belongs = "verl and SkyRL look for it in the folder of the step, around that of these files"
     notes += [f"{listed(around)}: {belongs}"] if around else []

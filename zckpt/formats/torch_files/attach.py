@@ -112,8 +112,8 @@ def attach(
                 else:  # quantised, say: its tensors mean nothing by themselves
                     owner.state[key] = FromFile(value, path) if has_tensors(value) else value
             members.append(name)
-        of = group.get(OPTIMIZER) if isinstance(group.get(OPTIMIZER), str) else None
-        gone = known if of is None else (*known, OPTIMIZER)
+        of = group.get(OPTIMIZER)
+        of, gone = (of, (*known, OPTIMIZER)) if isinstance(of, str) else (None, known)
         own = without(group, *gone)
         hyperparameters = {key: FromFile(one, path) if holds_tensors(one) else one for key, one in own.items()}
         common = _common(optimizer, numbers, path)
@@ -180,7 +180,7 @@ def _common(optimizer: OptimizerState, numbers: Sequence[int], path: str) -> dic
     return shared_values(
         [
             ({"step": steps[n]} if n in steps else {})
-            | {key: value for key, value in optimizer.state[n].items() if isinstance(value, (int, float, bool))}
+            | {key: value for key, value in optimizer.state[n].items() if isinstance(value, (int, float))}
             for n in present
         ]
     )

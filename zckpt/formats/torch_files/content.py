@@ -43,10 +43,10 @@ from zckpt.formats.torch_files.optimizer import (
 )
 from zckpt.formats.torch_files.tensors import identity_of
 from zckpt.immutable import mutable
-from zckpt.state import Shape, are_distinct, are_texts, dict_of, without
+from zckpt.state import Shape, are_distinct, are_texts, dict_of, inside, without
 from zckpt.state.inventory import STATE, Rule
 from zckpt.state.names import FRONT, aligned
-from zckpt.torchfile import Place, Tensor, is_leaf, is_tensor, value_at
+from zckpt.torchfile import Place, Tensor, is_leaf, is_tensor, value_at, with_value
 
 STATE_DICT_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state", "net", "network", "weights")
 """Keys under which programs keep the model, most usual first; decides only where several dicts of tensors are there."""
@@ -144,10 +144,7 @@ class Content:
         """
         if any(not one.path for one in self.optimizers):
             return {}  # the file is an optimizer, and nothing else
-        rest = self._rest
-        for deep in reversed(range(len(self.place))):
-            rest = {**dict_of(value_at(self.root, self.place[:deep])), self.place[deep]: rest}
-        return rest
+        return dict_of(with_value(self.root, self.place, self._rest))
 
     @property
     def _rest(self) -> dict[object, object]:
@@ -165,10 +162,10 @@ class Content:
                 rest.update({key: extra} if extra else {})
             elif key not in gone and not (None in self.keys and is_tensor(value)):
                 rest[key] = value
-            elif key in gone and (key,) not in inner and isinstance(value, (Mapping, list, tuple)):  # beside those read
-                several = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+            elif key in gone and (key,) not in inner:  # beside those read
                 masters = MASTERS if any(one.state.masters for one in self.optimizers) else ()
-                beside = {step: one for step, one in without(several, *masters).items() if (key, step) not in inner}
+                others = without(inside(value), *masters)
+                beside = {step: one for step, one in others.items() if (key, step) not in inner}
                 rest.update({key: beside} if beside else {})
         return rest
 
@@ -188,8 +185,8 @@ def content_of(root: Node, path: Path, *, spreads: bool = False, seen: set[int] 
     while id(node) not in seen:
         models, optimizers = _models(found.base), _optimizers(found.base, found.place, path)
         is_usual = not models.keys().isdisjoint(STATE_DICT_KEYS)
-        inside = [found.base[key] for key in _no_averages(found.base)]
-        if optimizers or (_trained(models) and (is_usual or not _holds(inside, _is_pair))):
+        others = [found.base[key] for key in _no_averages(found.base)]
+        if optimizers or (_trained(models) and (is_usual or not _holds(others, _is_pair))):
             break
         seen.add(id(node))
         below = _below(found.base, models, seen)
@@ -198,7 +195,13 @@ def content_of(root: Node, path: Path, *, spreads: bool = False, seen: set[int] 
             keys = [part.keys for part in parts.values() if part.models and part.optimizers]
             if keys:  # beside which models of the same keys have none
                 parts = {k: part for k, part in parts.items() if part.models and (part.optimizers or part.keys in keys)}
-                return _together(found, parts) if len(parts) > 1 else _within(found, *parts.items())
+                if len(parts) > 1:
+                    return _together(found, parts)
+                [(key, part)] = parts.items()
+                for held in part.optimizers:
+                    held.path = (*found.place, key, *held.path)
+                part.root, part.place = found.root, (*found.place, key, *part.place)
+                return _warned_of_rest(part)
         if len(below) != 1:
             break
         node = dict_of(found.base[below[0]])
@@ -255,8 +258,7 @@ def _holds(node: object, what: Callable[[object], bool]) -> bool:
     for _ in range(DEEPEST):
         below: list[object] = []
         for one in level:
-            inside = one if isinstance(one, (list, tuple)) else dict_of(one).values()
-            for child in inside:
+            for child in inside(one).values():
                 if isinstance(child, (dict, list, tuple)) and id(child) not in seen:
                     seen.add(id(child))
                     below.append(child)
@@ -267,8 +269,8 @@ def _holds(node: object, what: Callable[[object], bool]) -> bool:
 
 
 def _is_pair(node: object) -> bool:
-    inside = dict_of(node).values()
-    return any(map(is_state_dict, inside)) and any(map(_is_optimizer, inside))
+    values = dict_of(node).values()
+    return any(map(is_state_dict, values)) and any(map(_is_optimizer, values))
 
 
 def _is_more(node: object) -> bool:
@@ -285,25 +287,17 @@ def _one_by_one(root: Node) -> dict[object, object]:
     if _trained(_models(root)) or _is_optimizer(root) or _holds(root, _is_pair):
         return dict(root)
     for key, value in root.items():
-        several = dict(enumerate(value)) if isinstance(value, (list, tuple)) else dict_of(value)
-        inside = {step: one for step, one in several.items() if is_state_dict(one) and key != STATE_KEY}
-        rest: Node = without(several, *inside)
+        several = inside(value)
+        its = {step: one for step, one in several.items() if is_state_dict(one) and key != STATE_KEY}
+        rest: Node = without(several, *its)
         is_usual = not {key, str(key).removesuffix("s")}.isdisjoint(STATE_DICT_KEYS)
-        if inside and _no_averages([key]) and (not rest or (is_usual and all(map(is_leaf, rest.values())))):
-            found |= {f"{key}.{step}": one for step, one in inside.items()} | ({key: rest} if rest else {})
+        if its and _no_averages([key]) and (not rest or (is_usual and all(map(is_leaf, rest.values())))):
+            found |= {f"{key}.{step}": one for step, one in its.items()} | ({key: rest} if rest else {})
         elif _trained(_models(dict_of(value))) and _no_averages([key]):
             return dict(root)  # each with something else, an optimizer say
         else:
             found[key] = value
     return found
-
-
-def _within(found: Content, inside: tuple[object, Content]) -> Content:
-    key, part = inside
-    for held in part.optimizers:
-        held.path = (*found.place, key, *held.path)
-    part.root, part.place = found.root, (*found.place, key, *part.place)
-    return _warned_of_rest(part)
 
 
 def _together(found: Content, parts: dict[object, Content]) -> Content:
@@ -373,10 +367,10 @@ def _optimizers(base: Node, at: Place, path: Path) -> dict[object, list[Held]]:
         return {None: [_held(base, at, path)]}
     found: dict[object, list[Held]] = {}
     for key, value in ((key, as_torchs(value)) for key, value in base.items()):
-        listed = enumerate(value) if isinstance(value, (list, tuple)) else dict_of(value).items()
-        inside: dict[Place, object] = {(): value} if _is_optimizer(value) else {(step,): one for step, one in listed}
-        taken = {step: one for step, one in inside.items() if _is_optimizer(one)}
-        if taken and (len(taken) == len(inside) or all(map(is_leaf, without(inside, *taken).values()))):
+        several = inside(value).items()
+        places: dict[Place, object] = {(): value} if _is_optimizer(value) else {(step,): one for step, one in several}
+        taken = {step: one for step, one in places.items() if _is_optimizer(one)}
+        if taken and (len(taken) == len(places) or all(map(is_leaf, without(places, *taken).values()))):
             found[key] = [_held(one, (*at, key, *step), path, *map(str, step)) for step, one in taken.items()]
         elif words(key) & _OPTIMIZERS and (way := innermost(value)):
             found[key] = [_held(value, (*at, key), path)]
@@ -471,8 +465,8 @@ def _choose_models(found: Content, models: Mapping[object, Node], shapes: Mappin
     found.models, found.keys = {f"{key}.": model for key, model in models.items()}, set(models)
     if models:
         _warned(found, models)
-    for held in found.optimizers if models else ():
-        _find_model(found, held, shapes)
+        for held in found.optimizers:
+            _find_model(found, held, shapes)
 
 
 def _swapped(base: Node) -> list[str]:

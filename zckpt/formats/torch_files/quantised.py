@@ -237,37 +237,37 @@ def of_torchao(key: str, parameter: Parameter) -> Moment:
     Raises UnsupportedError: it is of a class that is not known; DamagedFileError: codes, scales and map do not belong
     together.
     """
-    value = parameter.state[key]
+    value, name = parameter.state[key], parameter.name
     told = description(value)
     if told is not None:  # by zckpt, in slots of their own
         codes, scale, qmap, floats = (parameter.slots.get(f"{key}.{piece}") for piece in PIECES)
         cls, block, ranges = told[TORCHAO], told.get("block"), told.get("floats", [])
         if cls not in CLASSES or codes is None or scale is None:
-            raise _unknown(key, parameter.name)
+            raise _unknown(key, name)
         numel = math.prod(parameter.shape)
         if type(block) is not int or block < 1 or not _are_ranges(ranges, block, numel):
-            raise _other_sizes(key, parameter.name, f"whole blocks of {numel} elements", f"{block}, floats {ranges}")
+            raise _other_sizes(key, name, f"whole blocks of {numel} elements", f"{block}, floats {ranges}")
         found = tuple((start, count) for start, count in ranges)
         count = sum(count for _, count in found)
         if bool(found) != (floats is not None) or (floats is not None and floats.shape != (count,)):
-            raise _other_sizes(key, parameter.name, f"{count} floats", None if floats is None else floats.shape)
+            raise _other_sizes(key, name, f"{count} floats", None if floats is None else floats.shape)
         if floats is not None and not is_floating(floats.dtype):
-            raise _unknown(key, parameter.name)
+            raise _unknown(key, name)
         return _checked(Moment(key, codes, scale, qmap, block, cls, floats, found), parameter)
     if not isinstance(value, FromFile) or not isinstance(value.node, MetaTensor):
-        raise _unknown(key, parameter.name)
+        raise _unknown(key, name)
     node, path = value.node, value.path
     attributes = node.attributes or {}
     with about(path):
-        tensors = (attributes.get(name) for name in PIECES[:3])
+        tensors = (attributes.get(piece) for piece in PIECES[:3])
         codes, scale, qmap = (slot_of(key, one, path) if isinstance(one, Tensor) else None for one in tensors)
         numel = math.prod(node.shape)
         if codes is None or scale is None:
-            raise _unknown(key, parameter.name)
+            raise _unknown(key, name)
         if node.shape != parameter.shape:
-            raise _other_sizes(key, parameter.name, f"codes of {parameter.shape}", node.shape)
+            raise _other_sizes(key, name, f"codes of {parameter.shape}", node.shape)
         if not scale.numel or numel % scale.numel:
-            raise _other_sizes(key, parameter.name, f"a number of scales that divides {numel}", scale.shape)
+            raise _other_sizes(key, name, f"a number of scales that divides {numel}", scale.shape)
         cls = "" if node.subclass is None else str(node.subclass.name)
         return _checked(Moment(key, codes, scale, qmap, numel // scale.numel, cls), parameter)
 

@@ -23,7 +23,7 @@ from zckpt.formats.torch_files.attach import attach
 from zckpt.formats.torch_files.content import content_of, dtypes_of, is_state_dict
 from zckpt.formats.torch_files.optimizer import OptimizerState, optimizer_rules, parse_held, with_rest
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
-from zckpt.state import WEIGHT, Checkpoint, GivenNames, Parameter, dict_of, positions, without
+from zckpt.state import WEIGHT, Checkpoint, GivenNames, Parameter, dict_of, inside, list_of, positions, without
 from zckpt.state.inventory import CARRIED, IMPLIED, Rule
 from zckpt.torchfile import (
     MAX_DEPTH,
@@ -67,8 +67,8 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
         )
         error.exit_status = SourceError.exit_status  # loading it makes that object, whatever it is: it is unsafe
         raise error
-    if isinstance(root, (list, tuple)) and any(isinstance(one, dict) for one in root):
-        root = dict(enumerate(root))
+    if any(isinstance(one, dict) for one in list_of(root)):
+        root = inside(root)
     if not isinstance(root, dict) or not root:
         raise UnsupportedError("holds no state dict", path=path, found=type(root).__name__)
     rest = root.get(KEY)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zckpt.formats.format import Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.format import Found, NearMiss, Search
 from zckpt.formats.options import dtype_option, option
 from zckpt.formats.torch_files import TorchDirectory
 from zckpt.formats.zero_redundancy.directory import OWNED, find
@@ -54,13 +54,6 @@ class ZeroRedundancy(TorchDirectory):
     def is_checkpoint(self, directory: Path) -> bool:  # noqa: ARG002
         """Tell none: names alone do not tell such a directory."""
         return False
-
-    def lay_out(self, job: Job) -> TargetFiles:
-        """Return the model, the optimizer's state for all or for each rank, and the rest."""
-        from zckpt.formats.zero_redundancy.writer import lay_out
-
-        ranks, dtype = job.options.world_size, job.options.dtype
-        return TargetFiles(lay_out(job.checkpoint, world_size=ranks or 1, per_rank=ranks is not None, dtype=dtype))
 
 
 FORMATS = (ZeroRedundancy(),)

@@ -11,38 +11,26 @@ from zckpt.evidence import NAMES_ADVICE
 from zckpt.formats.consolidated.model import model_tree
 from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.consolidated.tensors import model_tensors, optimizer_slots
+from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.remainder import remainder
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, OPTIMIZER_NAME, rank_name
 from zckpt.state import WEIGHT, Checkpoint, without
-from zckpt.state.partition import check_world_size, greedy_partition
+from zckpt.state.partition import greedy_partition
 
 
-def lay_out(checkpoint: Checkpoint, *, world_size: int, per_rank: bool, dtype: str = "keep") -> list[TargetFile]:
-    """Return the files of a directory.
+def lay_out(job: Job) -> TargetFiles:
+    """Return the model, the optimizer's state for all or for each rank, and the rest.
 
-    Parameters
-    ----------
-    world_size : int
-        Ranks that the parameters are assigned to; a consolidated state is the same for any.
-    per_rank : bool
-        Whether each rank has a file of its own, or all of the state is in one.
-    dtype : {"float32", "bfloat16", "float16", "keep"}
-        Of trained parameters in the model.
-
-    Raises
-    ------
-    UsageError
-        A world without ranks.
-    UnsupportedError
-        State that no single parameter can hold, or a parameter that cannot be assigned because its size is not known.
+    Raises UnsupportedError: state that no single parameter can hold, or a parameter that cannot be assigned because its
+    size is not known.
     """
-    check_world_size(world_size)
+    checkpoint, world_size, dtype = job.checkpoint, job.options.world_size, job.options.dtype
     tensors = model_tensors(checkpoint, dtype)
     files = [torch_writer.lay_out(MODEL_NAME, model_tree(checkpoint, tensors))] if tensors else []
     if checkpoint.param_groups:
         tree = optimizer_tree(checkpoint, optimizer_slots(checkpoint, dtype))
-        if per_rank:
+        if world_size is not None:
             files += _per_rank(checkpoint, tree, world_size)
         else:
             files.append(torch_writer.lay_out(OPTIMIZER_NAME, tree))
@@ -50,12 +38,12 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int, per_rank: bool, dtype: s
     names = [list(group.parameters) for group in checkpoint.param_groups]
     outside = [name for group in names for name in group if name not in tensors and name in owned]
     about = {  # the order of the optimizer's parameters, which ranks' files do not tell, and shapes the model has not
-        "world_size": world_size if per_rank and checkpoint.param_groups else None,
+        "world_size": world_size if checkpoint.param_groups else None,
         "names": names,
         "shapes": {name: list(owned[name].shape) for name in outside},
         "unnamed": list(checkpoint.unnamed),
     }
-    return [*files, torch_writer.lay_out(METADATA_NAME, {**remainder(checkpoint), KEY: about})]
+    return TargetFiles([*files, torch_writer.lay_out(METADATA_NAME, {**remainder(checkpoint), KEY: about})])
 
 
 def _per_rank(checkpoint: Checkpoint, tree: dict[object, Any], world_size: int) -> Iterator[TargetFile]:
