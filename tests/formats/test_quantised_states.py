@@ -174,3 +174,16 @@ def test_a_live_one_is_refused(tmp_path):
     with refusing(UnsupportedError, r"exp_avg of 0.weight is a State8bit"):
         zckpt.save(tmp_path / "z", model=net, optimizer=optimizer)
     assert not (tmp_path / "z").exists()
+
+
+@pytest.mark.parametrize("cls", ["OptimState8bit", "Other", ["OptimState8bit"], {}])
+def test_what_only_looks_as_if_zckpt_had_written_it_is_refused_as_floats(cls, tmp_path):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["state"][0]["exp_avg"] = {"torchao": cls}
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "ckpt.pt")
+    with refusing(UnsupportedError, "exp_avg of weight is quantised in an unknown way"):
+        zckpt.convert(tmp_path / "ckpt.pt", tmp_path / "out", to="zckpt", dequantize=True)

@@ -241,7 +241,7 @@ def of_torchao(key: str, parameter: Parameter) -> Moment:
     told = description(value)
     if told is not None:  # by zckpt, in slots of their own
         codes, scale, qmap, floats = (parameter.slots.get(f"{key}.{piece}") for piece in PIECES)
-        cls, block, ranges = told[TORCHAO], told.get("block"), told.get("floats", [])
+        cls, block, ranges = str(told[TORCHAO]), told.get("block"), told.get("floats", [])
         if cls not in CLASSES or codes is None or scale is None:
             raise _unknown(key, name)
         numel = math.prod(parameter.shape)
