@@ -65,6 +65,7 @@ def parts_of(checkpoint: Checkpoint, *, paired: bool) -> Parts:
     names = checkpoint.names
     modules, alone_there = of_modules(checkpoint)
     apart = []  # what is of one model under its own names; param groups only where all of their parameters are
+    arranged: list[ParamGroup] = []  # following each other as models do
     for front in (f"{model}." for model in models):
         own = {name: name.removeprefix(front) for name in names if name.startswith(front)}
         its = {name.removeprefix(front): one for name, one in modules.items() if name.startswith(front)}
@@ -76,13 +77,14 @@ def parts_of(checkpoint: Checkpoint, *, paired: bool) -> Parts:
         )
         groups = [one for one in checkpoint.param_groups if one.parameters and own.keys() >= {*one.parameters}]
         apart.append(renamed(alone.regrouped(groups), own))
+        arranged += groups
     if not checkpoint.optimizers() and not paired:
         return Parts(checkpoint, apart, [checkpoint] if checkpoint.param_groups else [])
-    if sum(len(one.param_groups) for one in apart) != len(checkpoint.param_groups):
+    if len(arranged) != len(checkpoint.param_groups):
         raise _unpaired(checkpoint, "an optimizer for each model")
     if checkpoint.param_groups and any(len({g.optimizer for g in one.param_groups}) != 1 for one in apart):
         raise _unpaired(checkpoint, "one optimizer for each model")
-    return Parts(_arranged(checkpoint, models), apart, apart if checkpoint.param_groups else [])
+    return Parts(checkpoint.regrouped(arranged), apart, apart if arranged else [])
 
 
 def _unpaired(checkpoint: Checkpoint, expected: str) -> UnsupportedError:
@@ -92,15 +94,6 @@ def _unpaired(checkpoint: Checkpoint, expected: str) -> UnsupportedError:
         found=f"{listed(checkpoint.models()) or 'one model'}; {listed(checkpoint.optimizers()) or 'one optimizer'}",
         advice="`--to=zckpt` holds all of them",
     )
-
-
-def _arranged(checkpoint: Checkpoint, models: Sequence[str]) -> Checkpoint:
-    """Return a checkpoint whose param groups follow each other as its models do."""
-
-    def model_of(group: ParamGroup) -> int:
-        return next(at for at, model in enumerate(models) if group.parameters[0].startswith(f"{model}."))
-
-    return checkpoint.regrouped(sorted(checkpoint.param_groups, key=model_of))
 
 
 MODEL, OPTIMIZER, FSDP_MODEL = "model", "optimizer", "pytorch_model_fsdp"

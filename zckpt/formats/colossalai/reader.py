@@ -18,7 +18,7 @@ from zckpt.state import Checkpoint, GivenNames
 from zckpt.state.inventory import IMPLIED, REST, Claim, Rule
 from zckpt.state.inventory import STATE as AS_STATE
 from zckpt.storage.files import is_file, json_object
-from zckpt.torchfile import TorchFile, brief, read_torchfile
+from zckpt.torchfile import brief, read_torchfile
 
 SCHEDULER = "lr_scheduler"
 
@@ -36,7 +36,7 @@ def read(place: tuple[Path, Path, Path], *, names: GivenNames = None) -> Checkpo
     if is_file(of_model):
         found = Checkpoint(str(model), "")
         for name in sorted({*safetensors.weight_map(of_model).values()}):
-            add_model(found, Path(_file(of_model, name).path))
+            add_model(found, _file(of_model, name))
         found.claims[str(of_model)] = Claim(IMPLIED, "which file each tensor is in")
     else:
         found = safetensors.read(model)
@@ -45,7 +45,7 @@ def read(place: tuple[Path, Path, Path], *, names: GivenNames = None) -> Checkpo
     index = optimizer / OPTIMIZER
     where = safetensors.weight_map(index)
     for name in sorted({*where.values()}):
-        file = _file(index, name)
+        file = read_torchfile(_file(index, name))
         content = by_name(as_mapping(file.root, file.path), file.path)
         if content.keys() != {key for key, its in where.items() if its == name}:
             raise DamagedFileError("holds state of parameters other than those in the index", path=file.path)
@@ -53,7 +53,7 @@ def read(place: tuple[Path, Path, Path], *, names: GivenNames = None) -> Checkpo
             state[key] = ObjectItem(key, file, as_mapping(its, file.path))
         checkpoint.files.append(describe(file, "optimizer", rules=(Rule(("*", "*"), AS_STATE, "of a parameter"),)))
     said = json_object(index, "index", most=safetensors.MAXIMUM_INDEX_NBYTES).get("metadata")
-    file = _file(index, str(said.get(GROUPS)) if isinstance(said, dict) else "")
+    file = read_torchfile(_file(index, str(said.get(GROUPS)) if isinstance(said, dict) else ""))
     with about(file.path):
         if not isinstance(file.root, list):
             raise DamagedFileError("unexpected content", expected="a list of param groups", found=brief(file.root, 60))
@@ -67,9 +67,9 @@ def read(place: tuple[Path, Path, Path], *, names: GivenNames = None) -> Checkpo
     return checkpoint
 
 
-def _file(index: Path, name: str) -> TorchFile:
+def _file(index: Path, name: str) -> Path:
     """Return a file that an index names."""
     if not name or Path(name).name != name or not is_file(index.parent / name):
         raise ShardError(f"the file {name or 'of param groups'} is missing", path=index.parent,
                          expected=f"every file that {index.name} names", code=MISSING_FILE)  # fmt: skip
-    return read_torchfile(index.parent / name)
+    return index.parent / name

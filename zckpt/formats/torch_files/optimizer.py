@@ -106,8 +106,7 @@ class OptimizerState:
         """The names that the file gives its parameters, in the order of their numbers; some or all may be missing."""
         if len(self.names) == len(self.every_number):
             return list(self.names.values())
-        found = [group.get("param_names") for group in self.groups]
-        return [str(name) for names in found if isinstance(names, (list, tuple)) for name in names]
+        return [str(name) for group in self.groups for name in list_of(group.get("param_names"))]
 
     def shape(self, number: int, slots: Collection[object] = ()) -> Shape | None:
         """Return the shape of a parameter as its state shows it: the largest of its tensors, or of some slots."""
@@ -177,7 +176,7 @@ def innermost(node: object, deep: int = 4) -> Place:
 
     Not where lists lie beside it, or objects, and no masters: those of DeepSpeed are partitions.
     """
-    others = without(node, STATE_KEY, GROUPS_KEY).items() if isinstance(node, dict) and deep else ()
+    others = without(dict_of(node), STATE_KEY, GROUPS_KEY).items() if deep else ()
     held = [(key, *at) for key, one in others if (at := innermost(one, deep - 1)) or looks_like_optimizer(one)]
     if len(held) != 1:
         return ()
@@ -338,16 +337,13 @@ def check_hyperparameters(mine: Sequence[Mapping[str, Any]], its: Sequence[Mappi
 
 
 def _group(node: object) -> dict[object, object]:
-    params = node.get("params", node.get("param_names")) if isinstance(node, dict) else None
-    if (
-        not isinstance(node, dict)
-        or not isinstance(params, (list, tuple))
-        or not all(type(one) in (int, str) for one in params)
-    ):
+    own = dict_of(node)
+    params = own.get("params", own.get("param_names"))
+    if not isinstance(params, (list, tuple)) or not all(type(one) in (int, str) for one in params):
         raise DamagedFileError(
             "unreadable param group", expected="a list of numbers or names in `params`", found=brief(params)
         )
-    return {**node, "params": params}
+    return {**own, "params": params}
 
 
 def split_key(joined: str, names: Collection[str]) -> tuple[str, str]:
@@ -425,8 +421,8 @@ def joined(several: Iterable[tuple[str | None, str, OptimizerState]]) -> Optimiz
             its = {**group, "params": [new[number] for number in group["params"]]}
             if optimizer is not None:
                 its[OPTIMIZER] = optimizer
-            if scope and isinstance(group.get("param_names"), (list, tuple)):
-                its["param_names"] = [f"{scope}{name}" for name in group["param_names"]]
+            if scope and (names := list_of(group.get("param_names"))):
+                its["param_names"] = [f"{scope}{name}" for name in names]
             found.groups.append(its)
         found.at[optimizer] = one.at.get(None, ())
         if one.rest:

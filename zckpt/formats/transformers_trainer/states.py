@@ -58,11 +58,9 @@ def scheduler(checkpoint: Checkpoint, notes: list[str], *, name: str = "schedule
 def random_states(checkpoint: Checkpoint) -> dict[str, object]:
     """Return the random states of all processes, by the names of the Trainer's files."""
     own = {f"{key}.pth": value for key, value in checkpoint.metadata.items() if _RANDOM.fullmatch(key)}
-    if own:
-        return own
     by_rank = _restated(checkpoint, _ACCELERATES, {its: ours for ours, its in RANDOM_KEYS.items()})
-    found: dict[str, object] = {f"rng_state_{rank}.pth": state for rank, state in by_rank.items()}
-    return {"rng_state.pth": found["rng_state_0.pth"]} if list(found) == ["rng_state_0.pth"] else found
+    alone = {"rng_state.pth": by_rank[0]} if by_rank.keys() == {0} else {}
+    return own or alone or {f"rng_state_{rank}.pth": state for rank, state in by_rank.items()}
 
 
 def random_states_of_accelerate(checkpoint: Checkpoint) -> dict[str, object]:

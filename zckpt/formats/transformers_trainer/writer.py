@@ -204,7 +204,7 @@ def _are_the_trainers(checkpoint: Checkpoint, members: Members, known: Architect
 def _parted(checkpoint: Checkpoint, known: Architecture) -> Members:
     """Return the Trainer's groups of all that an optimizer has."""
     groups = checkpoint.param_groups
-    owned = {name for group in groups for name in group.parameters}
+    owned = {*checkpoint.grouped}
     order = groups[0].parameters if len(groups) == 1 else [name for name in checkpoint.parameters if name in owned]
     shapes = {name: checkpoint.parameters[name].shape for name in order}
     unsure = [
