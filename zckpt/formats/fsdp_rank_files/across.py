@@ -18,12 +18,10 @@ from zckpt.formats.lost import absent_boxes, is_lost, tensor_of
 from zckpt.formats.torch_files.tensors import slot_of, unresolved
 from zckpt.immutable import immutable, mutable
 from zckpt.state import Checkpoint, CutFiles, CutSpans, Duplicate, Parameter, Shape, Slot, by_key, positions
+from zckpt.state.boxes import Box
 from zckpt.state.spans import Chosen
 from zckpt.state.views import placed
 from zckpt.torchfile import Tensor, TorchFile
-
-Cell = tuple[Shape, Shape]
-"""Offsets and sizes of a box."""
 
 
 @immutable
@@ -96,7 +94,7 @@ class RankFiles:
         _, first = held[0]
         if any(one.mesh is not None and one.mesh.rank not in (None, rank) for rank, one in held):
             return None
-        cells = by_key(((box.offsets, box.sizes), rank) for rank, one in held for box in one.boxes)
+        cells = by_key((piece.box, rank) for rank, one in held for piece in one.pieces)
         ordered = sorted(cells.items())
         counts = {len(holders) for _, holders in ordered}
         width = _rows([cell for cell, _ in ordered], first.shape)
@@ -138,7 +136,7 @@ class RankFiles:
         """
         whole = across.first
         in_turn = [
-            (turn, self.cut(turn.ranks, [(t, across.by_tree[t].boxes[0].tensor) for t in turn.trees], turn.which))
+            (turn, self.cut(turn.ranks, [(t, across.by_tree[t].pieces[0].tensor) for t in turn.trees], turn.which))
             for turn in self.turns(across) or ()
         ]
         found = [
@@ -181,7 +179,7 @@ class RankFiles:
                     ranks=[other],
                     parameters=[label],
                 )
-        cells = by_key(((box.offsets, box.sizes), (at, box.tensor)) for at, one in held for box in one.boxes)
+        cells = by_key((piece.box, (at, piece.tensor)) for at, one in held for piece in one.pieces)
         if not math.prod(first.shape):
             return [(rank, Slot(name, first.dtype, first.shape, ()))]
         if self.lost:
@@ -210,24 +208,21 @@ class RankFiles:
                 ranks=rest[:1],
                 parameters=[label],
             )
-        return [
-            (
-                min(holders[turn][0] for _, holders in ordered),
-                self._slot(name, first, [(cell, *holders[turn]) for cell, holders in ordered]),
-            )
-            for turn in range(count)
-        ]
-
-    def _slot(self, name: str, one: Held, pieces: Sequence[tuple[Cell, int, Tensor]]) -> Slot:
-        width = _rows([cell for cell, _, _ in pieces], one.shape)
-        if width:
-            files = self.cut(tuple(rank for _, rank, _ in pieces), [(rank, tensor) for _, rank, tensor in pieces])
-            if files is not None:
-                return Slot(name, one.dtype, one.shape, CutSpans(files, one.shape, 0, width))
-        return placed([(low, slot_of(name, tensor, self.paths[rank])) for (low, _), rank, tensor in pieces])
+        width = _rows([cell for cell, _ in ordered], first.shape)
+        found = []
+        for pieces in zip(*(holders for _, holders in ordered), strict=True):
+            ranks = tuple(at for at, _ in pieces)
+            files = self.cut(ranks, pieces) if width else None
+            if files is None:
+                parts = zip(ordered, pieces, strict=True)
+                slot = placed([(low, slot_of(name, tensor, self.paths[at])) for ((low, _), _), (at, tensor) in parts])
+            else:
+                slot = Slot(name, first.dtype, first.shape, CutSpans(files, first.shape, 0, width))
+            found.append((min(ranks), slot))
+        return found
 
 
-def _is_grid(shape: Shape, cells: Collection[Cell]) -> bool:
+def _is_grid(shape: Shape, cells: Collection[Box]) -> bool:
     """Tell whether boxes are the cells of a grid over a whole tensor."""
     axes = []
     for dim, whole in enumerate(shape):
@@ -243,7 +238,7 @@ def _is_grid(shape: Shape, cells: Collection[Cell]) -> bool:
     )
 
 
-def _rows(cells: Sequence[Cell], shape: Shape) -> int:
+def _rows(cells: Sequence[Box], shape: Shape) -> int:
     """Return how many elements of whole rows each box but the last has, which may have fewer; 0 of other boxes."""
     rows = [sizes[0] for _, sizes in cells if sizes and sizes[1:] == shape[1:]]
     are_alike = len(cells) == len(rows) > 1 and set(rows[:-1]) == {rows[0]} and rows[-1] <= rows[0]

@@ -24,7 +24,7 @@ from zckpt.evidence import may_be_trained
 from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.fsdp_rank_files.across import Across, RankFiles, add
 from zckpt.formats.fsdp_rank_files.directory import HUGGINGFACE
-from zckpt.formats.fsdp_rank_files.held import PLAIN, Box, Form, Held, RankReader, elements, form_of, rules_of
+from zckpt.formats.fsdp_rank_files.held import PLAIN, Form, Held, Piece, RankReader, elements, form_of, rules_of
 from zckpt.formats.lost import tensor_of
 from zckpt.formats.torch_files.content import EXTRA_STATE
 from zckpt.formats.torch_files.optimizer import (
@@ -216,7 +216,7 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
             for name, one in tensors.items():
                 model.held[name].by_tree[rank] = one
     for its in model.held.values() if model.files.lost else ():
-        its.by_tree[model.files.lost[0]] = replace(its.first, boxes=(), mesh=None, local=None)
+        its.by_tree[model.files.lost[0]] = replace(its.first, pieces=(), mesh=None, local=None)
     _place(checkpoint, model)
     flat = [name for name in model.held if name.rpartition(".")[2] == FLAT]
     if flat:
@@ -240,8 +240,8 @@ def _place(checkpoint: Checkpoint, model: Model) -> None:
         found = model.files.joined(WEIGHT, name, held)
         is_buffer = not held.first.is_parameter and (is_shown or not may_be_trained(name, dtypes))
         # Two names of one tensor have the storage in the first rank's file in common that has any of it.
-        key = next(((rank, one.shape, *(identity_of(box.tensor) for box in one.boxes))
-                    for rank, one in held if one.boxes), None)  # fmt: skip
+        key = next(((rank, one.shape, *(identity_of(piece.tensor) for piece in one.pieces))
+                    for rank, one in held if one.pieces), None)  # fmt: skip
         owner = name if is_buffer or key is None else owners.setdefault(key, name)
         parameter = Parameter(name, found[0][1].shape, found[0][1].dtype)
         (checkpoint.buffers if is_buffer else checkpoint.parameters)[name] = parameter
@@ -324,8 +324,8 @@ def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path], place: Place)
         for held in (held for slots in found.tensors.values() for held in slots.values()):
             one = held.first
             if one.kind == PLAIN and len(one.shape) == 1 and len(list(held)) >= len(there):
-                box = Box((0,), one.shape, tensor_of(one.dtype, one.shape))
-                held.by_tree[rank] = replace(one, boxes=(box,) if one.boxes else ())
+                piece = Piece(((0,), one.shape), tensor_of(one.dtype, one.shape))
+                held.by_tree[rank] = replace(one, pieces=(piece,) if one.pieces else ())
     return found
 
 
@@ -361,7 +361,7 @@ def _add(
                 if across.by_tree:
                     continue
             across.by_tree[rank] = held
-    values = read_scalars(file.path, [held.boxes[0].tensor for _, _, held in scalars])
+    values = read_scalars(file.path, [held.pieces[0].tensor for _, _, held in scalars])
     for (key, slot, _), scalar in zip(scalars, values, strict=True):
         _agree(found, key, slot, scalar, rank)
     return list(single)
@@ -398,8 +398,8 @@ def equal_names(model: Model, names: Sequence[str]) -> Ties:
     seen: dict[object, list[str]] = {}
     for name in names:
         held, paths = model.held[name], model.files.paths
-        heads = ((one.shape, one.dtype, _read(paths[rank], box.tensor, 0, HEAD_NBYTES))
-                 for rank, one in held for box in one.boxes)  # fmt: skip
+        heads = ((one.shape, one.dtype, _read(paths[rank], piece.tensor, 0, HEAD_NBYTES))
+                 for rank, one in held for piece in one.pieces)  # fmt: skip
         alike = seen.setdefault(next(heads, (held.first.shape, held.first.dtype, b"")), [])
         owner = next((one for one in alike if is_same(model, name, one)), None)
         if owner is None:
@@ -414,12 +414,11 @@ def is_same(model: Model, name: str, other: str) -> bool:
     ours, theirs = model.held[name], model.held[other]
     if (ours.first.shape, ours.first.dtype) != (theirs.first.shape, theirs.first.dtype):
         return False
-    for (rank, a), (_, b) in zip(ours, theirs, strict=True):
-        if [(x.offsets, x.sizes) for x in a.boxes] != [(x.offsets, x.sizes) for x in b.boxes]:
-            return False
-        if not all(_is_equal(model, rank, x.tensor, y.tensor) for x, y in zip(a.boxes, b.boxes, strict=True)):
-            return False
-    return True
+    return all(
+        [x.box for x in a.pieces] == [y.box for y in b.pieces]
+        and all(_is_equal(model, rank, x.tensor, y.tensor) for x, y in zip(a.pieces, b.pieces, strict=True))
+        for (rank, a), (_, b) in zip(ours, theirs, strict=True)
+    )
 
 
 def _is_equal(model: Model, rank: int, one: Tensor, other: Tensor) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 from zckpt.immutable import immutable
 from zckpt.state import Shape, are_texts, list_of
-from zckpt.state.boxes import is_within, row_major
+from zckpt.state.boxes import Box, is_within, row_major
 from zckpt.state.inventory import IMPLIED, REST, Rule
 from zckpt.state.spans import position
 from zckpt.torchfile import LEAVES, MetaTensor, Object, Place, Tensor, TorchFile, brief, children, filled, unwrapped
@@ -170,7 +170,7 @@ def read_placements(node: object) -> tuple[Placement, ...]:
     return tuple(found)
 
 
-def box_of(shape: Sequence[int], placements: Sequence[Placement], mesh: Mesh) -> tuple[Shape, Shape]:
+def box_of(shape: Sequence[int], placements: Sequence[Placement], mesh: Mesh) -> Box:
     """Return the offsets and sizes of the box that a rank has.
 
     Each dimension of the mesh cuts what the ones before it have left, in pieces of ceil(n / ranks), of which the last
@@ -241,11 +241,10 @@ def rules_of(*place: str) -> tuple[Rule, ...]:
 
 
 @immutable
-class Box:
+class Piece:
     """A box of a tensor and the tensor that has its elements."""
 
-    offsets: Shape
-    sizes: Shape
+    box: Box
     tensor: Tensor
 
 
@@ -256,7 +255,7 @@ class Held:
     kind: str  # {"Tensor", "DTensor", "ShardedTensor"}
     shape: Shape  # of the whole tensor
     dtype: str
-    boxes: tuple[Box, ...]  # those without elements are left out
+    pieces: tuple[Piece, ...]  # those without elements are left out
     mesh: Mesh | None = None  # of a DTensor, or of the process groups of a ShardedTensor: copies by shards
     is_parameter: bool = True  # whether FSDP has shown that it is one: what it has cut, or put together again
     local: Tensor | None = None  # the elements that a DTensor has, or none of them
@@ -367,8 +366,8 @@ class RankReader:
         """
         node = _data_of(node)
         if isinstance(node, Tensor):
-            boxes = (Box((0,) * len(node.shape), node.shape, node),) if node.numel else ()
-            return Held(PLAIN, node.shape, node.dtype, boxes, None, CLONED in (node.attributes or {}))
+            pieces = (Piece(((0,) * len(node.shape), node.shape), node),) if node.numel else ()
+            return Held(PLAIN, node.shape, node.dtype, pieces, None, CLONED in (node.attributes or {}))
         if not isinstance(node, MetaTensor):
             return None
         if _class_of(node) == DTENSOR:
@@ -398,7 +397,7 @@ class RankReader:
         size = integers(_said(metadata, "size"))
         if not isinstance(shards, list) or size is None or size != node.shape:
             raise DamagedFileError("an unreadable ShardedTensor", expected=f"shards of shape {node.shape}", found=size)
-        boxes = []
+        pieces = []
         for shard in shards:
             tensor, about = (_said(shard, key) for key in ("tensor", "metadata"))
             offsets, sizes = (integers(_said(about, key)) for key in ("shard_offsets", "shard_sizes"))
@@ -413,24 +412,24 @@ class RankReader:
                     "a shard outside its tensor", expected=f"within {size}", found=f"{offsets} + {sizes}"
                 )
             if tensor.numel:
-                boxes.append(Box(offsets, sizes, tensor))
+                pieces.append(Piece((offsets, sizes), tensor))
         # The process group that it was cut for, as the last dimension of a mesh of all ranks.
         group, mesh = state[2] if len(state) > 2 else None, None
         keys = ("local_rank", "local_world_size", "global_rank", "global_world_size")
         known = integers(tuple(_said(group, key) for key in keys))
         if known is not None and 0 <= known[0] < known[1] and 0 <= known[2] < known[3] and not known[3] % known[1]:
             mesh = Mesh((known[3] // known[1], known[1]), (known[2] // known[1], known[0]), rank=known[2])
-        return Held(SHARDED, size, node.dtype, tuple(boxes), mesh)
+        return Held(SHARDED, size, node.dtype, tuple(pieces), mesh)
 
 
 def with_mesh(held: Held, mesh: Mesh) -> Held:
     """Return what a rank has of a DTensor, in whose file the mesh is this one. Raises DamagedFileError: it is not."""
     local = held.local
-    offsets, sizes = box_of(held.shape, held.placements, mesh)
-    if local is None or local.shape != sizes:
+    box = box_of(held.shape, held.placements, mesh)
+    if local is None or local.shape != box[1]:
         raise DamagedFileError(
             f"a DTensor of shape {held.shape} whose local tensor does not fit its mesh",
-            expected=f"shape {sizes}",
+            expected=f"shape {box[1]}",
             found=None if local is None else local.shape,
         )
-    return replace(held, mesh=mesh, boxes=(Box(offsets, sizes, local),) if local.numel else ())
+    return replace(held, mesh=mesh, pieces=(Piece(box, local),) if local.numel else ())

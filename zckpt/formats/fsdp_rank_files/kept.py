@@ -166,8 +166,8 @@ RULE = Rule((KEY, "**"), IMPLIED, "the order of the optimizer's parameters")
 def own_tree(checkpoint: Checkpoint, units: Sequence[str] | None) -> dict[str, object]:
     """Return the tree of `zckpt.pt`."""
     names = [list(group.parameters) for group in checkpoint.param_groups]
-    units = None if units is None else list(units)
-    return {**remainder(checkpoint), KEY: {"names": names, "units": units, "dtypes": types_of_weights(checkpoint)}}
+    own = {"names": names, "units": None if units is None else list(units), "dtypes": types_of_weights(checkpoint)}
+    return {**remainder(checkpoint), KEY: own}
 
 
 def recorded_names(file: TorchFile, parameters: Sequence[str]) -> list[str] | None:

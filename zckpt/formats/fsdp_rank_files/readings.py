@@ -422,7 +422,7 @@ class _Giving:
             if held.first.shape == () and held.first.kind == PLAIN:
                 path = files.paths[next(iter(held.by_tree))]
                 for owner in owners:
-                    owner.slots[slot] = slot_of(slot, held.first.boxes[0].tensor, path)
+                    owner.slots[slot] = slot_of(slot, held.first.pieces[0].tensor, path)
             elif self.reading.kind in (FLAT, PIECES):
                 self._give_line(slot, dict(held), owners)
             else:
@@ -443,7 +443,7 @@ class _Giving:
         numel = sum(map(math.prod, shapes))
         found: list[list[tuple[int, Slot]]] = [[] for _ in owners]
         for ranks in self.copies:
-            tensors = [(rank, box.tensor) for rank in ranks if rank in held for box in held[rank].boxes]
+            tensors = [(rank, piece.tensor) for rank in ranks if rank in held for piece in held[rank].pieces]
             sizes = [one.numel for _, one in tensors]
             is_cut = [rank for rank, _ in tensors] == list(ranks) and len(set(sizes)) == 1 and sum(sizes) >= numel
             if not is_cut if is_flat else sum(sizes) != numel:

@@ -241,7 +241,7 @@ def _below(base: Node, models: Mapping[object, Node], seen: set[int]) -> list[ob
 
 def _trained(models: Mapping[object, Node]) -> bool:
     """Tell whether some of these is a model that may be trained, not an average or random states."""
-    return any(_no_averages([key]) and _has_elements(model) for key, model in models.items())
+    return any(not is_averages(key) and _has_elements(model) for key, model in models.items())
 
 
 def _has_elements(model: Node) -> bool:
@@ -291,9 +291,9 @@ def _one_by_one(root: Node) -> dict[object, object]:
         its = {step: one for step, one in several.items() if is_state_dict(one) and key != STATE_KEY}
         rest: Node = without(several, *its)
         is_usual = not {key, str(key).removesuffix("s")}.isdisjoint(STATE_DICT_KEYS)
-        if its and _no_averages([key]) and (not rest or (is_usual and all(map(is_leaf, rest.values())))):
+        if its and not is_averages(key) and (not rest or (is_usual and all(map(is_leaf, rest.values())))):
             found |= {f"{key}.{step}": one for step, one in its.items()} | ({key: rest} if rest else {})
-        elif _trained(_models(dict_of(value))) and _no_averages([key]):
+        elif _trained(_models(dict_of(value))) and not is_averages(key):
             return dict(root)  # each with something else, an optimizer say
         else:
             found[key] = value

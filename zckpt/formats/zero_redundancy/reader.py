@@ -269,15 +269,14 @@ def read_own(directory: Directory, metadata: TorchFile, names: GivenNames) -> Ch
         order = order_by_names(names, [len(group) for group in order], checkpoint)
     else:
         note_not_used(checkpoint, names)
-    outside = [name for group in order for name in group if name not in checkpoint.parameters]
+    outside = [name for name in chain(*order) if name not in checkpoint.parameters]
     for name in outside:
         checkpoint.parameters[name] = Parameter(name, shapes.get(name, ()), "float32")
     if directory.ranks:
         attach_ranks(checkpoint, read_ranks(checkpoint, directory.ranks), order, held)
     elif order:
         path = directory.path / OPTIMIZER_NAME
-        every = [name for group in order for name in group]
-        attach_named(checkpoint, torch_reader.read_optimizer(checkpoint, path), str(path), every)
+        attach_named(checkpoint, torch_reader.read_optimizer(checkpoint, path), str(path), list(chain(*order)))
     for name in outside:
         parameter = checkpoint.parameters.pop(name)
         if parameter.slots or parameter.state:
@@ -294,8 +293,7 @@ def _numbering(metadata: TorchFile) -> tuple[Order, dict[str, Shape], Shares | N
     said = as_mapping(as_mapping(metadata.root).get(KEY))
     names, held = said.get("names"), said.get("held")
     order = [as_names(group) for group in (names if isinstance(names, list) else [None])]
-    every = [name for group in order for name in group]
-    if not are_distinct(every):
+    if not are_distinct(list(chain(*order))):
         raise DamagedFileError("the optimizer has a parameter twice")
     shapes: dict[str, Shape] = {}
     for name, shape in as_mapping(said.get("shapes")).items():
