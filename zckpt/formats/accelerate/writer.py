@@ -200,10 +200,10 @@ def _by_name(optimizer: Checkpoint, notes: list[str]) -> dict[str, object]:
         step = values.get(STEP)
         if type(step) in (int, float):
             values[STEP] = torch_writer.value_node(Scalar(float(step), "float32"))
-    for group in tree["param_groups"]:
+    groups = tree["param_groups"]
+    for group in groups:
         for key, value in DEFAULTS.items():
             group.setdefault(key, value)
-    groups = tree["param_groups"]
     if all("initial_lr" not in group and "lr" in group for group in groups):
         for group in groups:  # the rate that a scheduler began with, which torch's keep there
             group["initial_lr"] = group["lr"]

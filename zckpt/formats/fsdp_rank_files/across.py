@@ -53,9 +53,7 @@ class RankFiles:
 
     def begin(self, rank: int, file: TorchFile) -> tuple[int, RankReader]:
         """Return the first rank whose file has the tree that a rank's has, and what reads that."""
-        if id(file.storages) not in self._trees:
-            self._trees[id(file.storages)] = file.storages, rank, RankReader(file.numbers)
-        _, first, reader = self._trees[id(file.storages)]
+        _, first, reader = self._trees.setdefault(id(file.storages), (file.storages, rank, RankReader(file.numbers)))
         self.tree[rank] = first
         if first != rank:
             self._meshes[rank] = [read_mesh(node, file.numbers) for node, _ in reader.meshes]
@@ -148,7 +146,8 @@ class RankFiles:
             return found
         held = list(across)
         rank, first = held[0]
-        if {(one.kind, len(one.shape), one.dtype) for _, one in held} == {(PLAIN, 1, first.dtype)}:
+        shape, dtype = first.shape, first.dtype
+        if {(one.kind, len(one.shape), one.dtype) for _, one in held} == {(PLAIN, 1, dtype)}:
             sizes = [one.shape[0] for _, one in held]
             if len(set(sizes)) > 1:
                 raise UnsupportedError(
@@ -169,30 +168,30 @@ class RankFiles:
                     code=WRONG_RANK,
                     ranks=[other],
                 )
-            if (one.shape, one.dtype) != (first.shape, first.dtype):
+            if (one.shape, one.dtype) != (shape, dtype):
                 raise LayoutError(
                     f"{label} differs from rank {rank}'s",
                     path=self.paths[other],
-                    expected=f"{first.dtype} of shape {first.shape}",
+                    expected=f"{dtype} of shape {shape}",
                     found=f"{one.dtype} of shape {one.shape}",
-                    code=DTYPES_DIFFER if one.shape == first.shape else None,
+                    code=DTYPES_DIFFER if one.shape == shape else None,
                     ranks=[other],
                     parameters=[label],
                 )
         cells = by_key((piece.box, (at, piece.tensor)) for at, one in held for piece in one.pieces)
-        if not math.prod(first.shape):
-            return [(rank, Slot(name, first.dtype, first.shape, ()))]
+        if not math.prod(shape):
+            return [(rank, Slot(name, dtype, shape, ()))]
         if self.lost:
-            cells |= {box: [] for box in absent_boxes(first.shape, list(cells))}
+            cells |= {box: [] for box in absent_boxes(shape, list(cells))}
             most = max(map(len, cells.values()))
-            for (_, shape), holders in cells.items():
-                holders.extend([(self.lost[0], tensor_of(first.dtype, shape))] * (max(most, 1) - len(holders)))
-        if not _is_grid(first.shape, cells):
-            numel = sum(math.prod(sizes) for _, sizes in cells)
+            for (_, part), holders in cells.items():
+                holders.extend([(self.lost[0], tensor_of(dtype, part))] * (max(most, 1) - len(holders)))
+        if not _is_grid(shape, cells):
+            numel = sum(math.prod(part) for _, part in cells)
             raise LayoutError(
                 f"rank files do not have every element of {label} exactly once",
                 path=self.paths[0],
-                expected=f"{math.prod(first.shape)} elements of shape {first.shape}",
+                expected=f"{math.prod(shape)} elements of shape {shape}",
                 found=f"{numel} in {len(cells)} boxes",
                 advice="rank files are missing, or from other runs",
                 parameters=[label],
@@ -208,7 +207,7 @@ class RankFiles:
                 ranks=rest[:1],
                 parameters=[label],
             )
-        width = _rows([cell for cell, _ in ordered], first.shape)
+        width = _rows([cell for cell, _ in ordered], shape)
         found = []
         for pieces in zip(*(holders for _, holders in ordered), strict=True):
             ranks = tuple(at for at, _ in pieces)
@@ -217,7 +216,7 @@ class RankFiles:
                 parts = zip(ordered, pieces, strict=True)
                 slot = placed([(low, slot_of(name, tensor, self.paths[at])) for ((low, _), _), (at, tensor) in parts])
             else:
-                slot = Slot(name, first.dtype, first.shape, CutSpans(files, first.shape, 0, width))
+                slot = Slot(name, dtype, shape, CutSpans(files, shape, 0, width))
             found.append((min(ranks), slot))
         return found
 

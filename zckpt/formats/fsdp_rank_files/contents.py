@@ -175,13 +175,14 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
     `place`: where in each file they are; what is there besides is not described. Raises SourceError: a file is
     damaged, has other names than rank 0's, or ranks do not have every element once.
     """
-    model = Model(RankFiles([str(path) for path in paths]))
-    for rank, file, reader, tree in _each(checkpoint, model.files, place):
+    files = RankFiles([str(path) for path in paths])
+    model = Model(files)
+    for rank, file, reader, tree in _each(checkpoint, files, place):
         with about(file.path):
             if has_checksums(file.records):
                 model.records[rank] = file.records
             if reader is None:
-                if (like := model.rest.get(model.files.tree[rank])) is not None:
+                if (like := model.rest.get(files.tree[rank])) is not None:
                     model.rest[rank] = file, like[1]
                 continue
             root = value_at(file.root, place)
@@ -195,7 +196,7 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
             rest = without(nodes, *tensors)
             if rest:
                 model.rest[rank] = file, rest
-            if rank == model.files.there[0]:
+            if rank == files.there[0]:
                 strange = [name for name in rest if not name.endswith(EXTRA_STATE)]
                 if strange:
                     raise UnsupportedError("holds something other than tensors", expected="a model's state dict",
@@ -203,7 +204,7 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
                 # `state_dict` sets the names of modules on its result.
                 state = root.state if isinstance(root, OrderedMapping) else None
                 model.modules = tuple(map(str, dict_of(dict_of(state).get("_metadata"))))
-                model.held = {name: Across(model.files) for name in tensors}
+                model.held = {name: Across(files) for name in tensors}
                 model.form = form_of(file)
             elif tensors.keys() != model.held.keys():
                 strange = sorted(tensors.keys() ^ model.held.keys())
@@ -215,8 +216,8 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
                 )
             for name, one in tensors.items():
                 model.held[name].by_tree[rank] = one
-    for its in model.held.values() if model.files.lost else ():
-        its.by_tree[model.files.lost[0]] = replace(its.first, pieces=(), mesh=None, local=None)
+    for its in model.held.values() if files.lost else ():
+        its.by_tree[files.lost[0]] = replace(its.first, pieces=(), mesh=None, local=None)
     _place(checkpoint, model)
     flat = [name for name in model.held if name.rpartition(".")[2] == FLAT]
     if flat:

@@ -32,9 +32,10 @@ def find(search: Search, first: str | None = None) -> Directory | None:
     `first`: the name of a file of one rank, to which others are alike but for its last number. Raises SourceError: a
     rank's file is missing or damaged, is of another step, or has several models.
     """
+    root = search.path
     alike = re.compile(".*" if first is None else re.sub(r"[0-9]+(?=[^0-9]*$)", "[0-9]+", re.escape(first)))
     paths: list[Path] = []
-    nodes = on_each(search.path)
+    nodes = on_each(root)
     for folder in chain(nodes, (one for node in nodes for one in folders_in(node) if OF_A_RANK.fullmatch(one.name))):
         own = [folder / name for name in files_in(folder) if name.endswith(READ_SUFFIXES)]
         paths += [path for path in own if alike.fullmatch(path.name)] or own
@@ -67,7 +68,7 @@ def find(search: Search, first: str | None = None) -> Directory | None:
             if rank in kind:
                 raise ShardError(
                     f"holds several files of rank {rank}, perhaps of several steps or models",
-                    path=search.path,
+                    path=root,
                     expected="one per rank",
                     found=listed([kind[rank].name, Path(file.path).name]),
                     advice="put the files of one step into a separate directory",
@@ -75,20 +76,20 @@ def find(search: Search, first: str | None = None) -> Directory | None:
                 )
             kind[rank] = Path(file.path)
     world_size = max(sizes)
-    whole = None if kinds[0] else whole_model(search.path)
+    whole = None if kinds[0] else whole_model(root)
     if len(sizes) > 1 or any(len(known) > 1 for known in places) or not (kinds[0] or whole):
         raise UnsupportedError(
             "holds rank files that are not from one save",
-            path=search.path,
+            path=root,
             expected="each rank's part of one model and its optimizer, under the same keys",
             found=f"world sizes {listed(sorted(sizes))}; models under {listed(sorted(map(str, places[0])))}; "
             f"optimizers under {listed(sorted(map(str, places[1])))}",
         )
     models, optimizers = (
-        complete(search.path, kind, found, world_size) for kind, found in zip((MODEL, OPTIMIZER), kinds, strict=True)
+        complete(root, kind, found, world_size) for kind, found in zip((MODEL, OPTIMIZER), kinds, strict=True)
     )
     model, optimizer = (next(iter(known), ()) for known in places)
-    return Directory(search.path, world_size, models, optimizers, places=(model, optimizer), whole=whole)
+    return Directory(root, world_size, models, optimizers, places=(model, optimizer), whole=whole)
 
 
 def led(error: SourceError, path: Path) -> SourceError:

@@ -200,7 +200,8 @@ def box_of(shape: Sequence[int], placements: Sequence[Placement], mesh: Mesh) ->
         cutting = cutting[::-1]
     offsets, sizes = [0] * len(shape), list(shape)
     for at in cutting:
-        dim = placements[at].dim + (len(shape) if placements[at].dim < 0 else 0)
+        dim = placements[at].dim
+        dim += len(shape) if dim < 0 else 0
         if not 0 <= dim < len(shape):
             raise DamagedFileError("a DTensor cut along a dimension that it does not have", found=dim)
         step = -(-sizes[dim] // mesh.sizes[at])
@@ -416,9 +417,9 @@ class RankReader:
         # The process group that it was cut for, as the last dimension of a mesh of all ranks.
         group, mesh = state[2] if len(state) > 2 else None, None
         keys = ("local_rank", "local_world_size", "global_rank", "global_world_size")
-        known = integers(tuple(_said(group, key) for key in keys))
-        if known is not None and 0 <= known[0] < known[1] and 0 <= known[2] < known[3] and not known[3] % known[1]:
-            mesh = Mesh((known[3] // known[1], known[1]), (known[2] // known[1], known[0]), rank=known[2])
+        at, count, rank, world_size = integers(tuple(_said(group, key) for key in keys)) or (0, 0, 0, 0)
+        if 0 <= at < count and 0 <= rank < world_size and not world_size % count:
+            mesh = Mesh((world_size // count, count), (rank // count, at), rank=rank)
         return Held(SHARDED, size, node.dtype, tuple(pieces), mesh)
 
 

@@ -82,8 +82,6 @@ def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
     if is_file(directory.path / ADAPTER):
         note_adapter(checkpoint, directory.path / ADAPTER)
     _read_rest(checkpoint, directory)
-    for path in directory.beside if own is None else ():
-        carry(checkpoint, path)
     _claim(checkpoint, directory)
     checkpoint.step = step_of(checkpoint, checkpoint.metadata) if directory.step is None else directory.step
     if own is not None:
@@ -91,12 +89,12 @@ def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
         with about(own.path):  # weights had another type than their masters, whose names these are
             said = as_mapping(as_mapping(own.root).get(KEY))
             as_masters(checkpoint, as_mapping(said.get("dtypes", {})))
-        for path in directory.beside:
-            if path.stem in checkpoint.metadata:
-                checkpoint.claims[str(path)] = Claim(COPY, f"as in {OWN_NAME}")
-            else:
-                carry(checkpoint, path)
         checkpoint.is_numbered = False
+    for path in directory.beside:
+        if own is not None and path.stem in checkpoint.metadata:
+            checkpoint.claims[str(path)] = Claim(COPY, f"as in {OWN_NAME}")
+        else:
+            carry(checkpoint, path)
     return checkpoint
 
 

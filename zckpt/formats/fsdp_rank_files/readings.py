@@ -233,12 +233,10 @@ class _Solver:
         alone = Reading(kind, _one_each(certain.items()))
         if len(groups) == 1:
             names, ties = self.in_turn()
-            if names is not None and all(
-                self.fits(kind, key, every[name]) for key, name in zip(self.keys, names, strict=True)
-            ):
-                found = _one_each(zip(self.keys, names, strict=True))
-                contradicted = any(found[number] != (name,) for number, name in certain.items() if ties)
-                return [Reading(kind, found, tuple(ties)), *([alone] if contradicted else [])]
+            found = dict(zip(self.keys, names or (), strict=names is not None))
+            if names is not None and all(self.fits(kind, key, every[name]) for key, name in found.items()):
+                contradicted = any(found[number] != name for number, name in certain.items() if ties)
+                return [Reading(kind, _one_each(found.items()), tuple(ties)), *([alone] if contradicted else [])]
         fits = all(any(self.fits(kind, key, shape) for shape in said.candidates.values()) for key in self.keys)
         return [alone] if fits and (kind == WHOLE or len(certain) == len(self.keys)) else []
 

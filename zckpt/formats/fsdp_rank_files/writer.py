@@ -206,23 +206,24 @@ class Ranks:
 
     def _optimizer(self) -> dict[str, Any]:
         """Return what each rank has a part of; without names, which these programs' optimizers have not."""
-        slots = self.checkpoint.optimizer_slot_names()
+        checkpoint = self.checkpoint
+        slots = checkpoint.optimizer_slot_names()
         # In pieces, of which `refuse` has left none: without what is no parameter's, which `zckpt.pt` keeps.
-        tree: dict[Any, Any] = optimizer_tree(self.checkpoint, slots, in_pieces=True)
+        tree: dict[Any, Any] = optimizer_tree(checkpoint, slots, in_pieces=True)
         groups = [without(one, "param_names") for one in tree["param_groups"]]
         if self.units is not None:
-            owners = [one.name for one in self.checkpoint.owners]
+            owners = [one.name for one in checkpoint.owners]
             members = members_of(self.units, owners)
             groups[0]["params"] = list(range(len(members)))
-            return {"state": flat_state(self.checkpoint, tree, members), "param_groups": groups}
-        names = self.checkpoint.grouped
+            return {"state": flat_state(checkpoint, tree, members), "param_groups": groups}
+        names = checkpoint.grouped
         for number, state in tree["state"].items():
-            shape = self.checkpoint.parameters[names[number]].shape
+            shape = checkpoint.parameters[names[number]].shape
             for value in state.values():
                 if isinstance(value, SlotTensor) and value.slot.shape not in ((), shape):
                     raise UnsupportedError(
                         f"{value.label} has another shape than its parameter, which FSDP's rank files cannot hold",
-                        path=self.checkpoint.source,
+                        path=checkpoint.source,
                         expected=shape,
                         found=value.slot.shape,
                         advice="convert to zckpt or consolidated",

@@ -67,27 +67,28 @@ class TorchSave(Format):
 
     def read(self, found: Found, search: Search) -> Checkpoint:
         """Read the tree of the file."""
-        if not isinstance(found.place, Path):
+        place = found.place
+        if not isinstance(place, Path):
             from zckpt.formats.fsdp_rank_files.reader import read as read_ranks
 
-            return read_ranks(found.place, names=search.names)
+            return read_ranks(place, names=search.names)
         from zckpt.formats.companions import warned
         from zckpt.formats.torch_files.beside import share_among_ranks
         from zckpt.formats.torch_files.reader import read
         from zckpt.state.inventory import FOREIGN, Claim
 
         try:
-            checkpoint = warned(read(found.place, names=search.names), found.place)
+            checkpoint = warned(read(place, names=search.names), place)
         except UnsupportedError as error:
             if error.ranks and not search.path.is_dir():
                 from zckpt.formats.fsdp_rank_files import free_names
 
-                raise free_names.led(error, found.place) from None
+                raise free_names.led(error, place) from None
             raise
         if search.path.is_dir():
-            others = LastStep(found.place).others
+            others = LastStep(place).others
             checkpoint.claims |= {str(path): Claim(FOREIGN, "another checkpoint") for path in others}
-        share = share_among_ranks(found.place)
+        share = share_among_ranks(place)
         checkpoint.warnings += [share] if share else []
         return checkpoint
 

@@ -178,42 +178,43 @@ def content_of(root: Node, path: Path, *, spreads: bool = False, seen: set[int] 
     """
     seen = set() if seen is None else seen
     node = root
-    base = _one_by_one(root) if spreads else root
-    found = Content(root=base, base=base)
+    top = base = _one_by_one(root) if spreads else root
+    place: Place = ()
     models: dict[object, Node] = {}
     optimizers: dict[object, list[Held]] = {}
     while id(node) not in seen:
-        models, optimizers = _models(found.base), _optimizers(found.base, found.place, path)
+        models, optimizers = _models(base), _optimizers(base, place, path)
         is_usual = not models.keys().isdisjoint(STATE_DICT_KEYS)
-        others = [found.base[key] for key in _no_averages(found.base)]
+        others = [base[key] for key in _no_averages(base)]
         if optimizers or (_trained(models) and (is_usual or not _holds(others, _is_pair))):
             break
         seen.add(id(node))
-        below = _below(found.base, models, seen)
+        below = _below(base, models, seen)
         if len(below) > 1:
-            parts = {key: content_of(dict_of(found.base[key]), path, seen=seen) for key in below}
+            parts = {key: content_of(dict_of(base[key]), path, seen=seen) for key in below}
             keys = [part.keys for part in parts.values() if part.models and part.optimizers]
             if keys:  # beside which models of the same keys have none
                 parts = {k: part for k, part in parts.items() if part.models and (part.optimizers or part.keys in keys)}
                 if len(parts) > 1:
-                    return _together(found, parts)
+                    return _together(Content(root=top, base=base, place=place), parts)
                 [(key, part)] = parts.items()
                 for held in part.optimizers:
-                    held.path = (*found.place, key, *held.path)
-                part.root, part.place = found.root, (*found.place, key, *part.place)
+                    held.path = (*place, key, *held.path)
+                part.root, part.place = top, (*place, key, *part.place)
                 return _warned_of_rest(part)
         if len(below) != 1:
             break
-        node = dict_of(found.base[below[0]])
-        found.base, found.place = _one_by_one(node) if spreads else node, (*found.place, below[0])
-    if found.place and not models:  # of a rank's file of another program, say
+        node = dict_of(base[below[0]])
+        base, place = _one_by_one(node) if spreads else node, (*place, below[0])
+    if place and not models:  # of a rank's file of another program, say
         optimizers = {}
+    found = Content(root=top, base=base, place=place)
     shapes = {key: shapes_of(model) for key, model in models.items()}
     _choose_optimizers(found, optimizers, shapes)
     _choose_models(found, models, shapes)
     for held in found.optimizers:
         its = value_at(root, held.path)
-        held.state = with_rest(held.state, its, *(found.keys if its is found.base else ()))
+        held.state = with_rest(held.state, its, *(found.keys if its is base else ()))
     return _warned_of_rest(found, models)
 
 

@@ -53,12 +53,11 @@ def strip_directory(checkpoint: Checkpoint, source: Path, request: Request) -> S
                     kinds[kind] += slot.nbytes
                 else:
                     kept.append(safetensors_layout.Entry(key, slot, slot.dtype))
-            laid = (
-                safetensors_layout.lay_out(name, kept, without(metadata, "format"))
-                if kept or name == LEROBOTS_OPTIMIZER
-                else None
-            )
-            files.append(gone(path, name, kinds) if laid is None else replaced(name, nbytes, laid, kinds))
+            if kept or name == LEROBOTS_OPTIMIZER:
+                laid = safetensors_layout.lay_out(name, kept, without(metadata, "format"))
+                files.append(replaced(name, nbytes, laid, kinds))
+            else:
+                files.append(gone(path, name, kinds))
         elif path.suffix in READ_SUFFIXES and (str(path) in known or _is_torch(path)):
             files.append(strip_file(path, name, request, slots))
     return completed(source, source, files, notes=request.notes)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,18 +32,11 @@ _STEMS = (
     (FULL_STEM, ".bin"),
     ("model", ".safetensors"),
     ("pytorch_model", ".bin"),
-    ("diffusion_pytorch_model", ".safetensors"),
-    ("diffusion_pytorch_model", ".bin"),
-    (ADAPTER_STEM, ".safetensors"),
-    (ADAPTER_STEM, ".bin"),
-    ("pytorch_lora_weights", ".safetensors"),
-    ("pytorch_lora_weights", ".bin"),
+    *product(("diffusion_pytorch_model", ADAPTER_STEM, "pytorch_lora_weights"), (".safetensors", ".bin")),
 )
 """What programs call the file of a model, that which is read first."""
 
-_BESIDE_OPTIMIZER = tuple(
-    (stem, end) for stem in ("model", "weights") for end in (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-)
+_BESIDE_OPTIMIZER = tuple(product(("model", "weights"), (".safetensors", ".pt", ".pth", ".bin", ".ckpt")))
 """What loops of their own call it, where the optimizer's file is beside it."""
 
 _ADD_MODEL = "add the model that was saved with the optimizer: its files have the parameter names"
@@ -136,7 +130,7 @@ def find(search: Search) -> Directory | NearMiss | None:
         return None
     if is_file(path / LEROBOTS_OPTIMIZER):
         folder = path / "pretrained_model"
-        model = first_model(folder, files_in(folder, lenient=True))
+        model = first_model(folder)
         lost = NearMiss("is LeRobot's, without the model's files", _ADD_MODEL, expected=f"{folder}/model.safetensors")
         return Directory(path, (model,), (path / LEROBOTS_OPTIMIZER,)) if model else lost
     first = first_model(path, names)
@@ -148,7 +142,7 @@ def find(search: Search) -> Directory | NearMiss | None:
     own = path / OWN_NAME if OWN_NAME in names else None
     is_state = "random_states_0.pkl" in names and bool(optimizers)
     if first is None and (PIPELINE_NAME in names or is_state):  # of diffusers, whose models are called as their folders
-        found = {folder.name: first_model(folder, files_in(folder, lenient=True)) for folder in inside}
+        found = {folder.name: first_model(folder) for folder in inside}
         models = tuple(ModelFiles(name, one.path) for name, one in sorted(found.items()) if one is not None)
         if models:
             return Directory(path, models, optimizers if is_state else (), own)
@@ -163,9 +157,7 @@ def find(search: Search) -> Directory | NearMiss | None:
         parts = [Part(path / name, is_last=stem != "vit") for stem, name in sorted(apart.items())]
     if not further and MODULES_NAME in names:
         places = {int(m[1]): one for one in inside if (m := _MODULE.fullmatch(one.name))}
-        files = {
-            number: first_model(folder, files_in(folder, lenient=True)) for number, folder in sorted(places.items())
-        }
+        files = {number: first_model(folder) for number, folder in sorted(places.items())}
         parts += [Part(one.path, f"{number}.") for number, one in files.items() if one is not None]
     if plain and not further and not optimizers and STATE_NAME not in names and own is None and not parts:
         return None
@@ -211,8 +203,9 @@ def by_content(path: Path) -> Directory | None:
     return Directory(path, (ModelFiles(model.stem, model),), (optimizer,))
 
 
-def first_model(path: Path, names: Collection[str]) -> ModelFiles | None:
-    """Return the model of a folder, given the names of its files."""
+def first_model(path: Path, names: Collection[str] | None = None) -> ModelFiles | None:
+    """Return the model of a folder; `names`: of its files, where they are known."""
+    names = files_in(path, lenient=True) if names is None else names
     for stem, suffix in _STEMS:
         for name in (f"{stem}{suffix}", f"{stem}{suffix}.index.json"):
             if name in names:

@@ -403,6 +403,7 @@ def _note_ranks(checkpoint: Checkpoint, directory: Directory) -> None:
 def _model(directory: Directory, names: GivenNames) -> Checkpoint:
     """Return the content of the file that has the model: one next to the ranks' files, or else rank 0's own."""
     found: list[Checkpoint] = []
+    first, *others = directory.ranks
     for path in directory.others:
         try:
             checkpoint = torch_reader.read(path)
@@ -419,8 +420,8 @@ def _model(directory: Directory, names: GivenNames) -> Checkpoint:
     if found:
         checkpoint = found[0]
     else:  # the model of a rank's file, whose optimizer has only a share of the parameters
-        one = torch_reader.read(directory.ranks[0])
-        if one.parameters and (why := unlike(directory.ranks[0], directory.ranks[1:])):
+        one = torch_reader.read(first)
+        if one.parameters and (why := unlike(first, others)):
             raise UnsupportedError(
                 "each rank's file has a model of its own, as of pipeline stages, slices of tensor parallelism or "
                 "FSDP's local tensors, and no file says how they belong together",
@@ -440,7 +441,7 @@ def _model(directory: Directory, names: GivenNames) -> Checkpoint:
             advice="put the model's state dict next to them, as model.pt",
         )
     if not found:
-        checkpoint.warnings.append(f"the model is read from {directory.ranks[0].name}")
+        checkpoint.warnings.append(f"the model is read from {first.name}")
     return checkpoint
 
 
