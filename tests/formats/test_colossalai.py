@@ -42,6 +42,16 @@ def test_a_model_and_its_optimizer_are_one_checkpoint(saved, tmp_path):
     assert zckpt.diff(saved, tmp_path / "dcp").equal
 
 
+def test_what_modules_keep_besides_tensors_goes_along(saved, tmp_path):
+    file = saved / "modeling" / "pytorch_model-00001.bin"
+    torch.save({**torch.load(file), "gate._extra_state": {"calls": 3}}, file)
+    checkpoint = zckpt.open(saved)
+    assert checkpoint.metadata["gate._extra_state"] == {"calls": 3}
+    assert not take_inventory(checkpoint).left_out
+    zckpt.convert(saved, tmp_path / "dcp", to="dcp")
+    assert zckpt.diff(saved, tmp_path / "dcp").equal
+
+
 @pytest.mark.parametrize("name", ["modeling/pytorch_model-00001.bin", "optimizer/pytorch_optim-00002.bin",
                                   "optimizer/pytorch_optim_group.bin"])  # fmt: skip
 def test_a_lost_file_is_named(name, saved):
