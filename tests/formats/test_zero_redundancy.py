@@ -34,7 +34,7 @@ from zckpt.errors import (
 )
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
-from zckpt.formats.format import Job
+from zckpt.formats.format import Job, Search
 from zckpt.formats.options import choose
 from zckpt.formats.torch_files import reader as torch_reader
 from zckpt.formats.zero_redundancy import Options, reader, writer
@@ -49,7 +49,7 @@ FORMS = [{"world_size": 1, "per_rank": False}, {"world_size": 1, "per_rank": Tru
 
 
 def read(path: Path, names: list[str] | None = None) -> OpenedCheckpoint:
-    directory = find(path)
+    directory = find(Search(path))
     assert directory is not None
     return opened(reader.read(directory, names=names))
 
@@ -200,7 +200,7 @@ def test_world_of_one_rank_is_read_where_its_file_says_so(tmp_path):
     directory = ranks(name, tmp_path / "ranks")
     (directory / "zero_rank1.pt").unlink()
     torch.save({"optimizer": one, "rank": 0}, directory / "zero_rank0.pt")
-    assert find(directory) is None
+    assert find(Search(directory)) is None
     torch.save({"optimizer": one, "rank": 0, "world_size": 1}, directory / "zero_rank0.pt")
     assert_truth(read(directory, names_of(name)), name)
 
@@ -518,14 +518,14 @@ def test_other_files_are_not_taken_for_ranks(names, tmp_path):
     model, optimizer = trained()
     for name in names:
         save_both(model, optimizer, tmp_path / name)
-    assert find(tmp_path) is None
+    assert find(Search(tmp_path)) is None
 
 
 def test_ranks_files_of_something_else_are_not_taken(tmp_path):
     for rank in range(2):
         torch.save({"cpu": torch.get_rng_state()}, tmp_path / f"rng_rank{rank}.pt")
-    assert find(tmp_path) is None
-    assert find(tmp_path / "rng_rank0.pt") is None
+    assert find(Search(tmp_path)) is None
+    assert find(Search(tmp_path / "rng_rank0.pt")) is None
 
 
 def test_metadata_of_something_else_is_a_file_like_any(tmp_path):
@@ -539,7 +539,7 @@ def test_two_sets_of_files_are_refused(tmp_path):
     for rank in range(2):
         shutil.copy(directory / "zero_rank0.pt", directory / f"old_rank{rank}.pt")
     with refusing(UnknownFormatError, r"several sets .* found old_rank0.pt and zero_rank0.pt"):
-        find(directory)
+        find(Search(directory))
 
 
 def test_two_models_are_refused(tmp_path):
@@ -553,7 +553,7 @@ def test_missing_rank_is_named(tmp_path):
     directory = ranks("zro_dp3_sgdm_1g", tmp_path / "ranks")
     (directory / "zero_rank1.pt").unlink()
     with refusing(ShardError, "the file of rank 1 is missing: expected 3 files, found 2"):
-        find(directory)
+        find(Search(directory))
     shutil.copy(directory / "zero_rank2.pt", directory / "zero_rank1.pt")
     with refusing(ShardError, "zero_rank1.pt: has another rank: expected 1, found 2"):
         read(directory)

@@ -26,7 +26,7 @@ from zckpt.engine.plan import plan
 from zckpt.engine.targets import TargetFile
 from zckpt.formats.deepspeed.directory import find as find_deepspeed
 from zckpt.formats.deepspeed.reader import read as read_deepspeed
-from zckpt.formats.format import Job
+from zckpt.formats.format import Job, Search
 from zckpt.formats.options import choose
 from zckpt.formats.torch_files.reader import read as read_torch_file
 from zckpt.formats.zero_redundancy import Options, reader, writer
@@ -203,7 +203,7 @@ def written(checkpoint: Checkpoint, directory: Path, world_size: int, *, per_ran
 
 
 def read(path: Path, names: list[str] | None = None) -> Checkpoint:
-    directory = find(path)
+    directory = find(Search(path))
     assert directory is not None
     return reader.read(directory, names=names)
 

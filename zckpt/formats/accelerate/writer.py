@@ -215,10 +215,9 @@ def _by_name(optimizer: Checkpoint, notes: list[str]) -> dict[str, object]:
 SCHEDULER = "scheduler"
 
 _CARRIED = {
-    re.compile(r"(?:sampler|dl_state_dict)(?:_[0-9]+)?"): ".bin",
-    re.compile(r"custom_checkpoint_[0-9]+"): ".pkl",
-    re.compile(r"scaler"): ".pt",
-    re.compile(r"scheduler_[0-9]+"): ".bin",
+    r"(?:sampler|dl_state_dict)(?:_[0-9]+)?|scheduler_[0-9]+": ".bin",
+    r"custom_checkpoint_[0-9]+": ".pkl",
+    r"scaler": ".pt",
 }
 """Keys under which Accelerate's files are carried, and what the files' names end with."""
 
@@ -240,7 +239,7 @@ def state_files(checkpoint: Checkpoint, optimizers: Sequence[Checkpoint], notes:
         if len(notes) > before:
             notes[-1] += "; with several processes, Accelerate steps it once per process, unless told otherwise"
     for key, value in checkpoint.metadata.items():
-        suffix = next((suffix for pattern, suffix in _CARRIED.items() if pattern.fullmatch(key)), None)
+        suffix = next((suffix for pattern, suffix in _CARRIED.items() if re.fullmatch(pattern, key)), None)
         if suffix is not None:
             found.setdefault(f"{key}{suffix}", value)
     states = random_states_of_accelerate(checkpoint)

@@ -461,7 +461,7 @@ def tie_as_configured(checkpoint: Checkpoint, model: Model, directory: Path) -> 
     nothing is tied.
     """
     config = read_json(directory / HUGGINGFACE / "config.json") or {}
-    parts = [one for one in (config, config.get("text_config")) if isinstance(one, dict)]
+    parts = config, dict_of(config.get("text_config"))
     sizes = [one["vocab_size"] for one in parts if type(one.get("vocab_size")) is int
              and one.get("tie_word_embeddings", config.get("tie_word_embeddings")) is True]  # fmt: skip
     found = [

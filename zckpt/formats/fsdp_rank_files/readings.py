@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import chain, combinations
 from typing import TYPE_CHECKING
 
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
@@ -257,7 +257,7 @@ class _Solver:
         if len(reading.names) < len(self.keys):
             return reading
         trained = {name for key, names in reading.names.items() if self.optimizer.cut(key) for name in names}
-        known = {name for names in reading.names.values() for name in names} | {alias for alias, _ in reading.ties}
+        known = {*chain(*reading.names.values()), *dict(reading.ties)}
         shapes = {name: held.first.shape for name, held in self.model.held.items()}
         if all(name in known or len(shape) < 2 for name, shape in shapes.items()):
             return reading
@@ -443,13 +443,14 @@ class _Giving:
         for ranks in self.copies:
             tensors = [(rank, piece.tensor) for rank in ranks if rank in held for piece in held[rank].pieces]
             sizes = [one.numel for _, one in tensors]
-            is_cut = [rank for rank, _ in tensors] == list(ranks) and len(set(sizes)) == 1 and sum(sizes) >= numel
-            if not is_cut if is_flat else sum(sizes) != numel:
+            total = sum(sizes)
+            is_cut = [rank for rank, _ in tensors] == list(ranks) and len(set(sizes)) == 1 and total >= numel
+            if not is_cut if is_flat else total != numel:
                 raise LayoutError(
                     f"rank files do not have every element of {slot} of {owners[0].name} exactly once",
                     path=files.paths[0],
                     expected=f"{numel} elements",
-                    found=sum(sizes),
+                    found=total,
                     parameters=[owners[0].name],
                 )
             if not is_flat:
@@ -464,7 +465,7 @@ class _Giving:
             for shape, its in zip(shapes, found, strict=True):
                 its.append((ranks[0], Slot(slot, cut.dtype, shape, CutSpans(cut, shape, start, sizes[0]))))
                 start += math.prod(shape)
-            rest, size = CutSpans(cut, (sum(sizes) - numel,), numel, sizes[0]), itemsize(cut.dtype)
+            rest, size = CutSpans(cut, (total - numel,), numel, sizes[0]), itemsize(cut.dtype)
             checkpoint.padding_spans.append([PaddingSpan(slot, x.path, x.offset, x.extent.numel * size) for x in rest])
         for owner, its in zip(owners, found, strict=True):
             add(checkpoint, owner, slot, its)

@@ -98,9 +98,9 @@ def lay_out(job: Job) -> TargetFiles:
         *_copies(checkpoint),
         *beside,
     ]
-    ranks = Lazily(writer.files, target.world_size * (2 if writer.optimizer is None else 3))
+    count = len(files) + target.world_size * (2 if writer.optimizer is None else 3)
     return TargetFiles(
-        Lazily(lambda: chain(files, ranks), len(files) + len(ranks)),
+        Lazily(lambda: chain(files, writer.files()), count),
         notes=said,
         copied={one.name for one in files if one.name.startswith(f"{HUGGINGFACE}/")} | {one.name for one in beside},
     )

@@ -261,16 +261,14 @@ def _by_name(said: Evidence[int], optimizer: OptimizerState, own_name: Mapping[i
     """Return the model's names of parameters that the file has by name; what the model has not is not among them."""
     found = {number: name for number, name in own_name.items() if name in said.candidates}
     uses = Counter(found.values())
-    every, same = Counter[object](), Counter[object]()  # per key, of which those of most parameters have their shape
     shown = [
         (name, key, shape)
         for number, name in found.items()
         for key, value in optimizer.state.get(number, {}).items()
         for shape in shapes_in(value)
     ]
-    for name, key, shape in shown:
-        every[key] += 1
-        same[key] += shape == said.candidates[name]
+    every = Counter(key for _, key, _ in shown)  # of which those told have the shape of most parameters
+    same = Counter(key for name, key, shape in shown if shape == said.candidates[name])
     told = {key for key in every if 2 * same[key] > every[key]} or every.keys()
     wrong = [(name, said.shapes[number]) for number, name in found.items() if uses[name] > 1]
     wrong += [
@@ -306,24 +304,24 @@ def lost_in_gathering(optimizer: OptimizerState, path: str) -> str | None:
 
     `path`: the file that has the optimizer, under names or, with `FSDP.rekey_optim_state_dict`, under numbers.
     """
-    several = {}
-    for number in optimizer.state:
-        name = optimizer.names.get(number, f"parameter {number}")
+    several = []
+    for number, state in optimizer.state.items():
         slots = {
             key: value
-            for key, value in optimizer.state[number].items()
+            for key, value in state.items()
             if isinstance(value, Tensor) and value.numel > 1 and value.is_contiguous
         }
         if len(slots) > 1 and len({(one.shape, one.dtype) for one in slots.values()}) == 1:
-            several[name] = slots
-    largest = sorted(several, key=lambda name: -max(one.numel for one in several[name].values()))[:SAMPLED]
-    for name in largest:
+            several.append((number, slots))
+    largest = sorted(several, key=lambda its: -max(one.numel for one in its[1].values()))[:SAMPLED]
+    for number, slots in largest:
         with opened(path) as file:
-            sizes = [(one.offset, min(one.numel * one.itemsize, SAMPLE_NBYTES)) for one in several[name].values()]
+            sizes = [(one.offset, min(one.nbytes, SAMPLE_NBYTES)) for one in slots.values()]
             begun = {bytes(file.at(*one)) for one in sizes}
         if len(begun) == 1 and any(begun.pop()):  # and not only with zeros
+            name = optimizer.names.get(number, f"parameter {number}")
             return (
-                f"{' and '.join(several[name])} of {name} are equal bit for bit: FSDP1 with use_orig_params=True "
+                f"{' and '.join(slots)} of {name} are equal bit for bit: FSDP1 with use_orig_params=True "
                 f"gathers state wrongly on CPU, and all slots but the last are lost (save it sharded, or by zckpt.save)"
             )
     return None

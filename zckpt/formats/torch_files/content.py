@@ -406,7 +406,7 @@ def _choose_optimizers(
         for one in several
         if where == key or one.state.names or any(one.state.shape(n) is not None for n in one.state.every_number)
     ]  # of others, which do not show anything of their parameters, these cannot be told
-    own = {key: model for key, model in models.items() if not is_averages(key)} or models
+    own = {key: models[key] for key in _no_averages(models)} or models
     union, sizes = _union(own), {len(model) for model in models.values()}
     is_apart = bool(models) and None not in {*models, *optimizers}  # the file is neither a model nor an optimizer
     loose = {str(key): one.shape for key, one in found.base.items() if isinstance(one, Tensor) and is_apart}
@@ -436,7 +436,7 @@ def _choose_models(found: Content, models: Mapping[object, Node], shapes: Mappin
     models = {key: model for key, model in models.items() if any(shapes[key].values())} or models
     swapped = [key for key in _swapped(found.base) if key in models]
     usual = swapped or [key for key in STATE_DICT_KEYS if key in models]
-    plain = [key for key in models if not is_averages(key)]
+    plain = _no_averages(models)
     one = next(iter(usual or (plain if len(plain) == 1 else [])), None)
     several = [held for held in found.optimizers if len(models) > 1]
     if one is not None and several:

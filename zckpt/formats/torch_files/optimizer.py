@@ -180,16 +180,17 @@ def innermost(node: object, deep: int = 4) -> Place:
     held = [(key, *at) for key, one in others if (at := innermost(one, deep - 1)) or looks_like_optimizer(one)]
     if len(held) != 1:
         return ()
+    [way] = held
 
     def sizes(tree: object) -> list[int]:
         return [len(dict_of(group).get("params", ())) for group in dict_of(tree).get(GROUPS_KEY, ())]
 
     if looks_like_optimizer(node):
-        is_its = sizes(node) == sizes(value_at(node, held[0]))
+        is_its = sizes(node) == sizes(value_at(node, way))
     else:
-        has_masters = bool(masters_of(value_at(node, held[0][:-1]), value_at(node, held[0])))
+        has_masters = bool(masters_of(value_at(node, way[:-1]), value_at(node, way)))
         is_its = has_masters or all(isinstance(one, dict) or is_leaf(one) for _, one in others)
-    return held[0] if is_its else ()
+    return way if is_its else ()
 
 
 def masters_of(outer: object, optimizer: object) -> list[Any]:
@@ -242,11 +243,11 @@ def looks_like_optimizer(node: object) -> TypeGuard[dict[Any, Any]]:
 
 def as_torchs(node: object) -> object:
     """Return the state of fastai's optimizers as torch's; of several groups it does not say whose parameters are."""
-    hypers = node.get("hypers") if isinstance(node, dict) and isinstance(node.get(STATE_KEY), list) else None
+    states, hypers = (dict_of(node).get(key) for key in (STATE_KEY, "hypers"))
     groups = hypers.get("items") if isinstance(hypers, Object) else hypers
-    if not isinstance(node, dict) or not isinstance(groups, list) or len(groups) != 1:
+    if not isinstance(states, list) or not isinstance(groups, list) or len(groups) != 1:
         return node
-    state = dict(enumerate(node[STATE_KEY]))
+    state = dict(enumerate(states))
     return {STATE_KEY: state, GROUPS_KEY: [{**dict_of(groups[0]), "params": list(state)}]}
 
 

@@ -211,8 +211,7 @@ def with_state_dicts(root: object) -> tuple[object, list[Rule]]:
         its = state.get("param_groups") if isinstance(state.get("state"), dict) else None
         if not isinstance(its, list) or not all(isinstance(dict_of(group).get("params"), list) for group in its):
             continue  # it is no optimizer
-        every = dict.fromkeys(id(p) for group in its for p in group["params"])
-        numbers = positions(every)
+        numbers = positions(dict.fromkeys(id(p) for group in its for p in group["params"]))
         groups = []
         for group in its:
             own = [id(p) for p in group["params"]]

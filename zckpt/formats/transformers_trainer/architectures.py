@@ -106,15 +106,16 @@ def is_converted(config: Mapping[str, object] | None, *, in_any_version: bool = 
     Since version 5 it converts models by tables for their types and those of their parts; 4.52 to 4.57 put other
     prefixes before the parts of models of several. What a version after that of the table has new is not known.
     """
-    said = _conversions()["transformers"] if in_any_version else str((config or {}).get("transformers_version", ""))
+    table = _conversions()
+    said = table["transformers"] if in_any_version else str((config or {}).get("transformers_version", ""))
     if config is None or not re.match(r"[0-9]+\.[0-9]+", said):
         return False
-    version, known = (tuple(map(int, text.split(".")[:2])) for text in (said, _conversions()["transformers"]))
+    version, known = (tuple(map(int, text.split(".")[:2])) for text in (said, table["transformers"]))
     kinds = {*_model_types(config)}
-    converted = kinds & {*_conversions()["converted"], *(_conversions()["renamed"] if in_any_version else ())}
+    converted = kinds & {*table["converted"], *(table["renamed"] if in_any_version else ())}
     if version < (5, 0):
         return version >= (4, 52) and bool(converted) and len(kinds) > 1
-    strange = kinds - converted - {*_conversions()["plain"]}
+    strange = kinds - converted - {*table["plain"]}
     return bool(converted or (strange and version > known and "auto_map" not in config))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from zckpt.state import Checkpoint, as_float
+from zckpt.state import Checkpoint, as_float, dict_of
 from zckpt.torchfile import node_of, put_back
 
 FILES = {"scaler": "scaler.pt", "training_args": "training_args.bin"}
@@ -32,8 +32,8 @@ def scheduler(checkpoint: Checkpoint, notes: list[str], *, name: str = "schedule
     found: Mapping[object, object] = {}
     for key in SCHEDULER_KEYS:
         value = checkpoint.metadata.get(key)
-        node = node_of(value)
-        if isinstance(node, Mapping) and type(node.get("last_epoch")) is int:
+        node = dict_of(node_of(value))
+        if type(node.get("last_epoch")) is int:
             found = node
             if all(not isinstance(its := node.get(one), (list, tuple)) or len(its) == count for one in PER_GROUP):
                 return value
@@ -75,8 +75,8 @@ def _restated(checkpoint: Checkpoint, names: re.Pattern[str], keys: Mapping[str,
     found: dict[int, object] = {}
     for key, value in checkpoint.metadata.items():
         match = names.fullmatch(key)
-        node = node_of(value)
-        if match is not None and isinstance(node, Mapping) and keys.keys() <= node.keys():
+        node = dict_of(node_of(value))
+        if match is not None and keys.keys() <= node.keys():
             state = {its: node[ours] for ours, its in keys.items()}
             found[int(match[1] or 0)] = put_back(value, state)
     return found

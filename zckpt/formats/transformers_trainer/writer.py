@@ -37,7 +37,7 @@ from zckpt.formats.transformers_trainer.directory import ADAPTER_STEM, STATE_NAM
 from zckpt.formats.transformers_trainer.reader import FORMAT
 from zckpt.formats.transformers_trainer.readings import DECAYED, UNDECAYED, group_of, shortened
 from zckpt.formats.transformers_trainer.states import FILES, random_states, scheduler
-from zckpt.state import Checkpoint, ParamGroup, size_of, stated, without
+from zckpt.state import Checkpoint, ParamGroup, dict_of, size_of, stated, without
 from zckpt.storage.files import read_json
 
 OPTIMIZER_NAME = "optimizer.pt"
@@ -125,9 +125,9 @@ def _trainer_state(checkpoint: Checkpoint, batch_size: int | None, notes: list[s
     if batch_size is not None or not known:
         config = checkpoint.metadata.get("ds_config")
         found: list[int] = [
-            values[key]
+            size
             for values, key in ((said, "per_device_train_batch_size"), (config, "train_micro_batch_size_per_gpu"))
-            if isinstance(values, Mapping) and type(values.get(key)) is int
+            if type(size := dict_of(values).get(key)) is int
         ]
         if not batch_size and not found:
             raise UsageError(

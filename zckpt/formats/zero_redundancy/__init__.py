@@ -18,10 +18,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zckpt.formats.format import Found, NearMiss, Search
 from zckpt.formats.options import dtype_option, option
 from zckpt.formats.torch_files import TorchDirectory
-from zckpt.formats.zero_redundancy.directory import OWNED, find
+from zckpt.formats.zero_redundancy.directory import OWNED
 from zckpt.immutable import immutable
 
 
@@ -45,11 +44,6 @@ class ZeroRedundancy(TorchDirectory):
     options = Options
     owns = OWNED
     every_name = True
-
-    def find(self, search: Search) -> Found | NearMiss | None:
-        """Find the files of ranks, of which the first has to be read, or the `metadata.pt` that zckpt writes."""
-        directory = find(search.path)
-        return Found(directory) if directory is not None else None
 
     def is_checkpoint(self, directory: Path) -> bool:  # noqa: ARG002
         """Tell none: names alone do not tell such a directory."""

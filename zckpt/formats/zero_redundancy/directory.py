@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import ShardError, UnknownFormatError
+from zckpt.formats.format import Search
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.immutable import immutable
 from zckpt.storage.files import files_in
@@ -54,11 +55,12 @@ def rank_name(rank: int) -> str:
     return f"optimizer_rank_{rank}.pt"
 
 
-def find(path: Path) -> Directory | None:
-    """Find the checkpoint of a ZeroRedundancyOptimizer that a directory holds; None if it holds none.
+def find(search: Search) -> Directory | None:
+    """Find the files of ranks, of which the first has to be read, or the `metadata.pt` that zckpt writes.
 
     Raises ShardError: a rank's file is missing; UnknownFormatError: two sets of files may be the optimizer's.
     """
+    path = search.path
     if not path.is_dir():
         return None
     names = [name for name in files_in(path) if name.endswith(READ_SUFFIXES)]
@@ -117,10 +119,10 @@ def _of_all(path: Path, found: Mapping[int, Path], world_size: int) -> tuple[Pat
 
 def _families(path: Path, names: list[str]) -> list[dict[int, Path]]:
     """Return the sets of files whose names differ in one number only, which can be the rank, by that number."""
-    by_words: dict[tuple[str, ...], list[tuple[tuple[int, ...], str]]] = {}
-    for name in names:
-        words_and_numbers = re.split(r"([0-9]+)", name)
-        by_words.setdefault(tuple(words_and_numbers[::2]), []).append((tuple(map(int, words_and_numbers[1::2])), name))
+    from zckpt.state import by_key
+
+    cut = ((re.split(r"([0-9]+)", name), name) for name in names)
+    by_words = by_key((tuple(parts[::2]), (tuple(map(int, parts[1::2])), name)) for parts, name in cut)
     found = []
     for words, members in by_words.items():
         columns = list(zip(*(numbers for numbers, _ in members), strict=True))

@@ -56,10 +56,11 @@ from zckpt.state import (
     dict_of,
     differ,
     positions,
+    without,
 )
 from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
 from zckpt.state.partition import greedy_order, greedy_partition
-from zckpt.torchfile import Tensor, TorchFile, read_torchfile
+from zckpt.torchfile import Tensor, TorchFile, read_torchfile, value_at
 
 Order = list[list[str]]
 """For each param group, the names of its parameters."""
@@ -100,8 +101,8 @@ def read_ranks(checkpoint: Checkpoint, paths: Sequence[Path]) -> list[RankFile]:
             rules = (rules[0], same)
         rules += tuple(Rule((name,), IMPLIED, "which rank the file is of") for name in ("rank", "world_size") if where)
         checkpoint.files.append(describe(file, "optimizer", dp_rank=rank, rules=rules))
-        others = {**dict_of(file.root)} if place else {}
-        node = others.pop(*place) if place else file.root
+        others = without(dict_of(file.root), *place) if place else {}
+        node = value_at(file.root, place)
         ranks.append(RankFile(file, parse(node, str(path)), others))
         for name, expected, code in (("rank", rank, WRONG_RANK), ("world_size", len(paths), OTHER_WORLD_SIZE)):
             found = others.pop(name, None)
@@ -355,7 +356,7 @@ def read_foreign(directory: Directory, names: GivenNames) -> Checkpoint:
     attach_ranks(checkpoint, ranks, order)
     for rank in ranks:  # what their files hold besides the optimizer and the model
         for key, value in rank.others.items():
-            if not (isinstance(value, dict) and value.keys() >= checkpoint.parameters.keys()):
+            if not dict_of(value).keys() >= checkpoint.parameters.keys():
                 checkpoint.metadata[f"{Path(rank.file.path).stem}.{key}"] = carried(rank.file, value)
     checkpoint.step = checkpoint.step if checkpoint.step is not None else checkpoint.most_steps
     return checkpoint
