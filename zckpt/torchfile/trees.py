@@ -83,11 +83,11 @@ def value_at(root: object, place: Place) -> object:
 
 
 def with_value(root: object, place: Place, value: object) -> object:
-    """Return a tree that has a value at a place; lists and dicts on the way there are copies."""
+    """Return a tree that has a value at a place; dicts on the way there are copies, tuples and lists new lists."""
     if not place:
         return value
     inner = with_value(value_at(root, place[:1]), place[1:], value)
-    if isinstance(root, list):
+    if isinstance(root, (list, tuple)):
         return [inner if number == place[0] else one for number, one in enumerate(root)]
     return {**dict_of(root), place[0]: inner}
 

@@ -98,9 +98,9 @@ def lay_out(job: Job) -> TargetFiles:
         *_copies(checkpoint),
         *beside,
     ]
-    count = len(files) + target.world_size * (2 if writer.optimizer is None else 3)
+    total = len(files) + target.world_size * (2 if writer.optimizer is None else 3)
     return TargetFiles(
-        Lazily(lambda: chain(files, writer.files()), count),
+        Lazily(lambda: chain(files, writer.files()), total),
         notes=said,
         copied={one.name for one in files if one.name.startswith(f"{HUGGINGFACE}/")} | {one.name for one in beside},
     )
@@ -208,7 +208,7 @@ class Ranks:
         """Return what each rank has a part of; without names, which these programs' optimizers have not."""
         checkpoint = self.checkpoint
         slots = checkpoint.optimizer_slot_names()
-        # In pieces, of which `refuse` has left none: without what is no parameter's, which `zckpt.pt` keeps.
+        # Without what is no parameter's, which `zckpt.pt` keeps; there are no pieces: see `refuse`.
         tree: dict[Any, Any] = optimizer_tree(checkpoint, slots, in_pieces=True)
         groups = [without(one, "param_names") for one in tree["param_groups"]]
         if self.units is not None:

@@ -378,11 +378,8 @@ def _note_ranks(checkpoint: Checkpoint, directory: Directory) -> None:
         ):
             checkpoint.warnings.append("the rank files hold other state than the consolidated file")
             return
-        order = (
-            labels
-            if known.keys() >= {*checkpoint.grouped}
-            else order_by_model([rank.state for rank in ranks], checkpoint)
-        )
+        is_named = known.keys() >= {*checkpoint.grouped}
+        order = labels if is_named else order_by_model([rank.state for rank in ranks], checkpoint)
         if list(map(len, order)) != list(map(len, labels)):
             return
         attach_ranks(own, ranks, order)
