@@ -854,3 +854,12 @@ def mixed(
     else:
         torch.save(content, path)
     return path, model, masters, optimizer
+
+
+@pytest.mark.parametrize("params", [5, None, "ab"])
+def test_an_optimizer_that_holds_another_may_have_damaged_groups(params, tmp_path):
+    inner = {"state": {}, "param_groups": [{"params": [0]}]}
+    damaged = {"state": {}, "param_groups": [{"params": params}], "inner": inner}
+    torch.save({"model": {"w": torch.ones(3)}, "optimizer": damaged}, tmp_path / "c.pt")
+    with refusing(DamagedFileError, "unreadable param group"):
+        zckpt.open(tmp_path / "c.pt")

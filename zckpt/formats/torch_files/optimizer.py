@@ -181,12 +181,8 @@ def innermost(node: object, deep: int = 4) -> Place:
     if len(held) != 1:
         return ()
     [way] = held
-
-    def sizes(tree: object) -> list[int]:
-        return [len(dict_of(group).get("params", ())) for group in dict_of(tree).get(GROUPS_KEY, ())]
-
     if looks_like_optimizer(node):
-        is_its = sizes(node) == sizes(value_at(node, way))
+        is_its = _sizes(node) == _sizes(value_at(node, way))
     else:
         has_masters = bool(masters_of(value_at(node, way[:-1]), value_at(node, way)))
         is_its = has_masters or all(isinstance(one, dict) or is_leaf(one) for _, one in others)
@@ -195,15 +191,19 @@ def innermost(node: object, deep: int = 4) -> Place:
 
 def masters_of(outer: object, optimizer: object) -> list[Any]:
     """Return the masters beside an optimizer, in the order of its groups; none if some parameter has none."""
-    lists = list_of(first_of(map(dict_of(outer).get, MASTERS)))
-    groups = list_of(dict_of(optimizer).get(GROUPS_KEY))
-    every = [one for its in lists for one in list_of(its)]
-    is_each = [len(list_of(its)) for its in lists] == [len(list_of(dict_of(group).get("params"))) for group in groups]
+    lists = list(map(list_of, list_of(first_of(map(dict_of(outer).get, MASTERS)))))
+    every = list(chain(*lists))
+    is_each = list(map(len, lists)) == _sizes(optimizer)
     return (
         every
         if is_each and all(isinstance(one, (Tensor, TensorItem)) and is_floating(one.dtype) for one in every)
         else []
     )
+
+
+def _sizes(optimizer: object) -> list[int]:
+    """Return how many parameters each param group of a state dict has."""
+    return [len(list_of(dict_of(group).get("params"))) for group in list_of(dict_of(optimizer).get(GROUPS_KEY))]
 
 
 def optimizer_rules(*path: str, rest: Mapping[Any, Any] = EMPTY, at: Place = ()) -> tuple[Rule, ...]:
