@@ -863,3 +863,19 @@ def test_an_optimizer_that_holds_another_may_have_damaged_groups(params, tmp_pat
     torch.save({"model": {"w": torch.ones(3)}, "optimizer": damaged}, tmp_path / "c.pt")
     with refusing(DamagedFileError, "unreadable param group"):
         zckpt.open(tmp_path / "c.pt")
+
+
+@pytest.mark.parametrize("fsdp", [None, "full", "sharded"])
+def test_a_parameter_that_two_models_share_is_in_the_files_of_both(fsdp, tmp_path):
+    """As an actor and a critic share an encoder: Accelerate saves each model by itself."""
+    actor, critic = nn.Linear(3, 3), nn.Linear(3, 3)
+    critic.weight = actor.weight
+    torch.save({"actor": actor.state_dict(), "critic": critic.state_dict(), "step": 1}, tmp_path / "c.pt")
+    zckpt.convert(tmp_path / "c.pt", tmp_path / "out", to="accelerate", fsdp=fsdp, verify=True)
+    assert zckpt.diff(tmp_path / "c.pt", tmp_path / "out").equal
+    assert zckpt.open(tmp_path / "out").parameters["critic.weight"].tied_to == "actor.weight"
+    (tmp_path / "out" / "zckpt.pt").unlink()
+    apart = zckpt.open(tmp_path / "out")
+    weights = [name for name in apart.parameters if name.endswith("weight")]
+    assert len(weights) == 2
+    assert all(torch.equal(apart.read(name), actor.weight) for name in weights)

@@ -13,7 +13,7 @@ sampler.bin, scaler.pt, custom_checkpoint_0.pkl ...      only where the source i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import refuse_trees
 from zckpt.formats.transformers_trainer.states import random_states_of_accelerate, scheduler
 from zckpt.immutable import immutable
-from zckpt.state import Checkpoint, ParamGroup, Scalar, without
+from zckpt.state import Checkpoint, Parameter, ParamGroup, Scalar, without
 from zckpt.state.names import renamed
 
 
@@ -71,7 +71,9 @@ def parts_of(checkpoint: Checkpoint, *, paired: bool) -> Parts:
         its = {name.removeprefix(front): one for name, one in modules.items() if name.startswith(front)}
         alone = replace(
             checkpoint,
-            parameters={name: one for name, one in checkpoint.parameters.items() if name in own},
+            parameters={
+                name: _held(checkpoint, one, own) for name, one in checkpoint.parameters.items() if name in own
+            },
             buffers={name: one for name, one in checkpoint.buffers.items() if name in own},
             metadata={**without(checkpoint.metadata, *alone_there), **its},
         )
@@ -85,6 +87,13 @@ def parts_of(checkpoint: Checkpoint, *, paired: bool) -> Parts:
     if checkpoint.param_groups and any(len({g.optimizer for g in one.param_groups}) != 1 for one in apart):
         raise _unpaired(checkpoint, "one optimizer for each model")
     return Parts(checkpoint.regrouped(arranged), apart, apart if arranged else [])
+
+
+def _held(checkpoint: Checkpoint, one: Parameter, own: Container[str]) -> Parameter:
+    """Return a parameter as a model by itself has it: one that is another model's, too, is its own there."""
+    owner = checkpoint.owner(one.name)
+    slot = owner.master or owner.weight
+    return one if owner is one or owner.name in own or slot is None else Parameter.of(one.name, slot)
 
 
 def _unpaired(checkpoint: Checkpoint, expected: str) -> UnsupportedError:
