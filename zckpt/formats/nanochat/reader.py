@@ -107,13 +107,13 @@ def _held(ranks: Sequence[RankFile], number: int) -> tuple[dict[str, object], di
     Raises LayoutError: ranks have different ones.
     """
     states = [rank.state.state.get(number, {}) for rank in ranks]
-    values = [{key: one for key, one in state.items() if not isinstance(one, Tensor)} for state in states]
-    if differ(values) or differ([state.keys() for state in states]):
+    tensors = [{key: one for key, one in state.items() if isinstance(one, Tensor)} for state in states]
+    values = [without(state, *its) for state, its in zip(states, tensors, strict=True)]
+    if differ(values) or differ([its.keys() for its in tensors]):
         raise LayoutError(f"ranks have different state of parameter {number}")
-    tensors = {key: [rank.state.tensors(number)[key] for rank in ranks] for key in states[0].keys() - values[0].keys()}
     return values[0], {
-        key: [slot_of(key, one, rank.file.path) for one, rank in zip(its, ranks, strict=True)]
-        for key, its in sorted(tensors.items())
+        key: [slot_of(key, its[key], rank.file.path) for its, rank in zip(tensors, ranks, strict=True)]
+        for key in tensors[0]
     }
 
 
