@@ -7,47 +7,32 @@ from __future__ import annotations
 
 from dataclasses import MISSING, FrozenInstanceError, dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from typing_extensions import dataclass_transform
-
-    Class = TypeVar("Class")
-
-    @overload
-    @dataclass_transform(field_specifiers=(field,))
-    def mutable(cls: type[Class], /) -> type[Class]: ...
-    @overload
-    @dataclass_transform(field_specifiers=(field,))
-    def mutable(
-        *, eq: bool = True, repr: bool | None = None, kw_only: bool = False
-    ) -> Callable[[type[Class]], type[Class]]: ...
-    def mutable(*_: Any, **__: bool | None) -> Any:
-        """Make a class of a class's fields. Parameters are those of `dataclasses.dataclass`.
-
-        Without `repr`, one that is derived from what shows itself in some way shows itself in that way.
-        """
-
-    @overload
-    @dataclass_transform(frozen_default=True, field_specifiers=(field,))
-    def immutable(cls: type[Class], /) -> type[Class]: ...
-    @overload
-    @dataclass_transform(frozen_default=True, field_specifiers=(field,))
-    def immutable(
-        *, eq: bool = True, repr: bool | None = None, kw_only: bool = False
-    ) -> Callable[[type[Class]], type[Class]]: ...
-    def immutable(*_: Any, **__: bool | None) -> Any:
-        """Make a class of a class's fields, none of which can be set anew. Parameters are those of `mutable`."""
-
 else:
 
-    def mutable(cls=None, /, **how):  # noqa: ANN001, ANN003, ANN201, D103
-        return (lambda cls: _made(cls, **how)) if cls is None else _made(cls, **how)
+    def dataclass_transform(**_: object) -> Callable[[Any], Any]:
+        """Say something to checkers, and nothing here."""
+        return lambda function: function
 
-    def immutable(cls=None, /, **how):  # noqa: ANN001, ANN003, ANN201, D103
-        return mutable(cls, **how, is_frozen=True)
+
+@dataclass_transform(field_specifiers=(field,))
+def mutable(cls: Any = None, /, **how: Any) -> Any:
+    """Make a class of a class's fields. Parameters are those of `dataclasses.dataclass`: `eq`, `repr` and `kw_only`.
+
+    Without `repr`, one that is derived from what shows itself in some way shows itself in that way.
+    """
+    return partial(_made, **how) if cls is None else _made(cls, **how)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def immutable(cls: Any = None, /, **how: Any) -> Any:
+    """Make a class of a class's fields, none of which can be set anew. Parameters are those of `mutable`."""
+    return mutable(cls, **how, is_frozen=True)
 
 
 def _made(
