@@ -6,6 +6,7 @@ Apart from `alike_files` because it needs numpy, which is loaded when there are 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +17,11 @@ from zckpt.torchfile import (
     LOCAL,
     FileRange,
     Record,
-    StatedSums,
     TorchFile,
     alike_file,
     find_blanks,
     numbers_at,
+    stated_sum,
 )
 from zckpt.torchfile.archive import CENTRAL_CRC, Entry
 
@@ -150,7 +151,7 @@ class Pattern:
         sums = dict(zip(changed.tolist(), crcs[changed].tolist(), strict=True)).get if len(changed) <= FEW else None
         archive = name[:-1].decode()
         return alike_file(
-            self.file, source, archive, self.filled, sums or StatedSums(source.path, self.places), numbers
+            self.file, source, archive, self.filled, sums or partial(stated_sum, source.path, self.places), numbers
         )
 
     def _is_whole(self, data: bytearray, crcs: Numbers) -> bool:

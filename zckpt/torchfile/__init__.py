@@ -15,13 +15,12 @@ from zckpt.torchfile.archive import (
     LOCAL,
     AlikeRecords,
     NewRecord,
-    Placed,
     Record,
-    StatedSums,
     has_checksums,
     lay_out_archive,
     read_archive,
     read_entries,
+    stated_sum,
 )
 from zckpt.torchfile.blanks import filled, find_blanks, has_blanks, numbers_at
 from zckpt.torchfile.nodes import (

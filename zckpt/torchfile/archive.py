@@ -116,17 +116,10 @@ class AlikeRecords(Numbered[Record]):
         return Record(self._archive + one.name[self._skip :], one.offset, one.nbytes, self._crc(index, one.crc32))
 
 
-@immutable
-class StatedSums:
-    """The CRC-32s that a file's directory states, each read when it is asked for. `places`: of them in the file."""
-
-    path: str
-    places: memoryview[int]
-
-    def __call__(self, index: int, _: int) -> int:
-        """Return that of a record, by number."""
-        with opened(self.path) as file:
-            return int.from_bytes(file.at(self.places[index], 4), "little")
+def stated_sum(path: str, places: memoryview[int], index: int, _: int) -> int:
+    """Return the CRC-32 that a file's directory states of a record, by number. `places`: of all of them in the file."""
+    with opened(path) as file:
+        return int.from_bytes(file.at(places[index], 4), "little")
 
 
 def has_checksums(records: Iterable[Record]) -> bool:

@@ -48,7 +48,7 @@ def mapping(writer: Writer, node: nodes.OrderedMapping | nodes.DefaultMapping) -
 @nested(nodes.Namespace)
 def namespace(writer: Writer, node: nodes.Namespace) -> Parts:
     """Write an `argparse.Namespace`, whose attributes are its state."""
-    writer.function(NAMESPACE.module, NAMESPACE.name)
+    yield NAMESPACE
     writer.out += b")\x81"
     writer.keep(node)
     writer.out += b"}"
@@ -100,7 +100,7 @@ def numpy_function(writer: Writer, name: str) -> None:
 @nested(NumpyDType)
 def dtype(writer: Writer, node: NumpyDType) -> Parts:
     """Write a dtype and its state."""
-    writer.function(DTYPE.module, DTYPE.name)
+    yield DTYPE
     yield from writer.call((node.code, *node.flags))
     if writer.keep(node):
         yield from writer.built(node.state)
@@ -146,8 +146,7 @@ NEW = "_rebuild_tensor_v3"
 @nested(nodes.Tensor)
 def tensor(writer: Writer, node: nodes.Tensor) -> Parts:
     """Write a dense tensor, within its class, its attributes or a parameter where it has them."""
-    wrapped = node.subclass is not None or node.attributes is not None or is_slots(node.state)
-    state = node.state if node.attributes is None else node.attributes
+    wrapped, state = wrapping(node)
     with_state = node.is_parameter and wrapped and node.subclass is None
     if node.is_parameter:  # its class, where it has one, is that of its data
         writer.function(UTILS, "_rebuild_parameter_with_state" if with_state else "_rebuild_parameter")
@@ -174,9 +173,14 @@ def tensor(writer: Writer, node: nodes.Tensor) -> Parts:
         yield from writer.built(node.state if not wrapped or node.attributes is not None else None)
 
 
-def is_slots(state: object) -> bool:
-    """Tell whether a state is (attributes, slots), as `_rebuild_from_type_v2` takes it; any other was set by itself."""
-    return isinstance(state, tuple) and len(state) == 2
+def wrapping(node: nodes.Tensor | nodes.MetaTensor) -> tuple[bool, object]:
+    """Return whether a tensor is written with its class or its attributes, and the state that is written then.
+
+    `_rebuild_from_type_v2` takes attributes, or a state that is (attributes, slots); any other was set by itself.
+    """
+    is_slots = isinstance(node.state, tuple) and len(node.state) == 2
+    state = node.state if node.attributes is None else node.attributes
+    return node.subclass is not None or node.attributes is not None or is_slots, state
 
 
 def function_of(node: nodes.Tensor) -> str:
@@ -230,21 +234,19 @@ def quantized(writer: Writer, node: nodes.QuantizedTensor) -> Parts:
 @nested(nodes.MetaTensor)
 def meta(writer: Writer, node: nodes.MetaTensor) -> Parts:
     """Write a tensor of the meta device, or the shell of a wrapper subclass."""
-    gradient, has_state = node.requires_grad, node.attributes is not None or node.state is not None
+    gradient, (wrapped, state) = node.requires_grad, wrapping(node)
     if isinstance(node.layout, nodes.Layout):
         function = nodes.Global(UTILS, "_rebuild_wrapper_subclass")
         rest = (node.storage_offset, node.layout, node.device, gradient)
         args: Args = (node.subclass, nodes.DType(node.dtype), node.shape, node.strides, *rest)
-        wrapped = has_state
+        wrapped = state is not None
     else:
         function = nodes.Global(UTILS, "_rebuild_meta_tensor_no_storage")
         args = (nodes.DType(node.dtype), node.shape, node.strides, gradient)
-        wrapped = node.subclass is not None or node.attributes is not None or is_slots(node.state)
     if wrapped:
-        state = node.state if node.attributes is None else node.attributes
         args = (function, node.subclass or TENSOR, args, state)
         function = nodes.Global("torch._tensor", "_rebuild_from_type_v2")
-    writer.function(function.module, function.name)
+    yield function
     yield from writer.call(args)
     if writer.keep(node):
         yield from writer.built(None if wrapped else node.state)

@@ -235,7 +235,7 @@ def read_zip(
 
 def alike_file(
     file: TorchFile, source: FileRange, archive: str, filled: Sequence[int], crc: Callable[[int, int], int],
-    numbers: tuple[int | str, ...] = (),
+    numbers: tuple[int | str, ...],
 ) -> TorchFile:  # fmt: skip
     """Return a file with the tree of another, whose records have the same places; for the rest see `AlikeRecords`."""
     records = AlikeRecords(file.records, filled, len(file.archive), archive, crc)

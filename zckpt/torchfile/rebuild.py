@@ -15,6 +15,7 @@ process, and nodes by identity or by such strings.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from zckpt.errors import PickleError
 from zckpt.state.spans import Shape
@@ -168,12 +169,6 @@ def make_set(args: Args, context: Context) -> set[object] | None:
     return found
 
 
-def make_frozenset(args: Args, context: Context) -> object:
-    """Build a `frozenset`."""
-    found = make_set(args, context)
-    return None if found is None else frozenset(found)
-
-
 def make_bytes(args: Args, context: Context) -> bytes | None:
     """Build `bytes()` or `bytes(data)`; a length is refused, for it could be any.
 
@@ -199,10 +194,14 @@ def make_bytes(args: Args, context: Context) -> bytes | None:
     return None
 
 
-def make_bytearray(args: Args, context: Context) -> object:
-    """Build `bytearray()`, `bytearray(data)` or `bytearray(text, "latin-1")`."""
-    found = make_bytes(args, context)
-    return None if found is None else bytearray(found)
+def as_kind(kind: Callable[[Any], object], builder: Builder) -> Builder:
+    """Return the builder of what another builds, as another kind."""
+
+    def build(args: Args, context: Context) -> object:
+        found = builder(args, context)
+        return None if found is None else kind(found)
+
+    return build
 
 
 def make_complex(args: Args, _: Context) -> object:
@@ -293,9 +292,9 @@ BUILDERS: dict[tuple[str, str], Builder] = {
     ("collections", "OrderedDict"): ordered_dict,
     ("collections", "defaultdict"): default_dict,
     ("builtins", "set"): make_set,
-    ("builtins", "frozenset"): make_frozenset,
+    ("builtins", "frozenset"): as_kind(frozenset, make_set),
     ("builtins", "bytes"): make_bytes,
-    ("builtins", "bytearray"): make_bytearray,
+    ("builtins", "bytearray"): as_kind(bytearray, make_bytes),
     ("builtins", "complex"): make_complex,
     ("builtins", "slice"): make_slice,
     ("builtins", "range"): make_range,

@@ -216,22 +216,24 @@ def device(args: Args, _: Context) -> object:
     return None
 
 
-_UTILS = "torch._utils"
 _ON_DEVICE = ("_rebuild_device_tensor_from_numpy", "_rebuild_device_tensor_from_cpu_tensor", "_rebuild_xla_tensor")
 
 TENSOR_BUILDERS: dict[tuple[str, str], Builder] = {
-    (_UTILS, "_rebuild_tensor"): plain_tensor("_rebuild_tensor", 4, 4),
-    (_UTILS, "_rebuild_tensor_v2"): plain_tensor("_rebuild_tensor_v2", 6, 7),
-    (_UTILS, "_rebuild_tensor_v3"): plain_tensor("_rebuild_tensor_v3", 7, 8),
-    (_UTILS, "_rebuild_parameter"): parameter,
-    (_UTILS, "_rebuild_parameter_with_state"): parameter,
-    (_UTILS, "_rebuild_sparse_tensor"): sparse,
-    (_UTILS, "_rebuild_sparse_csr_tensor"): sparse_csr,
-    (_UTILS, "_rebuild_qtensor"): quantized,
-    (_UTILS, "_rebuild_nested_tensor"): lambda args, _: nodes.NestedTensor(*args) if len(args) == 4 else None,
-    (_UTILS, "_rebuild_meta_tensor_no_storage"): meta,
-    (_UTILS, "_rebuild_wrapper_subclass"): wrapper,
-    **{(_UTILS, name): on_device(name) for name in _ON_DEVICE},
+    ("torch._utils", name): builder
+    for name, builder in {
+        "_rebuild_tensor": plain_tensor("_rebuild_tensor", 4, 4),
+        "_rebuild_tensor_v2": plain_tensor("_rebuild_tensor_v2", 6, 7),
+        "_rebuild_tensor_v3": plain_tensor("_rebuild_tensor_v3", 7, 8),
+        "_rebuild_parameter": parameter,
+        "_rebuild_parameter_with_state": parameter,
+        "_rebuild_sparse_tensor": sparse,
+        "_rebuild_sparse_csr_tensor": sparse_csr,
+        "_rebuild_qtensor": quantized,
+        "_rebuild_nested_tensor": lambda args, _: nodes.NestedTensor(*args) if len(args) == 4 else None,
+        "_rebuild_meta_tensor_no_storage": meta,
+        "_rebuild_wrapper_subclass": wrapper,
+        **{name: on_device(name) for name in _ON_DEVICE},
+    }.items()
 }
 
 ALL_BUILDERS: dict[tuple[str, str], Builder] = {

@@ -15,7 +15,9 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 from zckpt.errors import DamagedFileError, ZckptError
 from zckpt.immutable import immutable, mutable
@@ -53,16 +55,12 @@ CLOSED = {
 }  # fmt: skip
 """What archives begin with that are not looked into."""
 
-PACKED: dict[bytes, Callable[[bytes], bytes]] = {
-    b"\x1f\x8b": lambda data: zlib.decompressobj(47).decompress(data, MAX_UNPACKED),
-    **dict.fromkeys(
-        (b"\x78\x01", b"\x78\x9c", b"\x78\xda"), lambda data: zlib.decompressobj().decompress(data, MAX_UNPACKED)
-    ),
-    b"BZh": lambda data: bz2.BZ2Decompressor().decompress(data, MAX_UNPACKED),
-    b"\xfd7zXZ": lambda data: lzma.LZMADecompressor().decompress(data, MAX_UNPACKED),
-    b"\x5d\0\0": lambda data: lzma.LZMADecompressor().decompress(data, MAX_UNPACKED),
-}  # fmt: skip
-"""What compressed files begin with, and what unpacks them."""
+PACKED: dict[bytes, Callable[[], Any]] = {
+    **dict.fromkeys((b"\x1f\x8b", b"\x78\x01", b"\x78\x9c", b"\x78\xda"), partial(zlib.decompressobj, 47)),
+    b"BZh": bz2.BZ2Decompressor,
+    **dict.fromkeys((b"\xfd7zXZ", b"\x5d\0\0"), lzma.LZMADecompressor),
+}
+"""What compressed files begin with, and what makes their unpacker; of zlib, 47 stands for its own form and gzip's."""
 
 
 @mutable
@@ -218,11 +216,12 @@ class Scanner:
         for magic, name in CLOSED.items():
             if head.startswith(magic):
                 self.odd(record, UNKNOWN, f"is packed with {name}, and is not looked into")
-        for magic, unpack in PACKED.items():
+        for magic, unpacker in PACKED.items():
             if head.startswith(magic):
                 unpacked = b""
                 with suppress(zlib.error, lzma.LZMAError, OSError, EOFError):
-                    unpacked = unpack(source.read(0, min(source.nbytes, MAX_UNPACKED)))
+                    packed = source.read(0, min(source.nbytes, MAX_UNPACKED))
+                    unpacked = unpacker().decompress(packed, MAX_UNPACKED)
                 if len(unpacked) >= MAX_UNPACKED:
                     self.odd(record, UNKNOWN, f"of what is compressed in it, {MAX_UNPACKED} bytes are looked at")
                 if unpacked:
