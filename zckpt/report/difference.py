@@ -80,7 +80,7 @@ def _different(found: Rows, width: int) -> list[str]:
 
 def render_parting(document: Document, *, limit: int) -> str:
     """Return what is found of two runs as text."""
-    document = printable(dict(document))
+    document = printable(document)
     by_name: dict[str, list[str]] = {}
     for one in document["changed"]:
         most = "" if one["max_abs"] is None else f" (by at most {one['max_abs']:.3g})"

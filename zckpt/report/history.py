@@ -7,7 +7,7 @@ from zckpt.report.text import Document, count, printable, size, table, when
 
 def render(document: Document) -> str:
     """Return the document of `list` as text."""
-    document = printable(dict(document))
+    document = printable(document)
     every = document["checkpoints"]
     rows = [(*cells(one), "sound" if one["sound"] else "not sound", "; ".join(remarks(one))) for one in every]
     header = ["checkpoint", "step", "saved (UTC)", "size", "format", "ranks", "", ""]
@@ -17,7 +17,7 @@ def render(document: Document) -> str:
 
 def render_pruned(document: Document) -> str:
     """Return the document of `prune` as text."""
-    document = printable(dict(document))
+    document = printable(document)
     every, done = document["checkpoints"], document["deleted"]
     words = ("stays", "gone" if done else "goes")
     rows = [(*cells(one)[:4], words[one["goes"]], one["because"]) for one in every]

@@ -95,9 +95,8 @@ def shapes(map_data: Document) -> tuple[list[Shape], int]:
     """Return what to draw, back to front, and the picture's height."""
     columns, sections = _columns(map_data)
     total = max(1, columns[-1].start + columns[-1].numel if columns else 1)
-    scale = (WIDTH - LEFT - RIGHT) / total
-    bands = _bands(map_data)
-    room = WIDTH - LEFT - RIGHT
+    bands, room = _bands(map_data), WIDTH - LEFT - RIGHT
+    scale = room / total
     shapes = list(_heading(map_data))
     shapes += (Shape(LEFT, band.y, room, band.height, fill=SUNKEN) for band in bands)
     shapes += (Shape(LEFT, band.y - 0.5, room, 1, fill=LINE) for band in bands[1:] if band.height >= BAND_LEAST)
@@ -149,11 +148,12 @@ def _bands(map_data: Document) -> list[Band]:
     bands: list[Band] = []
     for index, row in enumerate(rows):
         last = bands[-1] if bands else None
-        near = last is not None and last.ranks and row["dp"] is not None and index - last.first < together
+        is_rank = row["dp"] is not None
+        near = last is not None and last.ranks and is_rank and index - last.first < together
         if last is not None and near and row["mp"] == rows[last.first]["mp"]:
             last.end = index + 1
-            continue
-        bands.append(Band(index, index + 1, row["dp"] is not None))
+        else:
+            bands.append(Band(index, index + 1, is_rank))
     height = min(ROW, MOST_HEIGHT / max(1, len(bands)))
     for index, band in enumerate(bands):
         first, *_ = members = rows[band.first : band.end]

@@ -15,7 +15,7 @@ VERDICTS = {
 
 def render(document: Document) -> str:
     """Return the document of `resume-check` as text."""
-    document = printable(dict(document))
+    document = printable(document)
     ranks = count(document["world_size"], "rank")
     form = find_format(document["format"])
     lines = [f"{document['source']} ({document['format'] if form is None else form.title}) in {document['title']}, "

@@ -40,9 +40,9 @@ def render(document: Document, *, width: int, paint: Paint) -> str:
         more = f" and {len(names) - SHOWN_NAMES:,} more" if len(names) > SHOWN_NAMES else ""
         facts = [
             ("what", one["message"]),
-            ("file", one["file"] or None),
-            ("rank" if len(ranks) == 1 else "ranks", ", ".join(map(str, ranks)) or None),
-            ("parameter" if len(names) == 1 else "of", ", ".join(names[:SHOWN_NAMES]) + more or None),
+            ("file", one["file"]),
+            ("rank" if len(ranks) == 1 else "ranks", ", ".join(map(str, ranks))),
+            ("parameter" if len(names) == 1 else "of", ", ".join(names[:SHOWN_NAMES]) + more),
             ("expected", one["expected"]),
             ("found", one["found"]),
             ("to do", one["advice"]),

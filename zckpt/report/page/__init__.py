@@ -59,11 +59,8 @@ def diff_page(document: Document) -> str:
         (len(metadata), "metadata value", "changed"),
     ]
     words = ", ".join(f"{count(n, noun)} {what}" for n, noun, what in counts if n)
-    said = (
-        verdict(True, "Equal.", "Nothing that was compared differs.")
-        if document["equal"]
-        else verdict(False, "Different:", f"{words}.")
-    )
+    good = ("Equal.", "Nothing that was compared differs.")
+    said = verdict(document["equal"], good, ("Different:", f"{words}."))
     compared = document["compared"]
     head = facts(
         [
@@ -91,8 +88,8 @@ def diff_page(document: Document) -> str:
         items(document.get("warnings", ()), kind="warnings")
         + section("On one side only", alone, identity="only")
         + (DIFFERENT if different else "")
-        + section("Equal", same if equal else "<p>No tensor is equal on both sides.</p>", identity="equal")
-        + section("Metadata", changed, identity="metadata")
+        + section("Equal", same if equal else "<p>No tensor is equal on both sides.</p>")
+        + section("Metadata", changed)
     )
     title = f"{name_of(a['source'])} and {name_of(b['source'])}"
     data = {"different": different, "equal_slots": equal}
@@ -110,7 +107,6 @@ def series_page(document: Document) -> str:
             "Curves",
             '<ul class="lines" id="lines" aria-label="Lines drawn"></ul><div class="columns even">'
             '<div id="change"></div><div id="norm"></div></div>',
-            identity="curves",
         )
         + section(
             "Tensors",
@@ -130,11 +126,11 @@ def series_page(document: Document) -> str:
 
 
 MAP_SECTIONS = (
-    section("Map", '<div id="map"></div>', identity="map")
+    section("Map", '<div id="map"></div>')
     + '<section id="chosen" hidden aria-labelledby="chosen-name"><h2 id="chosen-name"></h2>'
     + '<div id="chosen-spans"></div></section>'
     + section("Size by module", '<div id="treemap"></div>', identity="sizes")
-    + section("Parameters", '<div id="parameters"></div>', identity="parameters")
+    + section("Parameters", '<div id="parameters"></div>')
 )
 """Sections that the scripts of the map fill."""
 
@@ -179,8 +175,8 @@ def inspect_page(document: Document, map_data: Document) -> str:
     main = (
         search("parameter")
         + MAP_SECTIONS
-        + section("Slots", table("Slots", header, slots, right=(2, 3, 4)) if slots else "", identity="slots")
-        + section("More", more, identity="more")
+        + section("Slots", table("Slots", header, slots, right=(2, 3, 4)) if slots else "")
+        + section("More", more)
     )
     lost = [
         f"Left out: {one['file']}{':' if one['place'] else ''}{one['place']} ({one['about']})"
@@ -254,11 +250,8 @@ def verify_page(document: Document, map_data: Document | None = None) -> str:
     counts = Counter(one["severity"] for one in findings)
     words = ", ".join(count(counts[kind], kind) for kind in SEVERITIES if counts[kind])
     how = "Every byte was read." if document["deep"] else "Its structure was checked; --deep reads every byte."
-    said = (
-        verdict(True, "Sound.", text(how + (f" {words.capitalize()}." if words else "")))
-        if document["sound"]
-        else verdict(False, "Not sound:", f"{text(words)}. {text(how)}")
-    )
+    good = ("Sound.", text(how + (f" {words.capitalize()}." if words else "")))
+    said = verdict(document["sound"], good, ("Not sound:", f"{text(words)}. {text(how)}"))
     checked = dict(document["checked"])
     size = checked.pop("nbytes")
     head = facts(
@@ -280,9 +273,9 @@ def verify_page(document: Document, map_data: Document | None = None) -> str:
         f'<fieldset class="legend severities"><legend class="unseen">Severities shown</legend>{choices}</fieldset>'
         '<p class="unseen" id="findings-answer" aria-live="polite"></p>' + "".join(_finding(one) for one in findings)
     )
-    main = section("Findings", listed if findings else "<p>None.</p>", identity="findings")
+    main = section("Findings", listed if findings else "<p>None.</p>")
     if map_data:
-        main += search("parameter") + MAP_SECTIONS + section("More", MAP_TABLE, identity="more")
+        main += search("parameter") + MAP_SECTIONS + section("More", MAP_TABLE)
     kept = ("severity", "ranks", "parameters", "file")
     data = {"map": map_data, "findings": [{key: one.get(key) for key in kept} for one in findings]}
     subtitle = f"Verification of a {document['format'] or 'damaged'} checkpoint"
@@ -320,7 +313,7 @@ def stats_page(document: Document) -> str:
     source, slots = document["source"], document["slots"]
     odd = [one for one in slots if one["nan"] or one["inf"]]
     words = f"{count(len(odd), 'tensor')} of {len(slots):,} hold NaN or infinite elements."
-    said = verdict(False, "Not finite:", words) if odd else verdict(True, "Finite.", "No element is NaN or infinite.")
+    said = verdict(not odd, ("Finite.", "No element is NaN or infinite."), ("Not finite:", words))
     head = facts(
         [
             ("Tensors", number(len(slots))),

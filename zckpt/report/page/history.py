@@ -23,11 +23,8 @@ def history_page(document: Document) -> str:
     """Return the page of a run. `document`: what `zckpt list --json` prints."""
     every = document["checkpoints"]
     bad = [one for one in every if not one["sound"]]
-    said = (
-        verdict(False, "Not sound:", text(f"{count(len(bad), 'checkpoint')} of {len(every):,}."))
-        if bad
-        else verdict(True, "Sound.", "No error was found in any checkpoint.")
-    )
+    words = text(f"{count(len(bad), 'checkpoint')} of {len(every):,}.")
+    said = verdict(not bad, ("Sound.", "No error was found in any checkpoint."), ("Not sound:", words))
     head = facts(
         [
             ("Checkpoints", number(len(every))),
@@ -60,7 +57,7 @@ def history_page(document: Document) -> str:
         )
     main = (
         section("What was saved when", drawn + legend, identity="history")
-        + section("Checkpoints", table("Checkpoints", header, rows, right=(1, 3, 5)), identity="checkpoints")
+        + section("Checkpoints", table("Checkpoints", header, rows, right=(1, 3, 5)))
         + section("Left by interruptions", items(document["leftovers"]), identity="left")
     )
     subtitle = f"{count(len(every), 'checkpoint')}, {size(document['nbytes'])}"

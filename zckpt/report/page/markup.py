@@ -65,8 +65,9 @@ def nbytes(value: int) -> str:
     return f'<span title="{value:,} bytes">{size(value)}</span>'
 
 
-def verdict(is_good: bool, word: str, rest: str) -> str:
-    """Return what a document comes to; `rest` is HTML."""
+def verdict(is_good: bool, good: tuple[str, str], bad: tuple[str, str]) -> str:
+    """Return what a document comes to: a word, and HTML behind it, of either."""
+    word, rest = good if is_good else bad
     return f'<p class="verdict {"good" if is_good else "bad"}"><strong>{word}</strong> {rest}</p>'
 
 
@@ -80,7 +81,7 @@ def quiet(value: object) -> str:
     return f'<span class="quiet">{text(value)}</span>'
 
 
-def facts(pairs: Iterable[tuple[str, str]], *, broad: Sequence[str] = ()) -> str:
+def facts(pairs: Iterable[tuple[str, str]], *, broad: Sequence[str]) -> str:
     """Return a list of names and values (HTML); those without a value are left out, those in `broad` get a line."""
     rows = "".join(
         f"<div{' class=broad' if name in broad else ''}><dt>{text(name)}</dt><dd>{value}</dd></div>"
@@ -104,10 +105,11 @@ def table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str]], *,
     )
 
 
-def section(title: str, body: str, *, identity: str) -> str:
-    """Return a section with a heading; nothing where there is no body."""
+def section(title: str, body: str, *, identity: str | None = None) -> str:
+    """Return a section with a heading; nothing where there is no body. `identity`: by default its title."""
     if not body:
         return ""
+    identity = identity or title.lower()
     return f'<section aria-labelledby="{identity}-title"><h2 id="{identity}-title">{text(title)}</h2>{body}</section>'
 
 
