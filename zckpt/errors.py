@@ -26,6 +26,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from signal import SIGINT
 
@@ -56,23 +57,18 @@ def shortened(text: str, width: int) -> str:
 
 
 _AS_URLS: list[Callable[[str], str]] = []
-_BASES: set[str] = set()
 
 
+@cache  # of each directory it is told once
 def show_as_urls(base: str) -> None:
     """Let `shown` know of a directory in which BASE/NUMBER/SCHEME/REST stands for SCHEME://REST."""
-    if base in _BASES:
-        return
-    _BASES.add(base)
     pattern = re.compile(re.escape(base) + r"/\d+/([a-z][a-z0-9+.\-]*)(?:/|(?![a-z0-9+.\-]))")
     _AS_URLS.append(lambda text: pattern.sub(r"\1://", text) if base in text else text)
 
 
+@cache
 def show_as_stored(base: str, scheme: str) -> None:
     """Let `shown` know that BASE/NUMBER/SCHEME/STORE/REST stands for STORE/REST, a path whose slashes are quoted."""
-    if f"{base} {scheme}" in _BASES:
-        return
-    _BASES.add(f"{base} {scheme}")
     pattern = re.compile(re.escape(base) + rf"/\d+/{scheme}/([^/\s'\"]+)")
 
     def as_paths(text: str) -> str:
@@ -257,16 +253,18 @@ class ZckptError(Exception):
         return shown(as_called(str(value)))
 
     def __str__(self) -> str:
-        text = shortened(self._said(self.message), SHOWN_CHARACTERS)
+        def said(value: object, most: int = SHOWN_CHARACTERS) -> str:
+            return shortened(self._said(value), most)
+
+        text = said(self.message)
         if self.path is not None:
             text = f"{shortened(shown(self.path), SHOWN_PATH)}: {text}"
         if self.expected is not None:
-            text += f": expected {shortened(self._said(self.expected), SHOWN_CHARACTERS)}"
+            text += f": expected {said(self.expected)}"
         if self.found is not None:
-            found = shortened(self._said(self.found), SHOWN_CHARACTERS)
-            text += f"{',' if self.expected is not None else ':'} found {found}"
+            text += f"{',' if self.expected is not None else ':'} found {said(self.found)}"
         if self.advice is not None:
-            text += f"; {shortened(self._said(self.advice), SHOWN_PATH + SHOWN_CHARACTERS)}"
+            text += f"; {said(self.advice, SHOWN_PATH + SHOWN_CHARACTERS)}"
         return without_controls(" ".join(text.split()))
 
 
