@@ -44,6 +44,9 @@ ZIP64 = 1
 PADDING = 0x4246
 """Tag of the extra field that aligns data: the letters FB, as torch's own writer uses."""
 
+MOST_END = END.size + MAX_16
+"""Bytes of an end record with the longest comment."""
+
 ALIGNMENT = 64
 """torch's default since 2.6; what it writes in `.storage_alignment`."""
 
@@ -214,12 +217,17 @@ def damaged(message: str, **details: Any) -> DamagedFileError:  # noqa: ANN401  
     return DamagedFileError(message, **details, advice="copy it again from its origin")
 
 
+def tail_of(source: FileRange, most: int) -> bytes:
+    """Return at most so many bytes that a range ends with."""
+    nbytes = min(source.nbytes, most)
+    return source.read(source.nbytes - nbytes, nbytes)
+
+
 def find_directory(source: FileRange) -> tuple[int, int, int]:
     """Return number of records, offset and size of the central directory."""
-    tail = source.read(max(source.nbytes - ENDS, 0), min(source.nbytes, ENDS))
+    tail = tail_of(source, ENDS)
     if tail[-END.size :][:4] != b"PK\5\6" or tail[-2:] != b"\0\0":  # there is a comment after it
-        tail_size = min(source.nbytes, END.size + MAX_16)
-        tail = source.read(source.nbytes - tail_size, tail_size)
+        tail = tail_of(source, MOST_END)
     tail_size, tail_start = len(tail), source.nbytes - len(tail)
     at = tail.rfind(b"PK\5\6")
     while at >= 0:

@@ -23,7 +23,16 @@ from zckpt.errors import DamagedFileError, ZckptError
 from zckpt.immutable import immutable, mutable
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.files import FileRange, collector_paused
-from zckpt.torchfile.archive import LOCAL, MAX_16, Record, find_directory, has_checksums, read_archive
+from zckpt.torchfile.archive import (
+    LOCAL,
+    MAX_16,
+    MOST_END,
+    Record,
+    find_directory,
+    has_checksums,
+    read_archive,
+    tail_of,
+)
 from zckpt.torchfile.grades import DANGEROUS, UNKNOWN, grade
 from zckpt.torchfile.reader import MAGIC_NUMBER, MAX_PICKLE, read_source
 from zckpt.torchfile.unpickle import TruncatedPickleError
@@ -44,8 +53,6 @@ MAX_SEQUENCE = 1000
 HEADER = b"PK\3\4"
 LEAST_HIDDEN = LOCAL.size + 12
 """Bytes between records in which another one finds room that calls something."""
-
-END_NBYTES = 22 + MAX_16
 
 STARTS = frozenset(b"()]}NIJKLMFGSTUVXBCPci.\x80\x82\x83\x84\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f\x95\x96\x97")
 """Opcodes that need nothing on the stack: with any other, a pickle ends before it does anything."""
@@ -180,12 +187,13 @@ class Scanner:
         try:
             records = list(read_archive(source).values())
         except ZckptError as error:
-            said = "its archive may be read in several ways" if isinstance(error, DamagedFileError) else "its archive"
-            self.odd(record, DANGEROUS if isinstance(error, DamagedFileError) else UNKNOWN, f"{said}: {error.message}")
+            found, said = UNKNOWN, "its archive"
+            if isinstance(error, DamagedFileError):
+                found, said = DANGEROUS, "its archive may be read in several ways"
+            self.odd(record, found, f"{said}: {error.message}")
             self.physical(source, record, depth)
             return
-        tail = min(source.nbytes, END_NBYTES)
-        has_ends = source.read(source.nbytes - tail, tail).count(b"PK\5\6") > 1
+        has_ends = tail_of(source, MOST_END).count(b"PK\5\6") > 1
         if has_ends or _has_unlisted(source, records):
             what = "it has two ends" if has_ends else "its directory does not list all records"
             self.odd(record, DANGEROUS, f"its archive may be read in several ways: {what}")
@@ -204,7 +212,7 @@ class Scanner:
                 self.odd(_within(record, within), DANGEROUS, "its checksum is another's: some readers stop there")
 
     def _other_archives(self, source: FileRange, head: bytes, record: str, depth: int) -> None:
-        tail = source.read(max(source.nbytes - END_NBYTES, 0), min(source.nbytes, END_NBYTES))
+        tail = tail_of(source, MOST_END)
         end = tail.rfind(b"PK\5\6")
         if end >= 0 and end + 22 + int.from_bytes(tail[end + 20 : end + 22], "little") == len(tail):
             self.odd(record, UNKNOWN, "a zip archive lies behind something else")
