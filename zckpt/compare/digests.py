@@ -30,7 +30,7 @@ from zckpt.engine.cast import Array, cast
 from zckpt.engine.scan import SlotSet, scan
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.immutable import immutable
-from zckpt.state import MASTER, WEIGHT, Brief, Checkpoint, Slot, are_texts, dict_of
+from zckpt.state import MASTER, WEIGHT, Brief, Checkpoint, Slot, are_texts
 from zckpt.storage.files import read_whole
 from zckpt.storage.ownership import FINGERPRINT_NAME
 
@@ -109,12 +109,11 @@ def read_digests(path: str | os.PathLike[str]) -> Fingerprint:
         stored = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DamagedFileError("unreadable", path=file, expected="digests that zckpt wrote", found=error) from error
-    text, entries = (dict_of(stored).get(key) for key in ("fingerprint", "entries"))
-    are_entries = isinstance(entries, dict) and all(
-        isinstance(found, dict) and are_texts(found.values()) for found in entries.values()
-    )
-    if not isinstance(text, str) or not isinstance(entries, dict) or not are_entries:
-        raise DamagedFileError("holds no digests", path=file, expected="what `zckpt fingerprint --write` writes")
+    match stored:
+        case {"fingerprint": str(text), "entries": dict(entries)} if all(map(_are_entries, entries.values())):
+            pass
+        case _:
+            raise DamagedFileError("holds no digests", path=file, expected="what `zckpt fingerprint --write` writes")
     if not text.startswith(f"{VERSION}:"):
         raise UnsupportedError(
             "has another version",
@@ -126,6 +125,10 @@ def read_digests(path: str | os.PathLike[str]) -> Fingerprint:
     if text != root(entries):
         raise DamagedFileError("changed since it was written", path=file, expected=text, found=root(entries))
     return Fingerprint(text, entries)
+
+
+def _are_entries(found: object) -> bool:
+    return isinstance(found, dict) and are_texts(found.values())
 
 
 def changes(expected: Fingerprint, found: Fingerprint) -> list[Change]:

@@ -202,7 +202,7 @@ class Difference:
 def differences(
     pairs: Iterable[SlotSet],
     *,
-    tolerance: Tolerance | None = None,
+    tolerance: Tolerance = EXACT,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
     direct: bool = False,
@@ -236,17 +236,16 @@ def differences(
         a, b = one.slots
         if a.shape != b.shape:
             raise LayoutError(f"{one.label} has two shapes", expected=a.shape, found=b.shape)
-    limits = tolerance or EXACT
     unequal = {index for index, one in enumerate(sets) if one.dtypes[0] != one.dtypes[1]}
     goes_on = lambda index: index not in unequal  # noqa: E731
     for index, _ in scan(sets, _first_difference, memory=memory, reporter=reporter, goes_on=goes_on, direct=direct):
         unequal.add(index)
     chosen = sorted(unequal)
-    found = measure([sets[index] for index in chosen], limits, memory=memory, direct=direct)
+    found = measure([sets[index] for index in chosen], tolerance, memory=memory, direct=direct)
     return [
         Difference(index, sets[index].label, figures)
         for index, figures in zip(chosen, found, strict=True)
-        if figures.num_different or (limits == EXACT and sets[index].dtypes[0] != sets[index].dtypes[1])
+        if figures.num_different or (tolerance == EXACT and sets[index].dtypes[0] != sets[index].dtypes[1])
     ]
 
 

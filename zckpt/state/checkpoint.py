@@ -474,7 +474,7 @@ class Checkpoint:
         """Return the names of all slots, `weight` and `master` first, each once."""
         names = dict.fromkeys(name for p in self.holders() for name in p.slots)
         first = [name for name in (WEIGHT, MASTER) if name in names]
-        return first + [name for name in names if name not in (WEIGHT, MASTER)]
+        return [*first, *without(names, WEIGHT, MASTER)]
 
     def optimizer_slot_names(self) -> list[str]:
         """Return the names of all slots except the weight and the master."""

@@ -32,10 +32,9 @@ class Cuts:
 
     def __init__(self, spans: Sequence[CutSpans]) -> None:
         some = [one for one in spans if one.numel]
-        self.origin = np.array([one.origin for one in some], np.int64)
-        self.width = np.array([one.width for one in some], np.int64)
-        self.at = np.array([one.at for one in some], np.int64)
-        self.numel = np.array([one.numel for one in some], np.int64)
+        columns = ("origin", "width", "at", "numel")
+        self._columns = np.array([[getattr(one, name) for one in some] for name in columns], np.int64)
+        self.origin, self.width, self.at, self.numel = self._columns
         self._first = self.origin // self.width
         self._end = -(-(self.origin + self.numel) // self.width)
         starts, ends = -(-self.origin // self.width), (self.origin + self.numel) // self.width
@@ -47,8 +46,7 @@ class Cuts:
         """Tell whether the same elements lie at the same offsets of other files."""
         if not isinstance(other, Cuts):
             return NotImplemented
-        ours, theirs = ((x.origin, x.width, x.at, x.numel) for x in (self, other))
-        return all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        return np.array_equal(self._columns, other._columns)
 
     __hash__ = None  # type: ignore[assignment]  # compared, never looked up
 

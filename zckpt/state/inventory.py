@@ -123,7 +123,7 @@ class Inventory:
     @property
     def left_out(self) -> list[Item]:
         """What no one has claimed."""
-        return [item for item in self.items if item.fate == LEFT_OUT]
+        return list(self.of(LEFT_OUT))
 
     def of(self, fate: str) -> Iterator[Item]:
         """Yield the items of one fate."""

@@ -71,7 +71,7 @@ class Extent:
     @classmethod
     def whole(cls, shape: Shape) -> Extent:
         """Return the extent of all elements of a tensor of `shape`."""
-        return cls((0,) * len(shape), shape, 0, math.prod(shape))
+        return cls.flat(shape, 0, math.prod(shape))
 
     @classmethod
     def flat(cls, shape: Shape, start: int, numel: int) -> Extent:
