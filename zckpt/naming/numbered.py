@@ -19,8 +19,8 @@ from zckpt.state.names import is_number
 
 NO_SHAPE = {"step", "RMS"}
 
-FILE, MEMORY = range(2)
-"""Sides of the map of transformers."""
+FILE, MEMORY, SAME = range(3)
+"""Sides of the map of transformers; what has one name for everything in both."""
 
 
 def numbers_alone(checkpoint: Checkpoint) -> bool:
@@ -115,8 +115,9 @@ def _changing(document: Mapping[str, Any]) -> Map | None:
 def _side_of(document: Mapping[str, Any], checkpoint: Checkpoint) -> int | None:
     """Return the side whose names a checkpoint has, FILE for the same names; None: neither. UsageError: either."""
     found = _changing(document)
-    shapes = {one.name: one.shape for one in checkpoint.tensors()}
-    followed = [] if found is None else fits(found, shapes)[0]
+    if found is None:
+        return SAME
+    followed, _ = fits(found, {one.name: one.shape for one in checkpoint.tensors()})
     changing = [one for fit in followed for one in fit.instances if one.rule.sides[0] != one.rule.sides[1]]
     if len(followed) > 1 and changing:
         raise UsageError(
@@ -132,9 +133,8 @@ def has_names_of_files(checkpoint: Checkpoint, config: Mapping[str, object]) -> 
 
     Errors are those of `transformers_map`; and UsageError: they may be of either.
     """
-    document = transformers_map(config)
-    side = _side_of(document, checkpoint)
-    return None if side is None and _changing(document) is not None else side == FILE
+    side = _side_of(transformers_map(config), checkpoint)
+    return None if side is None else side == FILE
 
 
 def _is_of(version: str, checkpoint: Checkpoint) -> bool:
@@ -175,5 +175,5 @@ def as_in_files(checkpoint: Checkpoint, config: Mapping[str, object]) -> tuple[C
     if side == MEMORY or (side == FILE and numbers_alone(checkpoint)):
         done = by_transformers(checkpoint, document, FILE)
         return done.checkpoint, done.notes
-    strange = side is None and _changing(document) is not None
-    return checkpoint, [f"{document['about']}: names are as they were, none of files or memory"] if strange else []
+    strange = [f"{document['about']}: names are as they were, none of files or memory"] if side is None else []
+    return checkpoint, strange
