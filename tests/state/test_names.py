@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zckpt.state import Checkpoint, Duplicate, Extent, Parameter, ParamGroup, Slot, Span
-from zckpt.state.names import INNER, aligned, as_filed, bare, bare_names, canonical_names, like_model, plain_name
+from zckpt.state.names import (
+    INNER,
+    aligned,
+    as_filed,
+    bare,
+    bare_names,
+    canonical_names,
+    like_model,
+    natural_order,
+    plain_name,
+)
 
 SEGMENTS = st.sampled_from(["fc", "body", "module", "0", "weight", "model"])
 NAMES = st.lists(st.lists(SEGMENTS, min_size=1, max_size=4).map(".".join), min_size=1, max_size=6, unique=True)
@@ -151,3 +161,9 @@ def test_a_checkpoint_is_renamed_whole_and_back():
     like_model(checkpoint, ["module.a", "module.b"])
     assert list(checkpoint.parameters) == ["module.a", "module.b"]
     assert as_filed(checkpoint) == before
+
+
+def test_names_are_ordered_by_the_numbers_in_them_whatever_digits_they_have():
+    names = ["layers.10.w", "layers.9.w", "layers.\u0663.w", "\u0663" * 5000, "9" * 5000, "w"]
+    assert sorted(names, key=natural_order)[-2:] == ["w", "\u0663" * 5000]
+    assert sorted(names[:2], key=natural_order) == names[1::-1]

@@ -35,7 +35,7 @@ def is_number(text: str) -> bool:
 
 def natural_order(name: str) -> list[tuple[int, str]]:
     """Return a sort key that takes numbers in a name as numbers."""
-    return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"([0-9]{1,18})", name)]
+    return [(int(word), "") if is_number(word) else (-1, word) for word in re.split(r"([0-9]{1,18})", name)]
 
 
 INNER = frozenset({"_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
