@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
+from tarfile import HeaderError, TarInfo
 from typing import Any
 
 from zckpt.errors import DamagedFileError, ZckptError
@@ -68,6 +69,13 @@ PACKED: dict[bytes, Callable[[], Any]] = {
     **dict.fromkeys((b"\xfd7zXZ", b"\x5d\0\0"), lzma.LZMADecompressor),
 }
 """What compressed files begin with, and what makes their unpacker; of zlib, 47 stands for its own form and gzip's."""
+
+
+DAMAGES = zlib.error, lzma.LZMAError, OSError, EOFError
+"""What unpackers raise."""
+
+REST = "rest"
+"""Name of what lies behind the members of a tar archive."""
 
 
 @mutable
@@ -178,10 +186,9 @@ class Scanner:
             name = source.read(start + LOCAL.size, name_size).decode("utf-8", "replace")
             part, name = _part(source, body, end - body), _within(record, name)
             self.look(part, name, is_data=True, is_pickle=not method and name.endswith(".pkl"), depth=depth + 1)
-            with suppress(zlib.error):  # what one header calls stored, the other may call packed
-                packed = part.read(0, min(part.nbytes, MAX_UNPACKED))
-                unpacked = zlib.decompressobj(-15).decompress(packed, MAX_UNPACKED)
-                self.look(InMemory(unpacked, source.path), name, is_data=True, depth=depth + 1)
+            packed = part.read(0, min(part.nbytes, MAX_UNPACKED))  # what one header calls stored, the other may call so
+            unpacked, _ = _unpacked(partial(zlib.decompressobj, -15), packed, MAX_UNPACKED)
+            self.look(InMemory(unpacked, source.path), name, is_data=True, depth=depth + 1)
 
     def _archive(self, source: FileRange, record: str, depth: int) -> None:
         try:
@@ -217,23 +224,26 @@ class Scanner:
         if end >= 0 and end + 22 + int.from_bytes(tail[end + 20 : end + 22], "little") == len(tail):
             self.odd(record, UNKNOWN, "a zip archive lies behind something else")
             self.physical(source, record, depth)
-        if head[257:262] == b"ustar":
+        if _tar_header(head) is not None:
             self.odd(record, UNKNOWN, "is a tar archive, as torch wrote them before 2016")
             for name, part in _tar(source):
-                self.look(part, _within(record, name), is_data=name in ("tensors", "storages"), depth=depth + 1)
+                self.look(part, _within(record, name), is_data=name in ("tensors", "storages", REST), depth=depth + 1)
         for magic, name in CLOSED.items():
             if head.startswith(magic):
                 self.odd(record, UNKNOWN, f"is packed with {name}, and is not looked into")
         for magic, unpacker in PACKED.items():
             if head.startswith(magic):
-                unpacked = b""
-                with suppress(zlib.error, lzma.LZMAError, OSError, EOFError):
-                    packed = source.read(0, min(source.nbytes, MAX_UNPACKED))
-                    unpacked = unpacker().decompress(packed, MAX_UNPACKED)
-                if len(unpacked) >= MAX_UNPACKED:
-                    self.odd(record, UNKNOWN, f"of what is compressed in it, {MAX_UNPACKED} bytes are looked at")
-                if unpacked:
-                    self.look(InMemory(unpacked, source.path), _within(record, "unpacked"), depth=depth + 1)
+                pieces, left, room = list[bytes](), source.read(0, min(source.nbytes, MAX_UNPACKED)), MAX_UNPACKED
+                while left and room and len(pieces) < MAX_SEQUENCE:  # one stream behind another, as programs read them
+                    piece, left = _unpacked(unpacker, left.lstrip(b"\0"), room)
+                    pieces.append(piece)
+                    room -= len(piece)
+                if left or not room:
+                    looked_at = MAX_UNPACKED - room
+                    self.odd(record, UNKNOWN, f"of what is compressed in it, {looked_at} bytes are looked at")
+                if room < MAX_UNPACKED:
+                    unpacked = InMemory(b"".join(pieces), source.path)
+                    self.look(unpacked, _within(record, "unpacked"), depth=depth + 1)
 
     def _pickles(self, source: FileRange, record: str, *, is_data: bool, is_pickle: bool, depth: int) -> None:
         """Look at a pickle, and at those behind it."""
@@ -343,14 +353,36 @@ def _has_unlisted(source: FileRange, records: Sequence[Record]) -> bool:
     return directory - end > 2 * MAX_16 or HEADER in source.read(end, directory - end)
 
 
+def _unpacked(unpacker: Callable[[], Any], data: bytes, most: int) -> tuple[bytes, bytes]:
+    """Return at most so much of what a packed stream unpacks to, and the bytes behind the stream.
+
+    Of a damaged one, what comes before the damage: a pickle there has run when its reader comes to that.
+    """
+    one, fits, too_many = unpacker(), 0, most
+    with suppress(*DAMAGES):
+        return one.decompress(data, most), one.unused_data
+    while too_many - fits > 1:  # bytes that come out, and that do not
+        nbytes = min(max(2 * fits, 1), (fits + too_many) // 2)
+        try:
+            unpacker().decompress(data, nbytes)
+            fits = nbytes
+        except DAMAGES:
+            too_many = nbytes
+    return (unpacker().decompress(data, fits) if fits else b""), b""
+
+
+def _tar_header(block: bytes) -> TarInfo | None:
+    with suppress(HeaderError):
+        return TarInfo.frombuf(block, "utf-8", "replace")
+    return None
+
+
 def _tar(source: FileRange) -> Iterator[tuple[str, FileRange]]:
-    """Yield the members of a tar archive."""
+    """Yield the members of a tar archive, and what lies behind them, where another reader may find more."""
     at = 0
-    while at + 512 <= source.nbytes:
-        header = source.read(at, 512)
-        digits = header[124:136].strip(b"\0 ")
-        if header[257:262] != b"ustar" or not digits.isdigit():
-            return
-        size = min(int(digits, 8), source.nbytes - at - 512)
-        yield header[:100].rstrip(b"\0").decode("utf-8", "replace"), _part(source, at + 512, size)
+    while at + 512 <= source.nbytes and (header := _tar_header(source.read(at, 512))) and header.size >= 0:
+        size = min(header.size, source.nbytes - at - 512)
+        yield header.name, _part(source, at + 512, size)
         at += 512 + -(-size // 512) * 512
+    if at < source.nbytes:
+        yield REST, _part(source, at, source.nbytes - at)

@@ -312,6 +312,16 @@ def tar(root: bytes, storages: bytes = b"") -> bytes:
     return buffer.getvalue()
 
 
+def old_tar(root: bytes) -> bytes:
+    """Return a tar archive of before POSIX, without its magic."""
+    data = bytearray(tar(root))
+    for at in [at for at in range(0, len(data), 512) if data[at + 257 : at + 262] == b"ustar"]:
+        data[at + 257 : at + 345] = bytes(88)
+        data[at + 148 : at + 156] = b" " * 8
+        data[at + 148 : at + 156] = b"%06o\0 " % sum(data[at : at + 512])
+    return bytes(data)
+
+
 def npy(payload: bytes) -> bytes:
     header = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }"
     header += b" " * (-(len(header) + 11) % 64) + b"\n"
@@ -527,9 +537,19 @@ ARCHIVES: dict[str, Callable[[bytes], Files]] = {
     "bz2 (joblib)": lambda p: {"model.joblib": bz2.compress(p + b".")},
     "xz (joblib)": lambda p: {"model.joblib": lzma.compress(p + b".")},
     "lzma (joblib)": lambda p: {"model.joblib": lzma.compress(p + b".", lzma.FORMAT_ALONE)},
+    "gzip of another checksum": lambda p: {"model.pkl": gzip.compress(p + b".")[:-8] + bytes(8)},
+    "gzip that is damaged further on": lambda p: {
+        "model.pkl": gzip.compress(p + b"." + bytes(999), 0)[:-99] + bytes(99)
+    },
+    "bz2 of another checksum": lambda p: {"model.pkl": bz2.compress(p + b".")[:-4] + bytes(4)},
+    "xz of another checksum": lambda p: {"model.pkl": lzma.compress(p + b".")[:-36] + bytes(36)},
+    "gzip behind gzip": lambda p: {"model.pkl": gzip.compress(b"") + bytes(9) + gzip.compress(p + b".")},
+    "bz2 behind bz2": lambda p: {"model.pkl": bz2.compress(b"") + bz2.compress(p + b".")},
+    "xz behind xz": lambda p: {"model.pkl": lzma.compress(p) + lzma.compress(b".")},
     "torch zip in gzip": lambda p: {"model.pt.gz": gzip.compress(archive(p + b"."))},
     "huntr legacy torch file": lambda p: {"model.pt": legacy(p)},
     "huntr tar torch file": lambda p: {"model.pt": tar(p + b".")},
+    "tar torch file without magic": lambda p: {"model.pt": old_tar(p + b".")},
     "tar torch file, payload in its storages": lambda p: {"model.pt": tar(HARMLESS, b"\x80\x02" + p + b".")},
     "npy of objects": lambda p: {"model.npy": npy(p)},
     "huntr npy, INT in another base": lambda p: {"model.npy": npy(b"I0x10\n0" + p)},

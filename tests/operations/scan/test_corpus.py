@@ -132,7 +132,7 @@ RUN_BY_TORCH = [
     "CVE-2025-1944 local name that disagrees", "CVE-2025-1945 flag bits in the local header",
     "CVE-2025-10156 checksum in the local header", "deflated torch zip", "bytes before the archive",
     "pickle before an archive that counts them", "huntr legacy torch file", "huntr tar torch file",
-    "tar torch file, payload in its storages",
+    "tar torch file, payload in its storages", "tar torch file without magic",
 ]  # fmt: skip
 
 

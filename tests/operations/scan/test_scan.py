@@ -46,6 +46,7 @@ SOUND = {
     "JSON": b'{"a": "cos\\nsystem\\n"}',
     "random": np.random.default_rng(1).bytes(100_000),
     "gzip of text": gzip.compress(b"hello\n" * 100),
+    "tar of a size that is no number": corpus.patched(corpus.tar(b"N."), b"storages", 124, b"9" * 11),
     "npy": corpus.npy(b"")[:-1].replace(b"|O", b"<i") + bytes(8),
 }
 
