@@ -64,9 +64,9 @@ CLOSED = {
 """What archives begin with that are not looked into."""
 
 PACKED: dict[bytes, Callable[[], Any]] = {
-    **dict.fromkeys((b"\x1f\x8b", b"\x78\x01", b"\x78\x9c", b"\x78\xda"), partial(zlib.decompressobj, 47)),
+    **dict.fromkeys((b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda"), partial(zlib.decompressobj, 47)),
     b"BZh": bz2.BZ2Decompressor,
-    **dict.fromkeys((b"\xfd7zXZ", b"\x5d\0\0"), lzma.LZMADecompressor),
+    **dict.fromkeys((b"\xfd7zXZ", b"\x5d\0"), lzma.LZMADecompressor),
 }
 """What compressed files begin with, and what makes their unpacker; of zlib, 47 stands for its own form and gzip's."""
 

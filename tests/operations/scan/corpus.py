@@ -537,6 +537,14 @@ ARCHIVES: dict[str, Callable[[bytes], Files]] = {
     "bz2 (joblib)": lambda p: {"model.joblib": bz2.compress(p + b".")},
     "xz (joblib)": lambda p: {"model.joblib": lzma.compress(p + b".")},
     "lzma (joblib)": lambda p: {"model.joblib": lzma.compress(p + b".", lzma.FORMAT_ALONE)},
+    "zlib of any level (joblib)": lambda p: {
+        f"{level}.joblib": zlib.compress((p if level == 3 else HARMLESS[:-1]) + b".", level) for level in range(10)
+    },
+    "lzma of a small dictionary (joblib)": lambda p: {
+        "model.joblib": lzma.compress(
+            p + b".", lzma.FORMAT_ALONE, filters=[{"id": lzma.FILTER_LZMA1, "dict_size": 4096}]
+        )
+    },
     "gzip of another checksum": lambda p: {"model.pkl": gzip.compress(p + b".")[:-8] + bytes(8)},
     "gzip that is damaged further on": lambda p: {
         "model.pkl": gzip.compress(p + b"." + bytes(999), 0)[:-99] + bytes(99)
