@@ -41,6 +41,7 @@ from zckpt.state import are_texts, first_of, without
 
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)(?:\+([0-9]{1,4}|[A-Za-z_]\w*))?\}")
 _NUMBER = re.compile(r"\{=([^{}]*)\}")
+_PREFIX = re.compile(r"[^\s\"\\,:\]}][^\"\\]*")
 _BEHIND = re.compile(r"(\{[A-Za-z_]\w*\+)([A-Za-z_]\w*)(?=\})")
 
 MAXIMUM_NBYTES = 1 << 22
@@ -310,7 +311,8 @@ def _again(document: Mapping[str, object]) -> Mapping[str, object]:
         return document
     spellings, rules = document[AGAIN], _rules_of(document)
     if not isinstance(spellings, list) or not all(
-        isinstance(one, dict) and _is_texts([*one, *one.values()]) for one in spellings
+        isinstance(one, dict) and _is_texts(texts := [*one, *one.values()]) and all(map(_PREFIX.fullmatch, texts))
+        for one in spellings
     ):
         _refuse("unusable again", "a list of name prefixes, and what they become")
     made = [
