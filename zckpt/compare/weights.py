@@ -222,10 +222,10 @@ def _alike(master: Slot, weight: Slot) -> tuple[Slot, Slot]:
 
 def _ends(extent: Extent) -> Iterator[Extent]:
     first = min(ELEMENTS_PER_END, extent.numel)
-    yield Extent(extent.offsets, extent.sizes, extent.start, first)
+    yield replace(extent, numel=first)
     rest = min(ELEMENTS_PER_END, extent.numel - first)
     if rest:
-        yield Extent(extent.offsets, extent.sizes, extent.start + extent.numel - rest, rest)
+        yield replace(extent, start=extent.start + extent.numel - rest, numel=rest)
 
 
 def _compared(name: str, master: Slot, weight: Slot, span: Span, weight_path: str, sources: Sources) -> Comparison:

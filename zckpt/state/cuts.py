@@ -22,6 +22,9 @@ Ranges = npt.NDArray[np.int64]
 """A row for each range, [low, high)."""
 
 
+_COLUMNS = ("origin", "width", "at", "numel")
+
+
 class Cuts:
     """Rules of parameters in the same files, as columns.
 
@@ -32,9 +35,8 @@ class Cuts:
 
     def __init__(self, spans: Sequence[CutSpans]) -> None:
         some = [one for one in spans if one.numel]
-        columns = ("origin", "width", "at", "numel")
-        self._columns = np.array([[getattr(one, name) for one in some] for name in columns], np.int64)
-        self.origin, self.width, self.at, self.numel = self._columns
+        columns = np.array([[getattr(one, name) for one in some] for name in _COLUMNS], np.int64)
+        self.origin, self.width, self.at, self.numel = columns
         self._first = self.origin // self.width
         self._end = -(-(self.origin + self.numel) // self.width)
         starts, ends = -(-self.origin // self.width), (self.origin + self.numel) // self.width
@@ -46,7 +48,7 @@ class Cuts:
         """Tell whether the same elements lie at the same offsets of other files."""
         if not isinstance(other, Cuts):
             return NotImplemented
-        return np.array_equal(self._columns, other._columns)
+        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in _COLUMNS)
 
     __hash__ = None  # type: ignore[assignment]  # compared, never looked up
 

@@ -29,6 +29,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from operator import add
 
 from zckpt.errors import LayoutError, UsageError
 from zckpt.immutable import immutable
@@ -111,10 +112,7 @@ def alignment_padding(numels: Sequence[int], multiple: int) -> list[int]:
 
 def flat_starts(numels: Sequence[int], pads: Sequence[int] | None = None) -> list[int]:
     """Return where each parameter starts in the flat buffer, and as a last item where the buffer ends, in elements."""
-    starts = [0]
-    for i, n in enumerate(numels):
-        starts.append(starts[-1] + n + (pads[i] if pads else 0))
-    return starts
+    return list(accumulate(map(add, numels, pads) if pads else numels, initial=0))
 
 
 def flat_shares(numels: Sequence[int], starts: Sequence[int], partition: int, rank: int) -> Iterator[FlatShare]:

@@ -81,29 +81,15 @@ class Record(NamedTuple):
     crc32: int  # as the archive states it; nobody has checked it
 
 
+@immutable(eq=False, repr=False)
 class AlikeRecords(Numbered[Record]):
-    """The records of a file that is like another, of which only what differs is kept.
+    """The records of a file that is like another, of which only what differs is kept."""
 
-    Parameters
-    ----------
-    records : sequence of Record
-        The other's.
-    filled : sequence of int
-        Which are not empty.
-    skip : int
-        Characters of the archive's name there.
-    archive : str
-    crc : callable
-        From the number of one, and what the other's has, to its CRC-32.
-    """
-
-    __slots__ = ("_archive", "_crc", "_filled", "_records", "_skip")
-
-    def __init__(
-        self, records: Sequence[Record], filled: Sequence[int], skip: int, archive: str, crc: Callable[[int, int], int]
-    ) -> None:
-        self._records, self._filled, self._skip = records, filled, skip
-        self._archive, self._crc = archive, crc
+    _records: Sequence[Record]  # the other's
+    _filled: Sequence[int]  # which are not empty
+    _skip: int  # characters of the archive's name there
+    _archive: str
+    _crc: Callable[[int, int], int]  # from the number of one, and what the other's has, to its CRC-32
 
     def filled(self) -> Iterator[Record]:
         """Yield those that are not empty, or are said not to be."""

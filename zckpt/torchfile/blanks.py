@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, ClassVar, NoReturn
 
 from zckpt.errors import PickleError, ZckptError
@@ -136,19 +137,14 @@ def _build(builder: Callable[..., object], args: object, context: object) -> obj
 class BlankMachine(Machine):
     """Runs a pickle that numbers are cut out of."""
 
-    __slots__ = ("count",)
+    __slots__ = ("numbers",)
 
-    opcodes: ClassVar = [*OPCODES[:BLANK], pushing(lambda machine: machine.blank())]
+    opcodes: ClassVar = [*OPCODES[:BLANK], pushing(lambda machine: Blank(next(machine.numbers)))]
 
     def __init__(self, data: bytes, *, record: str, byteorder: str, persistent: Persistent | None) -> None:
         super().__init__(data, record=record, byteorder=byteorder, persistent=persistent)
         self.builders = _Wary(self.globals.builders)
-        self.count = 0
-
-    def blank(self) -> Blank:
-        """Return the next one."""
-        self.count += 1
-        return Blank(self.count - 1)
+        self.numbers = count()
 
 
 def run_with_blanks(

@@ -287,7 +287,7 @@ class Digests:
         if id(node) not in self._found:
             self._found[id(node)] = node, b"itself", 1  # what leads back to it while it is open
             parts, total = [], 0
-            for step, child in self.below(node):
+            for step, child in children(node) if not isinstance(node, FromFile) else [("node", node.node)]:
                 name = "" if isinstance(node, (list, tuple, set, frozenset)) else repr(step)
                 digest, count = self.and_count(child)
                 parts.append((name, digest))
@@ -307,10 +307,6 @@ class Digests:
         """Return all there is to say about a node but what is below it."""
         own = [name for name in getattr(node, "__dataclass_fields__", ()) if name not in PARTS.get(type(node), ())]
         return f"{type(node).__name__} {[getattr(node, name) for name in own if name != 'node']}"
-
-    def below(self, node: object) -> Below:
-        """Yield what is directly below a node, each with its key, index or field name."""
-        return children(node) if not isinstance(node, FromFile) else iter([("node", node.node)])
 
 
 def _hash(text: str) -> bytes:
