@@ -186,9 +186,14 @@ class Scanner:
             name = source.read(start + LOCAL.size, name_size).decode("utf-8", "replace")
             part, name = _part(source, body, end - body), _within(record, name)
             self.look(part, name, is_data=True, is_pickle=not method and name.endswith(".pkl"), depth=depth + 1)
-            packed = part.read(0, min(part.nbytes, MAX_UNPACKED))  # what one header calls stored, the other may call so
-            unpacked, _ = _unpacked(partial(zlib.decompressobj, -15), packed, MAX_UNPACKED)
-            self.look(InMemory(unpacked, source.path), name, is_data=True, depth=depth + 1)
+            packed = part.read(0, min(part.nbytes, MAX_UNPACKED))
+            as_lzma = packed[4:9] + b"\xff" * 8 + packed[9:]  # of which an archive has a version, and no size
+            for unpacker, data in (  # what one header calls stored, the other may call packed
+                (partial(zlib.decompressobj, -15), packed), (bz2.BZ2Decompressor, packed),
+                (lzma.LZMADecompressor, as_lzma),
+            ):  # fmt: skip
+                unpacked, _ = _unpacked(unpacker, data, MAX_UNPACKED)
+                self.look(InMemory(unpacked, source.path), name, is_data=True, depth=depth + 1)
 
     def _archive(self, source: FileRange, record: str, depth: int) -> None:
         try:

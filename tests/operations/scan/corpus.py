@@ -322,6 +322,13 @@ def old_tar(root: bytes) -> bytes:
     return bytes(data)
 
 
+def zipped(data: bytes, name: str, method: int) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", method) as file:
+        file.writestr(name, data)
+    return buffer.getvalue()
+
+
 def npy(payload: bytes) -> bytes:
     header = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }"
     header += b" " * (-(len(header) + 11) % 64) + b"\n"
@@ -562,6 +569,12 @@ ARCHIVES: dict[str, Callable[[bytes], Files]] = {
     "npy of objects": lambda p: {"model.npy": npy(p)},
     "huntr npy, INT in another base": lambda p: {"model.npy": npy(b"I0x10\n0" + p)},
     "npz of objects": lambda p: {"model.npz": archive(npy(p), "x.npy")},
+    **{
+        f"npz of objects, packed by method {method}": lambda p, method=method: {
+            "model.npz": zipped(npy(p), "x.npy", method)
+        }
+        for method in (zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
+    },
     "torch zip in bytes of a pickle": lambda p: {
         "model.pt": archive(b"\x80\x03" + named("_io:BytesIO") + bytes_of(archive(p + b".")) + b"\x85R.")
     },
