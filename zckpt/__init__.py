@@ -99,44 +99,37 @@ if TYPE_CHECKING:
 
 
 _HOMES = {
-    "zckpt.errors": ("DamagedFileError", "LayoutError", "LeftOutError", "MissingPackageError", "NotRestoredError",
-                     "PickleError", "ShardError", "SourceError", "TargetError", "TargetExistsError",
-                     "UnknownFormatError", "UnsupportedError", "UsageError", "WeightMismatchError", "WorkerError",
-                     "ZckptError"),
-    "zckpt.operations.open": ("OpenedCheckpoint", "open"),
-    "zckpt.operations.average": ("Averaged", "average"),
-    "zckpt.operations.consolidate": ("Consolidated", "consolidate"),
-    "zckpt.operations.convert": ("convert",),
-    "zckpt.operations.diff": ("Compared", "diff"),
+    "zckpt.operations.open": ("OpenedCheckpoint",),
+    "zckpt.operations.average": ("Averaged",),
+    "zckpt.operations.consolidate": ("Consolidated",),
+    "zckpt.operations.diff": ("Compared",),
     "zckpt.compare.digests": ("Fingerprint",),
-    "zckpt.operations.fingerprint": ("fingerprint",),
-    "zckpt.operations.history": ("History", "Recorded", "history"),
-    "zckpt.operations.inspect": ("Inspection", "inspect"),
-    "zckpt.operations.map": ("Map", "map"),
-    "zckpt.operations.merge_adapter": ("Merged", "merge_adapter"),
-    "zckpt.operations.pack": ("Packed", "pack"),
-    "zckpt.operations.parting": ("Parting", "parting"),
-    "zckpt.operations.patch": ("Patched", "apply", "patch"),
-    "zckpt.operations.prune": ("Pruned", "prune"),
-    "zckpt.operations.reshard": ("reshard",),
-    "zckpt.operations.resume_check": ("ResumeCheck", "resume_check"),
+    "zckpt.operations.history": ("History", "Recorded"),
+    "zckpt.operations.inspect": ("Inspection",),
+    "zckpt.operations.map": ("Map",),
+    "zckpt.operations.merge_adapter": ("Merged",),
+    "zckpt.operations.pack": ("Packed",),
+    "zckpt.operations.parting": ("Parting",),
+    "zckpt.operations.patch": ("Patched", "apply"),
+    "zckpt.operations.prune": ("Pruned",),
+    "zckpt.operations.resume_check": ("ResumeCheck",),
     "zckpt.operations.target": ("Written",),
-    "zckpt.operations.sanitize": ("Sanitized", "sanitize"),
-    "zckpt.operations.scan": ("Scanned", "scan"),
-    "zckpt.operations.series": ("Series", "series"),
-    "zckpt.operations.show": ("Elements", "show"),
-    "zckpt.operations.stats": ("Distribution", "Statistics", "stats"),
-    "zckpt.operations.strip": ("Stripped", "strip"),
-    "zckpt.operations.unpack": ("Unpacked", "unpack"),
-    "zckpt.operations.verify": ("Finding", "Verification", "verify"),
-    "zckpt.operations.watch": ("Appeared", "watch"),
+    "zckpt.operations.sanitize": ("Sanitized",),
+    "zckpt.operations.scan": ("Scanned",),
+    "zckpt.operations.series": ("Series",),
+    "zckpt.operations.show": ("Elements",),
+    "zckpt.operations.stats": ("Distribution", "Statistics"),
+    "zckpt.operations.strip": ("Stripped",),
+    "zckpt.operations.unpack": ("Unpacked",),
+    "zckpt.operations.verify": ("Finding", "Verification"),
+    "zckpt.operations.watch": ("Appeared",),
     "zckpt.training.checkpointer": ("Checkpointer",),
     "zckpt.training.loading": ("Restored", "load"),
     "zckpt.training.restored": ("assert_restored",),
     "zckpt.training.saving": ("Saving", "save"),
     "zckpt.state": ("Checkpoint", "Extent", "ParamGroup", "Parameter", "Scalar", "Slot", "Span", "Topology"),
-}  # fmt: skip
-"""The module of each name that is loaded when it is first used."""
+}
+"""The module of each name that is loaded when it is first used, but for errors and verbs, whose names say it."""
 
 _MODULES = ("dcp", "deepspeed", "errors", "hf", "optim")
 """Modules that are there without a further import; all but `errors` need torch."""
@@ -238,9 +231,9 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name in _MODULES:
         return import_module(f"zckpt.{name}")
-    home = _HOME_OF.get(name)
-    if home is None:
+    if name not in __all__:
         raise AttributeError(f"module 'zckpt' has no attribute {name!r}")
+    home = "zckpt.errors" if name.endswith("Error") else _HOME_OF.get(name, f"zckpt.operations.{name}")
     value = getattr(import_module(home), name)
     globals()[name] = value
     return value
