@@ -167,6 +167,10 @@ def _window(slot: Slot, low: Shape, sizes: Shape, order: Sequence[int | None], t
     return Move(tuple((size,) for size in _joined(_grain(slot))), low, sizes, tuple(order), to)
 
 
+def _with(shape: Shape, axis: int, size: int) -> Shape:
+    return (*shape[:axis], size, *shape[axis + 1 :])
+
+
 def narrow(slot: Slot, axis: int, start: int, size: int) -> Slot:
     """Return `size` indexes of a dimension, from `start` on."""
     if (start, size) == (0, slot.shape[axis]):
@@ -179,10 +183,10 @@ def narrow(slot: Slot, axis: int, start: int, size: int) -> Slot:
         return narrow(plain(slot), axis, start, size)
     at = len(_joined(groups[:axis]))
     grain = _joined(groups)
-    low = tuple(start // inner if n == at else 0 for n in range(len(grain)))
-    sizes = tuple(size // inner if n == at else whole for n, whole in enumerate(grain))
-    shape = tuple(size if n == axis else whole for n, whole in enumerate(slot.shape))
-    return _moved(shape, sizes, [(_window(slot, low, sizes, range(len(grain)), (0,) * len(grain)), slot)])
+    zero = (0,) * len(grain)
+    low, sizes = _with(zero, at, start // inner), _with(grain, at, size // inner)
+    window = _window(slot, low, sizes, range(len(grain)), zero)
+    return _moved(_with(slot.shape, axis, size), sizes, [(window, slot)])
 
 
 def transpose(slot: Slot, order: Sequence[int]) -> Slot:
@@ -308,10 +312,8 @@ def placed(parts: Sequence[tuple[Shape, Slot]]) -> Slot:
 def concat(slots: Sequence[Slot], axis: int) -> Slot:
     """Return slots one after the other along a dimension."""
     begins = accumulate((slot.shape[axis] for slot in slots), initial=0)
-    dims = range(len(slots[0].shape))
-    return placed(
-        [(tuple(at if n == axis else 0 for n in dims), slot) for at, slot in zip(begins, slots, strict=False)]
-    )
+    zero = (0,) * len(slots[0].shape)
+    return placed([(_with(zero, axis, at), slot) for at, slot in zip(begins, slots, strict=False)])
 
 
 def zeros(like: Slot, shape: Shape) -> Slot:
@@ -322,5 +324,5 @@ def zeros(like: Slot, shape: Shape) -> Slot:
 
 def pad(slot: Slot, axis: int, before: int, after: int) -> Slot:
     """Return a slot with zeros before and behind the indexes of a dimension."""
-    ends = [zeros(slot, (*slot.shape[:axis], size, *slot.shape[axis + 1 :])) for size in (before, after)]
+    ends = [zeros(slot, _with(slot.shape, axis, size)) for size in (before, after)]
     return concat([ends[0], slot, ends[1]], axis) if before or after else slot
