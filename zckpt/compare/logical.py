@@ -8,6 +8,7 @@ from typing import Any
 from zckpt.errors import UnsupportedError
 from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span, number_of
 from zckpt.state.names import canonical_names
+from zckpt.storage.files import Sources
 from zckpt.torchfile import FromFile, InPieces, Tensor, plain, walk_tensors
 
 TOGETHER_NUMEL = 1 << 20
@@ -48,7 +49,6 @@ def single(value: object) -> object:
 def number_in(slot: Slot) -> Any:  # noqa: ANN401  # of any type
     """Return the number that a slot of no dimension is."""
     from zckpt.engine.copy import read_extent
-    from zckpt.storage.files import Sources
 
     with Sources() as sources:
         return read_extent(slot, Extent.whole(()), sources)[0].item()
@@ -60,7 +60,6 @@ def _digest(value: FromFile) -> str | None:
     if not tensors:
         return None
     from zckpt.engine.copy import read_extent
-    from zckpt.storage.files import Sources
 
     found = hashlib.blake2b(digest_size=16)
     with Sources() as sources:
