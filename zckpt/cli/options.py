@@ -180,11 +180,11 @@ class FormatCommand(Verb):
         """Return one option for each name; what it means for which formats is in its help."""
         from zckpt.formats.options import options_of
         from zckpt.formats.registry import formats
-        from zckpt.state import by_key
 
-        every = by_key(
-            (option.name, (one.name, option)) for one in formats() for option in options_of(getattr(one, self.stated))
-        )
+        every: dict[str, list[tuple[str, Option]]] = {}
+        for one in formats():
+            for option in options_of(getattr(one, self.stated)):
+                every.setdefault(option.name, []).append((one.name, option))
         return [_option(one, has_to=self.stated == ConvertCommand.stated) for one in every.values()]
 
 
@@ -232,12 +232,10 @@ class FormatOption(click.Option):
 
 def _option(same: list[tuple[str, Option]], *, has_to: bool) -> click.Option:
     """Return an option of one or several formats; `has_to`: `--to FORMAT --help` says more of it."""
-    from zckpt.state import by_key
-
     texts = {
         name: option.help + ("" if option.default is None else f" Default: {option.default}.") for name, option in same
     }
-    several = by_key((text, name) for name, text in texts.items())
+    several = {text: [name for name, its in texts.items() if its == text] for text in texts.values()}
     if has_to and len(several) > 1:
         text = f"Depends on the format: see --to FORMAT --help. ({', '.join(texts)})"
     else:

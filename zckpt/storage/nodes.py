@@ -9,7 +9,6 @@ from pathlib import Path
 
 from zckpt.codes import TWICE
 from zckpt.errors import ShardError, SourceError
-from zckpt.state.context import during
 
 ADVICE = "give each directory that holds some of them with --root"
 """What to do where files of ranks are missing."""
@@ -25,8 +24,11 @@ def on_nodes(directory: Path, others: Sequence[Path]) -> Iterator[None]:
             raise SourceError(
                 "is not a directory", path=root, advice="give the same directory from another node with --root"
             )
-    with during(_NODES, (directory, others)):
+    token = _NODES.set((directory, others))
+    try:
         yield
+    finally:
+        _NODES.reset(token)
 
 
 def on_each(path: Path) -> list[Path]:

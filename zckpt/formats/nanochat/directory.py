@@ -7,7 +7,6 @@ from pathlib import Path
 
 from zckpt.errors import UnknownFormatError, listed
 from zckpt.formats.format import Search
-from zckpt.formats.lost import missing
 from zckpt.immutable import immutable
 from zckpt.storage.files import files_in
 from zckpt.storage.ownership import Owned, called
@@ -38,6 +37,8 @@ def find(search: Search) -> Step | None:
 
     Raises UnknownFormatError: the tag names none; ShardError: a rank's file is missing.
     """
+    from zckpt.formats.lost import missing
+
     path = search.path
     every = {name: match for name in (files_in(path) if path.is_dir() else ()) if (match := _NAMES.fullmatch(name))}
     steps = sorted({match[1] for match in every.values()}, key=int)
