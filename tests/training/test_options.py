@@ -177,6 +177,46 @@ def test_a_model_without_memory_is_neither_saved_nor_said_to_be_loaded(tmp_path)
     assert not (tmp_path / "d").exists()
 
 
+@pytest.mark.parametrize("async_", [False, True])
+def test_lazy_views_are_saved_and_loaded_as_what_they_stand_for(async_, tmp_path):
+    def made(seed: int) -> nn.Module:
+        model = nn.Module()
+        values = torch.randn(3, dtype=torch.complex64, generator=torch.Generator().manual_seed(seed))
+        model.register_buffer("conjugated", values.conj())
+        model.register_buffer("negated", values.clone().conj().imag)
+        return model
+
+    model, other = made(1), made(2)
+    assert (model.conjugated.is_conj(), model.negated.is_neg()) == (True, True)
+    saving = zckpt.save(tmp_path / "c", model=model, async_=async_)
+    if saving is not None:
+        saving.result()
+    zckpt.load(tmp_path / "c", model=other)
+    opened = zckpt.open(tmp_path / "c")
+    for name, one in model.named_buffers():
+        assert torch.equal(one, other.get_buffer(name))
+        assert torch.equal(one, opened.read(name))
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"extra": [1]}, "unusable extra: expected a dict, found list"),
+    ({"scheduler": 3}, r"unusable lr_scheduler: expected an object with state_dict\(\), found int"),
+])  # fmt: skip
+def test_what_cannot_go_along_is_refused(given, said, tmp_path):
+    with pytest.raises(UsageError, match=said):
+        zckpt.save(tmp_path / "c", model=nn.Linear(2, 2), **given)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_has_no_elements_yet_or_none_that_are_known_is_refused(tmp_path):
+    of_bits = nn.Linear(2, 2)
+    of_bits.register_buffer("bits", torch.zeros(4, dtype=torch.uint8).view(torch.bits8))
+    for model, said in ((nn.LazyLinear(3), "weight is not initialised"), (of_bits, "unknown element type")):
+        with pytest.raises(UnsupportedError, match=said):
+            zckpt.save(tmp_path / "c", model=model)
+        assert list(tmp_path.iterdir()) == []
+
+
 def a_group_that_is_frozen(rank, world_size, directory: Path) -> list[Any]:
     found = []
     for seed in (1, 2):

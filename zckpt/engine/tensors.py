@@ -42,10 +42,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU; writing to them writes to the tensor."""
+    """Return the bytes of a contiguous tensor on the CPU; writing to them writes to the tensor, if it is no lazy view.
+
+    Of a lazy view, which has yet to be conjugated or negated, they are those of a copy.
+    """
     if not tensor.numel():
         return memoryview(b"")
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+    here = tensor.detach().resolve_conj().resolve_neg()
+    return memoryview(here.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def check_tensors(reads: Iterable[TensorRead]) -> None:
@@ -67,4 +71,4 @@ def read_tensors(reads: Iterable[TensorRead], *, checks: Checks | None = None) -
 
 
 def _is_staged(tensor: torch.Tensor) -> bool:
-    return tensor.device.type != "cpu" or not tensor.is_contiguous()
+    return tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg()

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zckpt.engine.tensors import memory_of
@@ -201,6 +202,8 @@ def share_of(tensor: torch.Tensor | Member, name: str) -> Share | None:
     """
     if isinstance(tensor, Member):
         return None if tensor.extent is None else Share(tuple(tensor.shape), tensor.extent, tensor.tensor, tensor.ranks)
+    if is_lazy(tensor):
+        raise UnsupportedError(f"{name} is not initialised", advice="call the model once before")
     if tensor.is_meta:
         raise UnsupportedError(
             f"{name} is on the meta device, where it has no elements",

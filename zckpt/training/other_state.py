@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from zckpt.engine.tensors import TensorRead, read_tensors
-from zckpt.errors import DamagedFileError, listed
+from zckpt.errors import DamagedFileError, UsageError, listed
 from zckpt.formats.registry import find_format
 from zckpt.formats.remainder import RANDOM, are_of_save, of_modules
 from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS
@@ -51,8 +51,16 @@ WHERE = {
 def others_given(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what goes with models and optimizers, by its key; of a scheduler and a grad scaler, `state_dict()`."""
     names = ((SCHEDULER, "scheduler"), (GRAD_SCALER, "grad_scaler"))
-    found = {key: given[name].state_dict() for key, name in names if given[name] is not None}
-    return found if given["extra"] is None else {**found, EXTRA: dict(given["extra"])}
+    there = {key: given[name] for key, name in names if given[name] is not None}
+    extra = {} if given["extra"] is None else given["extra"]
+    strange = [key for key, one in there.items() if not hasattr(one, "state_dict")]
+    if strange or not isinstance(extra, Mapping):
+        raise UsageError(
+            f"unusable {(*strange, EXTRA)[0]}", expected="an object with state_dict()" if strange else "a dict",
+            found=type(there[strange[0]] if strange else extra).__name__,
+        )  # fmt: skip
+    found = {key: one.state_dict() for key, one in there.items()}
+    return found if given["extra"] is None else {**found, EXTRA: dict(extra)}
 
 
 def other_values(

@@ -115,9 +115,13 @@ class RankFile:
 
 
 def stored_as(dtype: str, shape: Shape) -> tuple[str, Shape]:
-    """Return how elements are in a header: as they are, or as bytes along one more dimension."""
+    """Return how elements are in a header: as they are, or as bytes along one more dimension.
+
+    Raises UnsupportedError: the type is not known.
+    """
+    nbytes = itemsize(dtype)
     if DTYPES[dtype].safetensors is None or dtype in AS_BYTES:
-        return "uint8", (*shape, itemsize(dtype))
+        return "uint8", (*shape, nbytes)
     return dtype, shape
 
 
