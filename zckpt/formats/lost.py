@@ -7,6 +7,7 @@ mesh. So spans say of every element where it would lie; those of such a path are
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
 from zckpt.codes import MISSING_FILE
-from zckpt.errors import ShardError, SourceError
+from zckpt.errors import LayoutError, ShardError, SourceError
 from zckpt.state import Checkpoint, Shape
 from zckpt.state.boxes import Box, intersection, row_major
 from zckpt.state.context import during
@@ -84,13 +85,20 @@ def tensor_of(dtype: str, shape: Shape) -> Tensor:
 
 
 def absent_boxes(shape: Shape, boxes: Sequence[Box]) -> list[Box]:
-    """Return what boxes of a tensor leave out, as cells of the grid that they are cells of."""
+    """Return what boxes of a tensor leave out, as cells of the grid that they are cells of.
+
+    Raises LayoutError: they are of no grid, for it would have far more cells.
+    """
     axes = []
     for dim, whole in enumerate(shape):
         ends = {0, whole, *(low[dim] for low, _ in boxes), *(low[dim] + sizes[dim] for low, sizes in boxes)}
         axes.append([(low, high - low) for low, high in pairwise(sorted(ends))])
+    if math.prod(map(len, axes)) > MOST_RANKS:
+        raise LayoutError("what is there of a tensor does not tell what is lost", expected="boxes of one grid",
+                          found=f"{len(boxes)} boxes that are not")  # fmt: skip
     cells = [(tuple(low for low, _ in cell), tuple(size for _, size in cell)) for cell in product(*axes)]
-    return [cell for cell in cells if not any(intersection(cell, box) for box in boxes)]
+    there = {*boxes}
+    return [cell for cell in cells if cell not in there and not any(intersection(cell, box) for box in boxes)]
 
 
 def settle(checkpoint: Checkpoint, lost: Lost) -> None:
