@@ -103,6 +103,18 @@ def test_links_empty_directories_and_modes_come_back(made, tmp_path):
     assert contents(tmp_path / "again") == contents(tmp_path / "run")
 
 
+def test_no_file_of_a_store_runs_as_its_owner(made, tmp_path):
+    at = Path(shutil.copytree(made / "run" / "step-2", tmp_path / "run" / "step-2"))
+    (at / "folder").mkdir()
+    (at / "folder").chmod(0o2750)
+    (at / "program").write_text("#!/bin/sh")
+    (at / "program").chmod(0o6755)
+    zckpt.pack(tmp_path / "run", tmp_path / "s")
+    unpack(tmp_path / "s", tmp_path / "again")
+    found = [(tmp_path / "again" / "step-2" / name).stat().st_mode & 0o7777 for name in ("folder", "program")]
+    assert found == [0o2750, 0o755]
+
+
 def test_links_of_a_store_lead_nowhere_else(tmp_path):
     """Not by way of other links, either; and what only looks so is read."""
     links = {

@@ -161,5 +161,5 @@ def write_files(
             prove(partial)
         for name, one, _ in sorted(every, key=lambda each: (each[1].kind == "folder", -each[0].count("/"))):
             if one.kind != "link":
-                (partial / name).chmod(one.mode)
+                (partial / name).chmod(one.mode & (0o7777 if one.kind == "folder" else 0o777))  # none runs as its owner
             os.utime(partial / name, ns=(one.modified_ns, one.modified_ns), follow_symlinks=False)
