@@ -24,7 +24,7 @@ def test_boxes_and_what_they_leave_out_cover_each_element_once(data):
     cells = [(tuple(low for low, _ in cell), tuple(size for _, size in cell)) for cell in grid]
     there = [cell for cell in cells if data.draw(st.booleans())]
     counts = np.zeros(shape, int)
-    for low, sizes in there + absent_boxes(shape, there):
+    for low, sizes in there + absent_boxes("w", shape, there):
         counts[tuple(slice(start, start + size) for start, size in zip(low, sizes, strict=True))] += 1
     assert (counts == 1).all()
 
@@ -32,5 +32,7 @@ def test_boxes_and_what_they_leave_out_cover_each_element_once(data):
 @pytest.mark.parametrize("count", [16, 64])
 def test_boxes_of_no_grid_are_refused(count):
     boxes = [((2 * at,) * 4, (1,) * 4) for at in range(count)]
-    with refusing(LayoutError, f"does not tell what is lost: expected boxes of one grid, found {count} boxes"):
-        absent_boxes((1000,) * 4, boxes)
+    with refusing(
+        LayoutError, f"what is there of w does not tell what is lost: expected boxes of one grid, found {count} boxes"
+    ):
+        absent_boxes("w", (1000,) * 4, boxes)

@@ -155,12 +155,15 @@ def _is_importing(frame: FrameType | None) -> bool:
 @contextmanager
 def _telling(arguments: Sequence[str]) -> Iterator[None]:
     """Let a warning be a line as an error is; under `--quiet`, none."""
+    before = warnings.showwarning
     is_quiet = not {"-q", "--quiet"}.isdisjoint(arguments)
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: (
-            None if is_quiet else click.echo(f"zckpt: {shown(str(message))}", err=True)
-        )
+    warnings.showwarning = lambda message, *_: (
+        None if is_quiet else click.echo(f"zckpt: {shown(str(message))}", err=True)
+    )
+    try:
         yield
+    finally:
+        warnings.showwarning = before
 
 
 def _failed(error: click.ClickException | ZckptError, *, debug: bool, as_json: bool) -> int:

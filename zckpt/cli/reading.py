@@ -81,7 +81,7 @@ def _shows(command: Callable[..., _Shown]) -> Callable[..., int]:
 
 def _say_what_is_cached(checkpoints: Sequence[Checkpoint], *, direct: bool, quiet: bool) -> None:
     """Say on standard error which files --direct does not read past the page cache."""
-    if direct and not quiet:
+    if direct and checkpoints and not quiet:
         from zckpt.storage.direct import unavailable
 
         for line in unavailable(file.path for one in checkpoints for file in one.files):

@@ -84,7 +84,7 @@ def tensor_of(dtype: str, shape: Shape) -> Tensor:
     return Tensor(Storage("", dtype, 0, "cpu", 0), dtype, shape, row_major(shape), 0, "little")
 
 
-def absent_boxes(shape: Shape, boxes: Sequence[Box]) -> list[Box]:
+def absent_boxes(label: str, shape: Shape, boxes: Sequence[Box]) -> list[Box]:
     """Return what boxes of a tensor leave out, as cells of the grid that they are cells of.
 
     Raises LayoutError: they are of no grid, for it would have far more cells.
@@ -94,8 +94,8 @@ def absent_boxes(shape: Shape, boxes: Sequence[Box]) -> list[Box]:
         ends = {0, whole, *(low[dim] for low, _ in boxes), *(low[dim] + sizes[dim] for low, sizes in boxes)}
         axes.append([(low, high - low) for low, high in pairwise(sorted(ends))])
     if math.prod(map(len, axes)) > MOST_RANKS:
-        raise LayoutError("what is there of a tensor does not tell what is lost", expected="boxes of one grid",
-                          found=f"{len(boxes)} boxes that are not")  # fmt: skip
+        raise LayoutError(f"what is there of {label} does not tell what is lost", expected="boxes of one grid",
+                          found=f"{len(boxes)} boxes that are not", parameters=[label])  # fmt: skip
     cells = [(tuple(low for low, _ in cell), tuple(size for _, size in cell)) for cell in product(*axes)]
     there = {*boxes}
     return [cell for cell in cells if cell not in there and not any(intersection(cell, box) for box in boxes)]

@@ -115,7 +115,9 @@ class OpenedCheckpoint(Checkpoint):
 
     def slot(self, name: str, slot: str | None = None) -> Slot:
         """Return one slot of one parameter, as `read` finds it. Raises UsageError if there is none."""
-        bare = next((bare for bare, filed in self.wrapped.items() if filed == name and name not in self), name)
+        bare = name
+        if name not in self:
+            bare = next((bare for bare, filed in self.wrapped.items() if filed == name), name)
         if bare not in self:
             raise UsageError(f"no parameter {name}{near(name, self)}", path=self.source)
         owner = self.unnamed.get(bare) or self.owner(bare)

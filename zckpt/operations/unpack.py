@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
 from zckpt.engine import Reporter, reporting
-from zckpt.errors import DamagedFileError, SourceError
+from zckpt.errors import SourceError, UnsupportedError
 from zckpt.formats.units import TRACKERS
 from zckpt.immutable import immutable
 from zckpt.operations.options import Place
@@ -116,7 +116,7 @@ def write_files(
     folders |= {front for front, index in indexes.items() if not index.is_file}
     for name in (*names, *folders):  # a link in the place of a folder would lead out of the target
         if names[name] + (name in folders) > 1 or any(str(above) in names for above in PurePosixPath(name).parents):
-            raise DamagedFileError(
+            raise UnsupportedError(
                 "two checkpoints of the store have files in one place", path=store.path, found=name,
                 advice="give `zckpt unpack` STORE/NAME, to restore each one by itself",
             )  # fmt: skip

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
+from numbers import Number
 from operator import index
 from typing import Any, TypeGuard
 
@@ -249,9 +250,9 @@ def number_of_steps(step: Any) -> int | None:
 
 def like(value: Value, current: object) -> Value:
     """Return a hyperparameter as the optimizer keeps it: a number in a tensor of its own, where it has one."""
-    if not isinstance(current, torch.Tensor) or not isinstance(value, (torch.Tensor, bool, int, float, complex)):
+    if not isinstance(current, torch.Tensor) or not isinstance(value, (torch.Tensor, Number)):
         return value
-    return value.to(current.device) if isinstance(value, torch.Tensor) else torch.full_like(current, value)
+    return value.to(current.device) if isinstance(value, torch.Tensor) else torch.full_like(current, value)  # type: ignore[arg-type]  # numpy's are numbers
 
 
 def is_made(value: Value) -> bool:

@@ -63,16 +63,25 @@ CLOSED = {
 }  # fmt: skip
 """What archives begin with that are not looked into."""
 
+MAX_DICTIONARY = 1 << 28
+"""Bytes of memory that a stream of LZMA may ask for."""
+
+BLOCK = 1 << 16
+"""Bytes that are unpacked at once."""
+
 PACKED: dict[bytes, Callable[[], Any]] = {
     **dict.fromkeys((b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda"), partial(zlib.decompressobj, 47)),
     b"BZh": bz2.BZ2Decompressor,
-    **dict.fromkeys((b"\xfd7zXZ", b"\x5d\0"), lzma.LZMADecompressor),
+    **dict.fromkeys((b"\xfd7zXZ", b"\x5d\0"), partial(lzma.LZMADecompressor, memlimit=MAX_DICTIONARY)),
 }
 """What compressed files begin with, and what makes their unpacker; of zlib, 47 stands for its own form and gzip's."""
 
 
 DAMAGES = zlib.error, lzma.LZMAError, OSError, EOFError
 """What unpackers raise."""
+
+USTAR = b"ustar"
+"""The mark of a tar archive's header, at byte 257."""
 
 REST = "rest"
 """Name of what lies behind the members of a tar archive."""
@@ -187,12 +196,15 @@ class Scanner:
             part, name = _part(source, body, end - body), _within(record, name)
             self.look(part, name, is_data=True, is_pickle=not method and name.endswith(".pkl"), depth=depth + 1)
             packed = part.read(0, min(part.nbytes, MAX_UNPACKED))
-            as_lzma = packed[4:9] + b"\xff" * 8 + packed[9:]  # of which an archive has a version, and no size
-            for unpacker, data in (  # what one header calls stored, the other may call packed
-                (partial(zlib.decompressobj, -15), packed), (bz2.BZ2Decompressor, packed),
-                (lzma.LZMADecompressor, as_lzma),
-            ):  # fmt: skip
-                unpacked, _ = _unpacked(unpacker, data, MAX_UNPACKED)
+            unpackers: list[tuple[Callable[[], Any], bytes]] = [
+                (partial(zlib.decompressobj, -15), packed),
+                (bz2.BZ2Decompressor, packed),
+            ]
+            if packed[2:4] == b"\5\0":  # of LZMA an archive has a version and the length of properties, and no size
+                as_lzma = packed[4:9] + b"\xff" * 8 + packed[9:]
+                unpackers.append((PACKED[b"\x5d\0"], as_lzma))
+            for unpacker, data in unpackers:  # what one header calls stored, the other may call packed
+                unpacked, _ = _unpacked(unpacker, memoryview(data), MAX_UNPACKED)
                 self.look(InMemory(unpacked, source.path), name, is_data=True, depth=depth + 1)
 
     def _archive(self, source: FileRange, record: str, depth: int) -> None:
@@ -229,7 +241,7 @@ class Scanner:
         if end >= 0 and end + 22 + int.from_bytes(tail[end + 20 : end + 22], "little") == len(tail):
             self.odd(record, UNKNOWN, "a zip archive lies behind something else")
             self.physical(source, record, depth)
-        if _tar_header(head) is not None:
+        if head[257:262] == USTAR or _tar_header(head) is not None:
             self.odd(record, UNKNOWN, "is a tar archive, as torch wrote them before 2016")
             for name, part in _tar(source):
                 self.look(part, _within(record, name), is_data=name in ("tensors", "storages", REST), depth=depth + 1)
@@ -238,17 +250,21 @@ class Scanner:
                 self.odd(record, UNKNOWN, f"is packed with {name}, and is not looked into")
         for magic, unpacker in PACKED.items():
             if head.startswith(magic):
-                pieces, left, room = list[bytes](), source.read(0, min(source.nbytes, MAX_UNPACKED)), MAX_UNPACKED
-                while left and room and len(pieces) < MAX_SEQUENCE:  # one stream behind another, as programs read them
-                    piece, left = _unpacked(unpacker, left.lstrip(b"\0"), room)
-                    pieces.append(piece)
-                    room -= len(piece)
-                if left or not room:
-                    looked_at = MAX_UNPACKED - room
-                    self.odd(record, UNKNOWN, f"of what is compressed in it, {looked_at} bytes are looked at")
-                if room < MAX_UNPACKED:
-                    unpacked = InMemory(b"".join(pieces), source.path)
-                    self.look(unpacked, _within(record, "unpacked"), depth=depth + 1)
+                data, at = memoryview(source.read(0, min(source.nbytes, MAX_UNPACKED))), 0
+                unpacked = bytearray()
+                while at < len(data) and len(unpacked) < MAX_UNPACKED:  # one stream behind another, as programs read
+                    piece, nbytes = _unpacked(unpacker, data[at:], MAX_UNPACKED - len(unpacked))
+                    unpacked += piece
+                    if not nbytes:
+                        break
+                    at += nbytes
+                    while data[at : at + BLOCK] and not any(data[at : at + BLOCK]):
+                        at += BLOCK
+                    at += next((number for number, byte in enumerate(data[at : at + BLOCK]) if byte), 0)
+                if at < len(data) or len(unpacked) >= MAX_UNPACKED:
+                    self.odd(record, UNKNOWN, f"of what is compressed in it, {len(unpacked)} bytes are looked at")
+                if unpacked:
+                    self.look(InMemory(bytes(unpacked), source.path), _within(record, "unpacked"), depth=depth + 1)
 
     def _pickles(self, source: FileRange, record: str, *, is_data: bool, is_pickle: bool, depth: int) -> None:
         """Look at a pickle, and at those behind it."""
@@ -358,22 +374,43 @@ def _has_unlisted(source: FileRange, records: Sequence[Record]) -> bool:
     return directory - end > 2 * MAX_16 or HEADER in source.read(end, directory - end)
 
 
-def _unpacked(unpacker: Callable[[], Any], data: bytes, most: int) -> tuple[bytes, bytes]:
-    """Return at most so much of what a packed stream unpacks to, and the bytes behind the stream.
+def _unpacked(unpacker: Callable[[], Any], data: memoryview, most: int) -> tuple[bytes, int]:
+    """Return about so much of what a packed stream unpacks to, at most, and its length; 0 if it is damaged.
 
-    Of a damaged one, what comes before the damage: a pickle there has run when its reader comes to that.
+    Of a damaged one, what comes before the damage: a pickle there has run when its reader comes to that. So it is
+    unpacked once more, and where it failed, byte by byte.
     """
-    one, fits, too_many = unpacker(), 0, most
-    with suppress(*DAMAGES):
-        return one.decompress(data, most), one.unused_data
-    while too_many - fits > 1:  # bytes that come out, and that do not
-        nbytes = min(max(2 * fits, 1), (fits + too_many) // 2)
-        try:
-            unpacker().decompress(data, nbytes)
-            fits = nbytes
-        except DAMAGES:
-            too_many = nbytes
-    return (unpacker().decompress(data, fits) if fits else b""), b""
+    found, nbytes = bytearray(), 0
+    try:
+        for piece, at in _blocks(unpacker(), data, most):
+            found += piece
+            nbytes = at
+            if len(found) >= most:
+                break
+    except DAMAGES:
+        known = len(found)
+        found.clear()
+        with suppress(*DAMAGES):
+            for piece, _ in _blocks(unpacker(), data, known):
+                found += piece
+        return bytes(found), 0
+    return bytes(found), nbytes
+
+
+def _blocks(one: Any, data: memoryview, known: int) -> Iterator[tuple[bytes, int]]:  # noqa: ANN401  # of any kind
+    """Yield what a stream unpacks to, and where it stands in the data; behind so many bytes, one by one."""
+    at = done = 0
+    while not one.eof:
+        given: Any = getattr(one, "unconsumed_tail", b"")  # of zlib; the others keep it themselves
+        is_hungry = getattr(one, "needs_input", not given)
+        if is_hungry:
+            given = data[at : at + BLOCK]
+            at += len(given)
+        piece = one.decompress(given, BLOCK if done < known else 1)
+        if is_hungry and not given and not piece:
+            return
+        done += len(piece)
+        yield piece, at - len(one.unused_data)
 
 
 def _tar_header(block: bytes) -> TarInfo | None:
@@ -383,11 +420,28 @@ def _tar_header(block: bytes) -> TarInfo | None:
 
 
 def _tar(source: FileRange) -> Iterator[tuple[str, FileRange]]:
-    """Yield the members of a tar archive, and what lies behind them, where another reader may find more."""
-    at = 0
-    while at + 512 <= source.nbytes and (header := _tar_header(source.read(at, 512))) and header.size >= 0:
+    """Yield the members of a tar archive, also behind headers that are none; and all from the first such one on."""
+    at, rest = 0, source.nbytes
+    while at + 512 <= source.nbytes:
+        header = _tar_header(source.read(at, 512))
+        if header is None or header.size < 0:
+            rest = min(rest, at)
+            at = _next_header(source, at + 512)
+            continue
         size = min(header.size, source.nbytes - at - 512)
         yield header.name, _part(source, at + 512, size)
         at += 512 + -(-size // 512) * 512
-    if at < source.nbytes:
-        yield REST, _part(source, at, source.nbytes - at)
+    if rest < source.nbytes:
+        yield REST, _part(source, rest, source.nbytes - rest)
+
+
+def _next_header(source: FileRange, start: int) -> int:
+    """Return where the next block with a tar archive's mark begins; the end, if there is none."""
+    for at in range(start, source.nbytes, 1 << 20):
+        block = source.read(at, min(1 << 20, source.nbytes - at))
+        found = block.find(USTAR)
+        while found >= 0:
+            if (found - 257) % 512 == 0 and found >= 257:
+                return at + found - 257
+            found = block.find(USTAR, found + 1)
+    return source.nbytes

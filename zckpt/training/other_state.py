@@ -52,15 +52,15 @@ def others_given(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what goes with models and optimizers, by its key; of a scheduler and a grad scaler, `state_dict()`."""
     names = ((SCHEDULER, "scheduler"), (GRAD_SCALER, "grad_scaler"))
     there = {key: given[name] for key, name in names if given[name] is not None}
-    extra = {} if given["extra"] is None else given["extra"]
-    strange = [key for key, one in there.items() if not hasattr(one, "state_dict")]
-    if strange or not isinstance(extra, Mapping):
-        raise UsageError(
-            f"unusable {(*strange, EXTRA)[0]}", expected="an object with state_dict()" if strange else "a dict",
-            found=type(there[strange[0]] if strange else extra).__name__,
-        )  # fmt: skip
+    for key, one in there.items():
+        if not hasattr(one, "state_dict"):
+            raise UsageError(f"unusable {key}", expected="an object with state_dict()", found=type(one).__name__)
     found = {key: one.state_dict() for key, one in there.items()}
-    return found if given["extra"] is None else {**found, EXTRA: dict(extra)}
+    if given["extra"] is None:
+        return found
+    if not isinstance(given["extra"], Mapping):
+        raise UsageError("unusable extra", expected="a dict", found=type(given["extra"]).__name__)
+    return {**found, EXTRA: dict(given["extra"])}
 
 
 def other_values(

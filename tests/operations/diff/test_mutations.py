@@ -219,21 +219,38 @@ def test_nan_and_inf_are_counted_on_their_side(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "place"),
+    ("first", "second", "place"),
     [
-        ({"x": {1: 5, "1": 6}}, {"x": {"1": 6, 1: 7}}, "x.[1]"),
-        ({"x": {"a.b": 5, "a": {"b": 6}}}, {"x": {"a": {"b": 6}, "a.b": 7}}, "x.['a.b']"),
-        ({"x": {"a[0]": 5, "a": [6]}}, {"x": {"a": [6], "a[0]": 7}}, "x.['a[0]']"),
-        ({"x": {1: {"a": 6}, "1.a": 5}}, {"x": {1: {"a": 6}, "1.a": 7}}, "x.['1.a']"),
-        ({"x.y": 5, "x": {"y": 6}}, {"x": {"y": 6}, "x.y": 7}, "['x.y']"),
+        ({1: 5}, {"1": 6}, "x.1"),
+        ({"a.b": 5}, {"a": {"b": 6}}, "x.a.b"),
+        ({"a[0]": 5}, {"a": [6]}, "x.a[0]"),
+        ({1: {"a": 5}}, {"1.a": 6}, "x.1.a"),
     ],
 )
-def test_a_key_that_reads_as_a_path_hides_no_other(ours, theirs, place, tmp_path):
-    for name, more in (("a", ours), ("b", theirs)):
-        torch.save({"model": {"w": torch.ones(2)}, **more}, tmp_path / f"{name}.pt")
-    assert zckpt.diff(tmp_path / "a.pt", tmp_path / "a.pt").equal
+def test_keys_that_read_alike_hide_no_value(first, second, place, tmp_path):
+    def saved(name: str, content: object) -> Path:
+        torch.save({"model": {"w": torch.ones(2)}, "x": content}, tmp_path / name)
+        return tmp_path / name
+
+    def other(tree: object, value: int) -> object:
+        if isinstance(tree, dict):
+            return {key: other(one, value) for key, one in tree.items()}
+        return [other(one, value) for one in tree] if isinstance(tree, list) else value
+
+    whole = saved("a.pt", first | second)
+    assert zckpt.diff(whole, saved("b.pt", first | second)).equal
+    for number, content in (("", other(first, 7) | second), (" (2)", first | other(second, 7))):
+        [found] = zckpt.diff(whole, saved("b.pt", content)).settings
+        assert (found.key, found.b) == (f"metadata.{place}{number}", 7)
+    assert [one.key for one in zckpt.diff(whole, saved("b.pt", first)).settings] == [f"metadata.{place} (2)"]
+    assert not zckpt.diff(whole, saved("b.pt", other(second, 5) | other(first, 7))).equal
+
+
+def test_names_that_read_alike_hide_no_value(tmp_path):
+    for name, value in (("a", 5), ("b", 7)):
+        torch.save({"model": {"w": torch.ones(2)}, "x": {"y": 6}, "x.y": value}, tmp_path / f"{name}.pt")
     [found] = zckpt.diff(tmp_path / "a.pt", tmp_path / "b.pt").settings
-    assert (found.key, found.a, found.b) == (f"metadata.{place}", 5, 7)
+    assert (found.key, found.a, found.b) == ("metadata.x.y (2)", 5, 7)
 
 
 def test_random_state_in_client_state_is_compared_byte_by_byte(tmp_path):

@@ -46,7 +46,6 @@ SOUND = {
     "JSON": b'{"a": "cos\\nsystem\\n"}',
     "random": np.random.default_rng(1).bytes(100_000),
     "gzip of text": gzip.compress(b"hello\n" * 100),
-    "tar of a size that is no number": corpus.patched(corpus.tar(b"N."), b"storages", 124, b"9" * 11),
     "npy": corpus.npy(b"")[:-1].replace(b"|O", b"<i") + bytes(8),
 }
 
@@ -56,6 +55,22 @@ def test_what_is_harmless_is_not_told_of(case, tmp_path):
     (tmp_path / "file.bin").write_bytes(SOUND[case])
     found = zckpt.scan(tmp_path)
     assert found.grade == ("known" if case == "numpy" else "data"), found.findings
+
+
+@pytest.mark.parametrize(("at", "new", "grade"), [(124, b"9" * 11, "unknown"), (148, b"000000", "dangerous")])
+def test_what_lies_behind_a_tar_archives_header_that_is_none_is_looked_at(at, new, grade, tmp_path):
+    """Its size is no number; or its checksum is wrong, and readers may go on to the next one."""
+    root = b"N." if grade == "unknown" else b"cos\nsystem\n(S'x'\ntR."
+    (tmp_path / "file.tar").write_bytes(corpus.patched(corpus.tar(root), b"storages", at, new))
+    assert zckpt.scan(tmp_path).grade == grade
+
+
+def test_streams_and_dictionaries_take_no_time_or_memory_beyond_their_data(tmp_path):
+    """Thousands of streams, one behind another; and a record that asks LZMA for four gigabytes."""
+    (tmp_path / "many.gz").write_bytes(gzip.compress(b"hello\n" * 100) * 3000)
+    assert zckpt.scan(tmp_path).grade == "data"
+    (tmp_path / "xz").write_bytes(b"\x5d" + b"\xff" * 12 + bytes(64))
+    assert zckpt.scan(tmp_path / "xz").grade in ("data", "unknown")
 
 
 def test_tensors_of_any_bits_are_no_pickles(tmp_path):

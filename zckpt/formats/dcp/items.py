@@ -451,8 +451,9 @@ def _lose(metadata: Metadata, at: int, numbers: Sequence[int], found: Items) -> 
 def _place(found: Items, chunks: Chunks, number: int, node: Tensor) -> None:
     """Say where the elements of a chunk are; the only one of a tensor is all of it."""
     chunks.read(number, node)
-    key, span = chunks.entry(number).key, chunks.span(number)
-    if chunks.entry(number).count == 1:
+    entry = chunks.entry(number)
+    if entry.count == 1:
+        key, span = entry.key, chunks.span(number)
         found.tensors[key] = replace(found.tensors[key], spans=(span,), whole=chunks.node(number), path=span.path)
 
 

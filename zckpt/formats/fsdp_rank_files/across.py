@@ -182,7 +182,7 @@ class RankFiles:
         if not math.prod(shape):
             return [(rank, Slot(name, dtype, shape, ()))]
         if self.lost:
-            cells |= {box: [] for box in absent_boxes(shape, list(cells))}
+            cells |= {box: [] for box in absent_boxes(label, shape, list(cells))}
             most = max(map(len, cells.values()))
             for (_, part), holders in cells.items():
                 holders.extend([(self.lost[0], tensor_of(dtype, part))] * (max(most, 1) - len(holders)))

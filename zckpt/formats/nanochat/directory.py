@@ -38,6 +38,7 @@ def find(search: Search) -> Step | None:
     Raises UnknownFormatError: the tag names none; ShardError: a rank's file is missing.
     """
     from zckpt.formats.lost import missing
+    from zckpt.state.names import is_number
 
     path = search.path
     every = {name: match for name in (files_in(path) if path.is_dir() else ()) if (match := _NAMES.fullmatch(name))}
@@ -46,7 +47,7 @@ def find(search: Search) -> Step | None:
     if not whole:
         return None
     tag = search.tag
-    step = whole[-1] if tag is None else next((one for one in whole if tag.isdecimal() and int(one) == int(tag)), None)
+    step = whole[-1] if tag is None else next((one for one in whole if is_number(tag) and int(one) == int(tag)), None)
     if step is None:
         raise UnknownFormatError("holds no such step", path=path, expected=listed(whole), found=tag)
     ranks = {int(match[2]): path / name for name, match in every.items() if match[2] and match[1] == step}

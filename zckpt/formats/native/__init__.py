@@ -11,6 +11,7 @@ ranges as ZeRO cuts them, or boxes as tensor parallelism does.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,8 +55,9 @@ class Zckpt(Strippable):
         if not path.is_dir():
             return None
         name = search.tag or latest_name(path) or ""
-        if is_tag(name) and (path / name / DOCUMENT_NAME).is_file():
-            return Found(path / name)
+        with suppress(OSError):  # a name too long to be one, or a folder that may not be looked into
+            if is_tag(name) and (path / name / DOCUMENT_NAME).is_file():
+                return Found(path / name)
         return Found(path) if search.tag is None and is_native(path) else None
 
     def is_checkpoint(self, directory: Path) -> bool:

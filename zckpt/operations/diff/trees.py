@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from zckpt.compare.logical import single
@@ -57,7 +57,7 @@ def leaves(value: object) -> dict[str, Leaf]:
     Lists and tuples are alike, and a single value is what it is however it is stored; tensors are compared by their
     elements wherever they lie.
     """
-    found, meaning = dict[str, Leaf](), _Meaning()
+    found, meaning = list[tuple[str, Leaf]](), _Meaning()
     inside, summed = set[int](), set[int]()
 
     def collect(node: object, path: str, file: str, most: int) -> None:
@@ -70,9 +70,9 @@ def leaves(value: object) -> dict[str, Leaf]:
             if file and isinstance(node, Tensor):
                 codes = replace(node, dtype=OF_CODES.get(node.dtype, node.dtype))  # scales are leaves beside it
                 leaf = replace(leaf, slot=slot_of(path, codes, file))
-            found[path] = leaf
+            found.append((path, leaf))
         elif id(node) in inside:
-            found[path] = Leaf("<cycle>")
+            found.append((path, Leaf("<cycle>")))
         else:
             inside.add(id(node))
             open_up(node, path, file, most)
@@ -85,20 +85,21 @@ def leaves(value: object) -> dict[str, Leaf]:
             sum_up(node, path, file)
             return
         if isinstance(node, Object):
-            found[f"{path}.class"] = Leaf(_shown(node.cls))
+            found.append((f"{path}.class", Leaf(_shown(node.cls))))
         elif not below:
-            found[path] = Leaf("{}" if isinstance(node, dict) else "[]")
+            found.append((path, Leaf("{}" if isinstance(node, dict) else "[]")))
         share = most if sum(counts) <= most else most // len(counts)
-        names = Counter(str(step) for step, _ in below)
         for (step, child), count in zip(below, counts, strict=True):
-            is_name = isinstance(node, dict) or isinstance(step, str)
-            place = _place(path, step, names) if is_name else f"{path}[{step}]"
+            if isinstance(node, dict) or isinstance(step, str):
+                place = f"{path}.{step}" if path else str(step)
+            else:
+                place = f"{path}[{step}]"
             collect(child, place, file, min(count, share))
 
     def sum_up(node: object, path: str, file: str) -> None:
         """Add one leaf for all values below a node, and each tensor, whose elements are compared, once."""
         digest, count = meaning.and_count(node)
-        found[path] = Leaf(f"{count} values, digest {digest.hex()[:16]}")
+        found.append((path, Leaf(f"{count} values, digest {digest.hex()[:16]}")))
         parts = each(node, lambda one: (child for _, child in children(one)), summed)
         for number, part in enumerate(part for part in parts if isinstance(part, (Tensor, FromFile))):
             if isinstance(part, FromFile):
@@ -107,16 +108,20 @@ def leaves(value: object) -> dict[str, Leaf]:
                 collect(part, f"{path}[{number}]", file, 1)
 
     collect(value, "", "", MAXIMUM_LEAVES)
+    return _apart(found)
+
+
+def _apart(leaves: Iterable[tuple[str, Leaf]]) -> dict[str, Leaf]:
+    """Return leaves by path; if keys read alike (1 and "1", "a.b" and "b" in "a"), further ones have numbers."""
+    found = dict[str, Leaf]()
+    uses = Counter[str]()
+    for path, leaf in leaves:
+        name = path
+        while name in found:
+            uses[path] += 1
+            name = f"{path} ({uses[path] + 1})"
+        found[name] = leaf
     return found
-
-
-def _place(path: str, step: object, names: Counter[str]) -> str:
-    """Return the path of one of the members of a node; a key that reads as another, or as a path of one, is quoted."""
-    text = str(step)
-    is_other = names[text] > 1 and not isinstance(step, str)
-    if is_other or any(text[:at] in names for at, character in enumerate(text) if character in ".["):
-        return f"{path}[{step!r}]"
-    return f"{path}.{text}" if path else text
 
 
 class _Meaning(Digests):
@@ -256,13 +261,7 @@ def _state(matches: Matches) -> list[Setting]:
 def _carried(key: str, a: Mapping[str, object], b: Mapping[str, object], memory: int) -> list[Setting]:
     """Compare trees, and the tensors in them."""
     ours, theirs = (
-        {
-            f"{place}.{path}" if path else place: leaf
-            for names in [Counter(side.keys())]
-            for name in side
-            for place in [_place("", name, names)]
-            for path, leaf in leaves(side[name]).items()
-        }
+        _apart((f"{name}.{path}" if path else name, leaf) for name in side for path, leaf in leaves(side[name]).items())
         for side in (a, b)
     )
     found = _leaves(key, ours, theirs)

@@ -242,9 +242,12 @@ def join(stages: Sequence[Rank]) -> Rank:
     for stage in stages:
         joined.buffers.update(stage.buffers)
         for name, parameter in stage.parameters.items():
-            if name in joined.parameters and not name.startswith(TIED) and name not in stage.tied:
+            first = joined.parameters.get(name)
+            if first is None:
+                joined.parameters[name] = parameter
+                continue
+            if not name.startswith(TIED) and name not in stage.tied:
                 raise LayoutError(f"{name} is in two pipeline stages")
-            first = joined.parameters.setdefault(name, parameter)
             for one in copies_of(name, parameter.slots, first.slots, stage.mp_rank, kind="layer"):
                 shared = (
                     not is_of_gpt or not name.startswith(f"{TIED}embed.") or name.endswith(f".{SHARED}")
