@@ -109,13 +109,14 @@ def test_what_modules_keep_comes_back_from_any_programs_file(program, tmp_path):
     zckpt.assert_restored(tmp_path / "c", model=model)
 
 
-def test_what_no_module_keeps_any_more_is_left_out_with_a_note(tmp_path):
+@pytest.mark.parametrize("gives", [False, True])
+def test_what_no_module_takes_any_more_is_left_out_with_a_note(gives, tmp_path):
     saved, model = nn.ModuleDict({"a": Counting(3)}), nn.ModuleDict({"a": Counting(50)})
     zckpt.save(tmp_path / "c", model=saved, optimizer=torch.optim.SGD(saved.parameters(), lr=0.5))
-    model["a"].__class__ = type("Plain", (nn.Module,), {})
+    model["a"].__class__ = type("Other", (nn.Module,), {"get_extra_state": lambda _: 3} if gives else {})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     restored = zckpt.load(tmp_path / "c", model=model, optimizer=optimizer)
-    assert restored.notes == ["left out: a._extra_state, which no module of the model keeps"]
+    assert restored.notes == ["left out: a._extra_state, which no module of the model takes"]
     assert (model["a"].seen[0].item(), optimizer.param_groups[0]["lr"]) == (3.0, 0.5)
     named = torch.optim.SGD(model.named_parameters(), lr=0.1)
     assert zckpt.load(tmp_path / "c", optimizer=named).notes == []

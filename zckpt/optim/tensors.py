@@ -172,13 +172,12 @@ def _of_parts(parts: Sequence[torch.nn.Module]) -> ModelState:
     return found
 
 
-def set_extra(model: torch.nn.Module, key: str, value: object) -> None:
-    """Give the module that a key names what it keeps besides tensors, if it keeps anything."""
+def takers_of_extra(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the modules that take again what they kept besides tensors, each with its key."""
     for name, module in unwrapped(model).named_modules(remove_duplicate=False):
-        bare_name = plain_name(name)
-        takes_some = type(module).set_extra_state is not torch.nn.Module.set_extra_state
-        if takes_some and key == (f"{bare_name}.{EXTRA_STATE}" if bare_name else EXTRA_STATE):
-            module.set_extra_state(value)
+        if type(module).set_extra_state is not torch.nn.Module.set_extra_state:
+            bare_name = plain_name(name)
+            yield f"{bare_name}.{EXTRA_STATE}" if bare_name else EXTRA_STATE, module
 
 
 # --- what this rank has

@@ -27,7 +27,7 @@ from zckpt.optim.files import open_for
 from zckpt.optim.ranks import ALONE, Place, Ranks, check_together, find_checksums
 from zckpt.optim.states.by_parameter import Asked, OptimizerState, Source
 from zckpt.optim.states.several import Given, process_group_of, workers_of
-from zckpt.optim.tensors import Model, Stateful, share_of, unwrapped
+from zckpt.optim.tensors import Model, Stateful, parts_of, share_of, takers_of_extra, unwrapped
 from zckpt.optim.values import refuse_lossy
 from zckpt.state import MASTER, WEIGHT, Brief, Parameter, Slot
 from zckpt.training.live import Live, TpRules, everywhere_of, slices_of
@@ -304,10 +304,10 @@ class _Loading(Meeting):
             *self.live.optimizers.notes, *(note for one in self.states for note in one.notes),
             *other.missing, *other.notes,
         ]  # fmt: skip
-        strange = other.modules.keys() - self.live.tensors.extra.keys()
-        is_whole = self.live.model is not None and not self.everywhere.tensors  # else other ranks have more modules
-        if strange and is_whole:
-            self.report.notes.append(f"left out: {listed(sorted(strange))}, which no module of the model keeps")
+        if self.live.model is not None and not self.everywhere.tensors:  # else other ranks have more modules
+            takers = {key for part in parts_of(self.live.model) for key, _ in takers_of_extra(part)}
+            if strange := sorted(other.modules.keys() - takers):
+                self.report.notes.append(f"left out: {listed(strange)}, which no module of the model takes")
         for note in other.missing:
             warnings.warn(f"{shown(self.report.path)}: {note}", stacklevel=3)
         made_of_masters = {name for one in self.states for name in one.publishes}

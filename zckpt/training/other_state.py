@@ -21,7 +21,7 @@ from zckpt.formats.registry import find_format
 from zckpt.formats.remainder import RANDOM, are_of_save, of_modules
 from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS
 from zckpt.immutable import mutable
-from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, set_extra
+from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, takers_of_extra
 from zckpt.optim.values import Values, value_of
 from zckpt.state import WEIGHT, Checkpoint, Extent, without
 from zckpt.torchfile import FromFile, pieces
@@ -97,8 +97,9 @@ class OtherState:
         for target, state in self.states:
             target.load_state_dict(state)
         for part in parts_of(model):
-            for key, value in self.modules.items():
-                set_extra(part, key, value)
+            for key, module in takers_of_extra(part):
+                if key in self.modules:
+                    module.set_extra_state(self.modules[key])
         if self.random is not None:
             set_random_states(self.random)
 
