@@ -173,10 +173,11 @@ def _opened(
     paths = [one for one in sources if not isinstance(one, Checkpoint)]
     found = []
     for one in sources:
-        its = {} if paths and isinstance(one, Checkpoint) else {**where, "roots": roots}
-        if len(paths) > 1 and not isinstance(one, Checkpoint):
-            its["roots"] = [Path(root) / Path(one).name for root in roots]
-        found.append(opened(one, **its))
+        if isinstance(one, Checkpoint):
+            found.append(opened(one) if paths else opened(one, roots=roots, **where))
+        else:
+            same = roots if len(paths) == 1 else [Path(root) / Path(one).name for root in roots]
+            found.append(opened(one, roots=same, **where))
     return found
 
 

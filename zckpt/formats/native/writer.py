@@ -99,10 +99,15 @@ def _pieces_of_ranks(slot: Slot, rank_of: Callable[[str], int]) -> list[tuple[in
         raise UnsupportedError(f"{slot.name}: each rank has its own values, and their mean is read")
     found: list[tuple[int, Extent, tuple[Span, ...]]] = []
     for span in slot.spans:
-        before, extent, spans = found[-1] if found else (0, None, ())
-        rank, numel = before if span.path == ZEROS else rank_of(span.path), span.extent.numel
-        if extent and (rank, span.extent) == (before, replace(extent, start=extent.start + extent.numel, numel=numel)):
-            found[-1] = (rank, replace(extent, numel=extent.numel + numel), (*spans, span))
+        last = found[-1] if found else None
+        rank = rank_of(span.path) if span.path != ZEROS else 0 if last is None else last[0]
+        if (
+            last is not None
+            and last[0] == rank
+            and span.extent == replace(last[1], start=last[1].start + last[1].numel, numel=span.extent.numel)
+        ):
+            whole = replace(last[1], numel=last[1].numel + span.extent.numel)
+            found[-1] = (rank, whole, (*last[2], span))
         else:
             found.append((rank, span.extent, (span,)))
     if len({rank for rank, _, _ in found}) < len(found):

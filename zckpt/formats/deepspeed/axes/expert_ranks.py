@@ -168,10 +168,10 @@ def spread_over(ranks: Sequence[Sequence[OptimizerShard]], lane: int, model: Mod
     for layer, number in files.layers.items():
         if number < len(counts) and type(counts[number]) is int:
             totals[layer] = max(totals.get(layer, 0), counts[number])
-    shapes, parts = model.param_shapes, members[0].partition_count if members and members[0].stage != 3 else []
-    named: Sequence[Collection[str]] = [
-        [name for member in members for name in member.mapping(index)] for index in range(len(parts))
-    ] if shapes is None else shapes  # fmt: skip
+    parts = members[0].partition_count if members and members[0].stage != 3 else []
+    named: Sequence[Collection[str]] | None = model.param_shapes
+    if named is None:
+        named = [[name for member in members for name in member.mapping(index)] for index in range(len(parts))]
     for names, count in zip(named, parts, strict=False):  # others than files have are refused where they are cut
         if not every.are_experts(names) or count < 1 or dp * tp % count:
             continue
