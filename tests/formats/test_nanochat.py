@@ -161,6 +161,10 @@ def _other_matrix(state):
     state["state"][9]["momentum_buffer"] = torch.zeros(1, 2, 12)
 
 
+def _part_of_a_matrix(state):
+    state["state"][9]["momentum_buffer"] = torch.zeros(1, 1, 6)
+
+
 def _beside(state):
     state["state"][10] = {"momentum_buffer": torch.zeros(1, 1, 12)}
 
@@ -174,6 +178,7 @@ def _beside(state):
     (lambda one: one["state"][9].update(step=4), (0, 1), LayoutError, "other state than stacks"),
     (_beside, (0, 1), LayoutError, "other state than stacks"),
     (_longer, (1,), LayoutError, "is not its share"),
+    (_part_of_a_matrix, (0, 1), LayoutError, "momentum_buffer is not of transformer.h.0.attn.ve_gate.weight"),
     (_other_matrix, (0, 1), LayoutError, "momentum_buffer is not of transformer.h.0.attn.ve_gate.weight"),
 ])  # fmt: skip
 def test_what_is_not_nanochats_is_refused(edit, ranks, kind, said, saved):

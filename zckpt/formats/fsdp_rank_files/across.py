@@ -147,37 +147,7 @@ class RankFiles:
         held = list(across)
         rank, first = held[0]
         shape, dtype = first.shape, first.dtype
-        if {(one.kind, len(one.shape), one.dtype) for _, one in held} == {(PLAIN, 1, dtype)}:
-            sizes = [one.shape[0] for _, one in held]
-            if len(set(sizes)) > 1:
-                raise UnsupportedError(
-                    f"{label} is in one-dimensional pieces, and no file says where they lie, as in a "
-                    "LOCAL_STATE_DICT of FSDP1 with use_orig_params",
-                    path=self.paths[rank],
-                    expected="a tensor that every rank has whole, or a sharded tensor",
-                    found=f"{', '.join(map(str, sizes[:8]))} elements",
-                    advice="load it in its own program and save it as SHARDED_STATE_DICT",
-                )
-        for other, one in held:
-            if one.mesh is not None and one.mesh.rank not in (None, other):
-                raise ShardError(
-                    "is another rank's file",
-                    path=self.paths[other],
-                    expected=f"rank {other}",
-                    found=f"rank {one.mesh.rank}",
-                    code=WRONG_RANK,
-                    ranks=[other],
-                )
-            if (one.shape, one.dtype) != (shape, dtype):
-                raise LayoutError(
-                    f"{label} differs from rank {rank}'s",
-                    path=self.paths[other],
-                    expected=f"{dtype} of shape {shape}",
-                    found=f"{one.dtype} of shape {one.shape}",
-                    code=DTYPES_DIFFER if one.shape == shape else None,
-                    ranks=[other],
-                    parameters=[label],
-                )
+        self._check_alike(label, held)
         cells = by_key((piece.box, (at, piece.tensor)) for at, one in held for piece in one.pieces)
         if not math.prod(shape):
             return [(rank, Slot(name, dtype, shape, ()))]
@@ -219,6 +189,42 @@ class RankFiles:
                 slot = Slot(name, dtype, shape, CutSpans(files, shape, 0, width))
             found.append((min(ranks), slot))
         return found
+
+    def _check_alike(self, label: str, held: Sequence[tuple[int, Held]]) -> None:
+        """Raise unless ranks have one shape and type, each in its own file; errors are those of `joined`."""
+        rank, first = held[0]
+        shape, dtype = first.shape, first.dtype
+        if {(one.kind, len(one.shape), one.dtype) for _, one in held} == {(PLAIN, 1, dtype)}:
+            sizes = [one.shape[0] for _, one in held]
+            if len(set(sizes)) > 1:
+                raise UnsupportedError(
+                    f"{label} is in one-dimensional pieces, and no file says where they lie, as in a "
+                    "LOCAL_STATE_DICT of FSDP1 with use_orig_params",
+                    path=self.paths[rank],
+                    expected="a tensor that every rank has whole, or a sharded tensor",
+                    found=f"{', '.join(map(str, sizes[:8]))} elements",
+                    advice="load it in its own program and save it as SHARDED_STATE_DICT",
+                )
+        for other, one in held:
+            if one.mesh is not None and one.mesh.rank not in (None, other):
+                raise ShardError(
+                    "is another rank's file",
+                    path=self.paths[other],
+                    expected=f"rank {other}",
+                    found=f"rank {one.mesh.rank}",
+                    code=WRONG_RANK,
+                    ranks=[other],
+                )
+            if (one.shape, one.dtype) != (shape, dtype):
+                raise LayoutError(
+                    f"{label} differs from rank {rank}'s",
+                    path=self.paths[other],
+                    expected=f"{dtype} of shape {shape}",
+                    found=f"{one.dtype} of shape {one.shape}",
+                    code=DTYPES_DIFFER if one.shape == shape else None,
+                    ranks=[other],
+                    parameters=[label],
+                )
 
 
 def _is_grid(shape: Shape, cells: Collection[Box]) -> bool:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from operator import gt
 
 from zckpt.errors import LayoutError, UnsupportedError, about
-from zckpt.evidence import NAMES_ADVICE, Evidence
+from zckpt.evidence import NAMES_ADVICE, Evidence, agree
 from zckpt.formats.companions import MAXIMUM_JSON_NBYTES
 from zckpt.formats.nanochat.directory import Step
 from zckpt.formats.torch_files.optimizer import shared_values
@@ -149,7 +148,7 @@ def _add_stack(
         shape = held[0].shape[1:]
         _check(members[0].name, held, (length, *shape))
         for at, parameter in enumerate(members):
-            if len(shape) != len(parameter.shape) or any(map(gt, shape, parameter.shape)):
+            if not agree(shape, parameter.shape):
                 raise LayoutError(f"{key} is not of {parameter.name}", expected=parameter.shape, found=shape)
             parameter.slots[key] = reshape(narrow(held[at // length], 0, at % length, 1), shape)
         for rank, slot in enumerate(held):
