@@ -122,6 +122,25 @@ def test_what_no_module_takes_any_more_is_left_out_with_a_note(gives, tmp_path):
     assert zckpt.load(tmp_path / "c", optimizer=named).notes == []
 
 
+def test_what_a_module_keeps_and_no_checkpoint_has_is_not_changed_with_a_note(tmp_path):
+    saved, model = nn.ModuleDict({"a": nn.Linear(2, 2)}), nn.ModuleDict({"a": Counting(50)})
+    zckpt.save(tmp_path / "c", model=saved)
+    restored = zckpt.load(tmp_path / "c", model=model, strict=False)
+    assert restored.notes == ["not changed: a._extra_state, of which the checkpoint has nothing"]
+    assert model["a"].more == {"start": 50}
+
+
+def test_a_buffer_whose_elements_share_memory_is_refused_before_anything_changes(tmp_path):
+    saved, model = nn.Linear(3, 3), nn.Linear(3, 3)
+    saved.register_buffer("mask", torch.arange(6.0).reshape(2, 3))
+    model.register_buffer("mask", torch.zeros(1, 3).expand(2, 3))
+    zckpt.save(tmp_path / "c", model=saved)
+    before = model.weight.detach().clone()
+    with pytest.raises(UsageError, match="mask is an expanded tensor, whose elements share memory"):
+        zckpt.load(tmp_path / "c", model=model)
+    assert torch.equal(model.weight, before)
+
+
 @pytest.mark.parametrize("step", [-1, 2.5, "7", 1 << 63])
 def test_a_step_that_no_file_could_hold_is_refused_before_anything_is_written(step, tmp_path):
     model = nn.Linear(2, 2)

@@ -10,6 +10,7 @@ from zckpt.engine.checking import Checks
 from zckpt.engine.read import check_reads, read_all
 from zckpt.engine.targets import Hole
 from zckpt.engine.workers import batched
+from zckpt.errors import UsageError
 from zckpt.immutable import immutable
 from zckpt.state import Extent, Slot
 
@@ -53,8 +54,20 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def check_tensors(reads: Iterable[TensorRead]) -> None:
-    """Check all that can be known before elements are read; errors are those of `zckpt.engine.read.check_reads`."""
-    check_reads(one.hole for one in reads if one.tensor.numel())
+    """Check all that can be known before elements are read.
+
+    Errors are those of `zckpt.engine.read.check_reads`, and UsageError: elements of a tensor share memory.
+    """
+    check_reads(_hole_of(one) for one in reads if one.tensor.numel())
+
+
+def _hole_of(read: TensorRead) -> Hole:
+    if any(size > 1 and not step for size, step in zip(read.tensor.shape, read.tensor.stride(), strict=True)):
+        raise UsageError(
+            f"{read.hole.label} is an expanded tensor, whose elements share memory: nothing can be read into it",
+            advice="give it memory of its own: clone()",
+        )
+    return read.hole
 
 
 def read_tensors(reads: Iterable[TensorRead], *, checks: Checks | None = None) -> None:

@@ -308,6 +308,9 @@ class _Loading(Meeting):
             takers = {key for part in parts_of(self.live.model) for key, _ in takers_of_extra(part)}
             if strange := sorted(other.modules.keys() - takers):
                 self.report.notes.append(f"left out: {listed(strange)}, which no module of the model takes")
+        held = [key for key, value in self.live.tensors.extra.items() if value is not None]
+        if lacking := sorted({*held} - other.modules.keys()):
+            self.report.notes.append(f"not changed: {listed(lacking)}, of which the checkpoint has nothing")
         for note in other.missing:
             warnings.warn(f"{shown(self.report.path)}: {note}", stacklevel=3)
         made_of_masters = {name for one in self.states for name in one.publishes}
