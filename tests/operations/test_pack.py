@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import zckpt
 from tests.cli.console import FIXTURES, ROOT, environment, run
@@ -101,6 +102,22 @@ def test_links_empty_directories_and_modes_come_back(made, tmp_path):
     zckpt.pack(tmp_path / "run", tmp_path / "s")
     unpack(tmp_path / "s", tmp_path / "again")
     assert contents(tmp_path / "again") == contents(tmp_path / "run")
+
+
+def test_a_link_in_a_packed_checkpoint_is_read(tmp_path):
+    (tmp_path / "run/step-1").mkdir(parents=True)
+    save_file({"w": np.arange(12.0)}, tmp_path / "run/step-1/model.safetensors")
+    (tmp_path / "run/step-1/best.safetensors").symlink_to("model.safetensors")
+    zckpt.pack(tmp_path / "run", tmp_path / "s")
+    assert zckpt.open(tmp_path / "s/step-1/best.safetensors").read("w").tolist() == [*range(12)]
+
+
+@pytest.mark.parametrize(("first", "name"), [("step-1", "step-1/more"), ("runs/step-1", "runs")])
+def test_no_checkpoint_of_a_store_lies_below_another(made, tmp_path, first, name):
+    zckpt.pack(made / "run" / "step-1", tmp_path / "s", name=first)
+    with refusing(zckpt.UsageError, f"cannot lie below another: expected a name apart from {first}"):
+        zckpt.pack(made / "run" / "step-2", tmp_path / "s", name=name)
+    assert unpack(tmp_path / "s", tmp_path / "all").checkpoints == [first]
 
 
 def test_no_file_of_a_store_runs_as_its_owner(made, tmp_path):

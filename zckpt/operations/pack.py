@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -139,6 +140,12 @@ def packed_into(
             raise UsageError(
                 "the store already has another checkpoint with this name", path=unit.path,
                 expected="files with the packed sizes and times", advice="pack it into another store",
+            )  # fmt: skip
+        nested = [one for one in names if one != name and os.path.commonpath([one, name]) in (one, name)]
+        if nested:
+            raise UsageError(
+                "one checkpoint of a store cannot lie below another", path=unit.path,
+                expected=f"a name apart from {nested[0]}", found=name, advice="give another --name",
             )  # fmt: skip
     new = [(name, unit) for name, unit in every if name not in names]
     done, notes, chunks = list[PackedOne](), list[str](), Chunks(store)
