@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import zckpt
@@ -47,13 +49,17 @@ def test_shards_and_the_optimizer_beside_them_are_one_checkpoint(ranks, sizes, t
     shutil.copytree(saved, source)
     shutil.copytree(source, beside / "model")
     shutil.move(beside / "model" / "optimizer", beside / "optim")  # as NeMo Automodel has it
+    with safe_open(file := next((beside / "model").glob("shard-*")), "pt") as shard:
+        texts = {**shard.metadata(), "run": "seven"}
+        save_file({name: shard.get_tensor(name) for name in shard.keys()}, file, texts)  # noqa: SIM118  # no dict
     for folder in (source, beside):
         checkpoint = zckpt.open(folder)
         assert_is(checkpoint, truth)
         assert not take_inventory(checkpoint).left_out
         assert zckpt.verify(folder, deep=True).sound
-    zckpt.convert(source, tmp_path / "dcp", to="dcp")
+    zckpt.convert(beside, tmp_path / "dcp", to="dcp")
     assert_is(zckpt.open(tmp_path / "dcp"), truth)
+    assert zckpt.open(tmp_path / "dcp").metadata["run"] == "seven"
     zckpt.consolidate(source, tmp_path / "whole")
     live = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").state_dict()
     assert all(torch.equal(one, truth[f"weight/{name}"]) for name, one in live.items())

@@ -62,7 +62,6 @@ def read(place: tuple[Path, Path, Path], *, names: GivenNames = None) -> Checkpo
     checkpoint.files.append(describe(file, "optimizer", rules=rules))
     checkpoint.claims[str(index)] = Claim(IMPLIED, "which file each parameter's state is in")
     fill(checkpoint, root, names=names)
-    checkpoint.metadata |= found.metadata
     if is_file(path / SCHEDULER):
         carry(checkpoint, path / SCHEDULER)
     return checkpoint

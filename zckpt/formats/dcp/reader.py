@@ -289,7 +289,6 @@ def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[
         if not is_whole(folder):
             model = (shards if shards.is_sharded(folder) else safetensors).read(folder)
             trees[name] = taken(checkpoint, model)
-            checkpoint.warnings += model.warnings
             continue
         metadata = read_metadata(folder)
         items = read_items(metadata)
@@ -323,8 +322,10 @@ def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[
 
 
 def taken(checkpoint: Checkpoint, model: Checkpoint) -> Tree:
-    """Add the files of a model that was read by itself to those of a checkpoint; return its tensors as items."""
+    """Add what a model that was read by itself has besides tensors to a checkpoint; return its tensors as items."""
     checkpoint.files, checkpoint.claims = checkpoint.files + model.files, checkpoint.claims | model.claims
+    checkpoint.metadata |= model.metadata
+    checkpoint.warnings += model.warnings
     slots = {one.name: model.owner(one.name).slots[WEIGHT] for one in model.tensors()}
     return {name: TensorItem(name, one.dtype, one.shape, one.spans, None, model.source) for name, one in slots.items()}
 

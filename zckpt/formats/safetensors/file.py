@@ -88,10 +88,16 @@ def read(source: Path) -> Checkpoint:
     return checkpoint
 
 
-def add_file(checkpoint: Checkpoint, path: Path) -> tuple[dict[str, Slot], dict[str, str]]:
-    """Add a file of a model to those of a checkpoint, which has none of its tensors yet; return tensors and texts."""
+def add_file(
+    checkpoint: Checkpoint, path: Path, more: Sequence[Rule] = ()
+) -> tuple[dict[str, Slot], dict[str, str]]:
+    """Add a file of a model to those of a checkpoint, which has none of its tensors yet; return tensors and texts.
+
+    `more`: what texts are in files of this kind.
+    """
     slots, texts, nbytes = read_header(path)
-    rules, known = [*rules_of(texts, slots)], {"format", *aliases_in(texts, slots)}
+    rules = [*rules_of(texts, slots), *more]
+    known = {rule.pattern[1] for rule in rules}
     for key, text in texts.items() if "param_groups" not in texts else ():  # not those of an optimizer
         if key not in known:  # what a program has put there
             kept = key if checkpoint.metadata.get(key, text) == text else f"{path.stem}.{key}"

@@ -21,7 +21,7 @@ from typing import Any
 
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, about
 from zckpt.evidence import is_trainable
-from zckpt.formats.safetensors.file import INDEX_NAME, METADATA_KEY, RULES, read_header, source_file
+from zckpt.formats.safetensors.file import INDEX_NAME, METADATA_KEY, add_file, read_header
 from zckpt.immutable import mutable
 from zckpt.state import WEIGHT, Checkpoint, Extent, Shape, Slot, Span, are_sizes
 from zckpt.state.inventory import IMPLIED, Rule
@@ -63,11 +63,10 @@ def read(path: Path) -> Checkpoint:
     tensors: dict[str, Pieces] = {}
     files = _files(path)
     for file in files:
-        slots, metadata, nbytes = read_header(file)
+        slots, metadata = add_file(checkpoint, file, PIECE_RULES)
         _collect(tensors, slots, metadata, file)
-        rank = _SHARD.fullmatch(file.name)
-        described = source_file(file, slots, metadata, nbytes, (*RULES, *PIECE_RULES))
-        checkpoint.files.append(replace(described, dp_rank=int(rank[1]) - 1 if rank else None))
+        if (rank := _SHARD.fullmatch(file.name)) is not None:
+            checkpoint.files[-1] = replace(checkpoint.files[-1], dp_rank=int(rank[1]) - 1)
     numbers = sorted({int(found[1]) for file in files if (found := _SHARD.fullmatch(file.name))})
     for name, pieces in tensors.items():
         covered = sum(span.extent.numel for span in pieces.spans.values())
