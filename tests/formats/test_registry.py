@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 import zckpt
 from tests.cli.console import FIXTURES, ROOT, environment, refused, succeeded
 from tests.refusals import refusing
-from zckpt.errors import DamagedFileError
+from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.format import Format, Found, InFolder, Search
 from zckpt.formats.options import options_of
 from zckpt.formats.registry import BUILT_IN, find_format, formats, get
@@ -51,6 +51,18 @@ def test_formats_are_listed_with_their_options():
     text = succeeded("formats").stdout
     assert all(name in text for name in BUILT_IN)
     assert "--stage 1|2|3" in text
+
+
+@pytest.mark.parametrize(
+    ("source", "advice"),
+    [
+        ("zro_dp2_adamw/ckpt", "`zckpt convert --to zero-redundancy --world-size N` writes it for N ranks"),
+        ("plain_adamw/ckpt.pt", "any number of ranks can load"),
+    ],
+)
+def test_what_is_not_resharded_is_refused_with_what_writes_it_for_other_ranks(source, advice, tmp_path):
+    with refusing(UnsupportedError, "can be resharded.*" + re.escape(advice)):
+        zckpt.reshard(FIXTURES / "other" / source, tmp_path / "out", world_size=3)
 
 
 def test_help_of_convert_has_every_option_and_format():

@@ -346,13 +346,15 @@ class Format(Protocol):
         UnsupportedError
             It cannot be cut for others.
         """
+        is_for_ranks = self.options is not None and "world_size" in self.options.__annotations__
         raise UnsupportedError(
             "only checkpoints of DeepSpeed (except universal ones) and nanochat, and Megatron's legacy files, can be "
             "resharded",
             path=job.checkpoint.source,
             found=self.name,
-            advice="use `zckpt convert`; any number of ranks can load its targets",
-        )
+            advice=f"`zckpt convert --to {self.name} --world-size N` writes it for N ranks" if is_for_ranks
+            else "use `zckpt convert`; any number of ranks can load its targets",
+        )  # fmt: skip
 
     def follows(self, key: str, values: tuple[object, object], sides: tuple[Checkpoint, Checkpoint]) -> bool:  # noqa: ARG002
         """Tell whether a setting that differs between two checkpoints only says how each is cut or stored.
