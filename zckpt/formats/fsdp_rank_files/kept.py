@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
@@ -187,3 +188,11 @@ def recorded_names(file: TorchFile, parameters: Sequence[str]) -> list[str] | No
         others = {*as_names(tree.get("buffers", [])), *as_mapping(tree.get("tied", {}))}
         owners = [name for name in parameters if name not in others]
         return [name for unit in members_of(as_names(said["units"]), owners) for name in unit]
+
+
+def as_grouped(checkpoint: Checkpoint, groups: Sequence[list[str]]) -> None:
+    """Give a checkpoint the param groups that were written: flat keys merge those whose values are equal."""
+    own = {name: group for group in checkpoint.param_groups for name in group.parameters}
+    if sorted(own) == sorted(chain(*groups)) and groups != [group.parameters for group in checkpoint.param_groups]:
+        found = checkpoint.regrouped(replace(own[its[0]], parameters=its) for its in groups if its)
+        checkpoint.param_groups, checkpoint.parameters = found.param_groups, found.parameters

@@ -27,16 +27,16 @@ from zckpt.formats.fsdp_rank_files.directory import (
     Directory,
 )
 from zckpt.formats.fsdp_rank_files.held import elements, is_share, shares, versions_with, with_shares
-from zckpt.formats.fsdp_rank_files.kept import KEY, KEYS, OF_ITS_RANK, RULE, of_rank, recorded_names
+from zckpt.formats.fsdp_rank_files.kept import KEY, KEYS, OF_ITS_RANK, RULE, as_grouped, of_rank, recorded_names
 from zckpt.formats.fsdp_rank_files.readings import attach, beside_whole
 from zckpt.formats.fsdp_rank_files.units import units_in
 from zckpt.formats.lost import is_lost
 from zckpt.formats.remainder import as_masters, restore_from
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.reader import step_of
-from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried
+from zckpt.formats.torch_files.tensors import as_mapping, as_names, by_name, carried
 from zckpt.formats.torch_files.writer import in_pieces
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, GivenNames, Topology, without
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, GivenNames, Topology, list_of, without
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, REST, Claim, Rule
 from zckpt.storage.files import is_file
 from zckpt.torchfile import Place, Tensor, TorchFile, read_torchfile, value_at
@@ -89,6 +89,7 @@ def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
         with about(own.path):  # weights had another type than their masters, whose names these are
             said = as_mapping(as_mapping(own.root).get(KEY))
             as_masters(checkpoint, as_mapping(said.get("dtypes", {})))
+            as_grouped(checkpoint, list(map(as_names, list_of(said.get("names")))))
         checkpoint.is_numbered = False
     for path in directory.beside:
         if own is not None and path.stem in checkpoint.metadata:
