@@ -139,15 +139,25 @@ def test_tied_parameters_that_no_list_names_are_tied_by_their_storage(name, tmp_
     assert zckpt.open(tmp_path / "cut").parameters["head.weight"].tied_to == "emb.weight"
 
 
-@pytest.mark.parametrize("name", ["s1_bf16_dp2", "s2_bf16_dp2"])
-def test_second_name_in_a_module_is_tied_though_the_list_has_other_ties_alone(name, tmp_path):
-    """DeepSpeed lists no two names that one module has for a parameter."""
+@pytest.mark.parametrize("name", ["s1_bf16_dp2", "s2_bf16_dp2", "s3_bf16_dp2"])
+@pytest.mark.parametrize("owner", ["prime", "frozen_odd"])
+def test_second_name_in_a_module_is_tied_though_the_list_has_other_ties_alone(owner, name, tmp_path):
+    """DeepSpeed lists no two names that one module has for a parameter, nor those of a module under two names."""
     tag = copy(name, tmp_path)
-    edit(model_file(tag), lambda content: content["module"].update(again=content["module"]["prime"]))
-    assert zckpt.open(tag).parameters["again"].tied_to == "prime"
-    zckpt.reshard(tag, tmp_path / "cut", world_size=3, stage=3)
-    found = zckpt.open(tmp_path / "cut").parameters
-    assert (found["again"].tied_to, found["head.weight"].tied_to) == ("prime", "emb.weight")
+    for path in tag.glob("*model_states.pt"):
+        edit(path, lambda content: content["module"].update(again=content["module"][owner]))
+    assert zckpt.open(tag).parameters["again"].tied_to == owner
+    for stage in (1, 3):
+        zckpt.reshard(tag, tmp_path / f"cut{stage}", world_size=3, stage=stage)
+        found = zckpt.open(tmp_path / f"cut{stage}").parameters
+        assert (found["again"].tied_to, found["head.weight"].tied_to) == (owner, "emb.weight")
+
+
+def test_name_whose_storage_several_parameters_have_under_zero3_is_no_alias(tmp_path):
+    tag = copy("s3_bf16_dp2", tmp_path)
+    empty = torch.empty(0)
+    edit(model_file(tag, 0), lambda content: content["module"].update(again=empty, prime=empty, frozen_odd=empty))
+    assert any("the values of again" in warning for warning in zckpt.open(tag).warnings)
 
 
 def test_name_without_elements_that_no_list_has_stays_under_zero3(tmp_path):

@@ -242,7 +242,7 @@ class _Reading:
         aliases: dict[str, str] = {}
         for models in self.ranks:
             known = {**router_names(models[0], parameterwise=self.parameterwise),
-                     **tied_names(models, trained, shared, parameterwise=self.parameterwise)}  # fmt: skip
+                     **tied_names(models, trained.keys(), shared, parameterwise=self.parameterwise)}  # fmt: skip
             aliases |= {alias: owner for alias, owner in known.items() if alias in models[0].module}
         lost = []
         for name, ((model, tensor), *others) in self.module.items():

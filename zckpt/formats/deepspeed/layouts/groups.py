@@ -7,7 +7,8 @@ they say: their names and hyperparameters. Of those that say the same, all have 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,7 @@ def optimizer_order(names: Sequence[str], model: ModelShard, world_size: int) ->
 
 
 def tied_names(
-    models: Sequence[ModelShard], trained: Collection[str], others: Mapping[str, str], *, parameterwise: bool
+    models: Sequence[ModelShard], trained: Set[str], others: Mapping[str, str], *, parameterwise: bool
 ) -> dict[str, str]:
     """Return alias to owner.
 
@@ -36,7 +37,7 @@ def tied_names(
     ----------
     models : sequence of ModelShard
         Of one model-parallel rank.
-    trained : collection of str
+    trained : set of str
         Parameters that a param group has.
     others : mapping of str to str
         What the files of other model-parallel ranks list.
@@ -48,21 +49,22 @@ def tied_names(
     DeepSpeed takes empty parameters for aliases of each other, for they share no memory at the same address;
     they are not. It lists no two names that one module has for a parameter (`named_parameters` in its
     `_get_shared_params`); files before 2023 have no `shared_params`, and what its own Python writer writes has an empty
-    one. So two names of the same bytes are one parameter, too.
+    one. So two names of the same bytes are one parameter, too. Under ZeRO-3 the weights in a model file are empty, but
+    each parameter's has a storage of its own, which all of its names have.
     """
     found: dict[str, str] = dict(others)
     module = models[0].module
     for model in models:
         found.update(model.shared)
-    if not parameterwise:
-        owners: dict[tuple[object, ...], str] = {}
-        ordered = sorted(module, key=lambda name: (name not in trained, name in found))
-        for name in ordered:
-            t = module[name]
-            if t.numel and name not in models[0].buffer_names:
-                owner = owners.setdefault(identity_of(t), name)
-                if owner != name:
-                    found.setdefault(name, owner)
+    alike: defaultdict[tuple[object, ...], list[str]] = defaultdict(list)
+    for name, t in module.items():
+        if bool(t.numel) != parameterwise and name not in models[0].buffer_names:
+            alike[identity_of(t)].append(name)
+    known = trained | models[0].frozen.keys()
+    for names in alike.values():
+        if not parameterwise or len(known.intersection(names)) == 1:
+            owner, *aliases = sorted(names, key=lambda name: (name not in trained, name not in known, name in found))
+            found |= {name: owner for name in aliases if name not in found}
     result = {}
     for pair in found.items():
         alias, owner = pair if pair[0] not in trained or pair[1] in trained else pair[::-1]

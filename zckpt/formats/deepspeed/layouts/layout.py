@@ -94,7 +94,7 @@ class Layout:
     def place(self, shared: Mapping[str, str]) -> None:
         """Sort the names of the module, of other weight files and of the groups into parameters and buffers."""
         rank, module, trained, held = self.rank, self.model.module, self.trained, self.held
-        aliases = tied_names(rank.model_files, trained, shared, parameterwise=self.parameterwise)
+        aliases = tied_names(rank.model_files, trained.keys(), shared, parameterwise=self.parameterwise)
         if self.auto:
             aliases = {**router_names(self.model, parameterwise=self.parameterwise), **aliases}
             held = from_files(held, () if self.parameterwise else dict.fromkeys(self.auto.values()), trained)
