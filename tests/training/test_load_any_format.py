@@ -143,3 +143,24 @@ def load_state_of_ranks(rank, world_size, source: str) -> str:
 def test_state_that_was_each_ranks_own_is_refused_by_name_and_the_model_is_loaded_without():
     (said,) = run(load_state_of_ranks, 1, "own_lamb_s2_fp32_dp2")
     assert "trust_ratio, weight_norm, adam_norm" in said
+
+
+def test_param_groups_without_parameters_need_not_be_in_a_checkpoint(tmp_path):
+    """DeepSpeed files none, and neither need those that load one have those that a checkpoint has."""
+
+    def training(*, empty: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(3, 4)
+        first = [{"params": [], "lr": 5.0}] if empty else []
+        return model, torch.optim.AdamW([*first, {"params": list(model.parameters()), "lr": 1e-2}])
+
+    model, optimizer = training(empty=True)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    zckpt.save(tmp_path / "saved", model=model, optimizer=optimizer, step=1)
+    zckpt.convert(tmp_path / "saved", tmp_path / "filed", to="deepspeed", stage=2, world_size=2)
+    for path in (tmp_path / "saved", tmp_path / "filed"):
+        for empty in (True, False):
+            model, optimizer = training(empty=empty)
+            zckpt.load(path, model=model, optimizer=optimizer)
+            zckpt.assert_restored(path, model=model, optimizer=optimizer)
+            assert [group["lr"] for group in optimizer.param_groups] == [5.0] * empty + [1e-2]

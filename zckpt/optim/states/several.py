@@ -164,9 +164,9 @@ class Optimizers:
         optimizers, other names of them, or other parameters.
         """
         found = []
-        for name, (groups, metadata) in self._divided(whole, called).items():
+        for name, (theirs, metadata) in self._divided(whole, called).items():
             state = self.states[name]
-            elsewhere = whole.elsewhere.difference(*state.names())
+            groups, elsewhere = _aligned(theirs, state.names()), whole.elsewhere.difference(*state.names())
             found.append((state, replace(whole, param_groups=groups, metadata=metadata, elsewhere=elsewhere)))
         return found
 
@@ -213,6 +213,15 @@ class Optimizers:
             if name not in theirs
         ]
         return {name: (theirs[name], metadata.get(name, {})) for name in self.states if name in theirs}
+
+
+def _aligned(theirs: Sequence[ParamGroup], ours: Names) -> Sequence[ParamGroup]:
+    """Return a checkpoint's groups, with nothing for those here that have no parameters: DeepSpeed files none."""
+    filled = [group for group in theirs if group.parameters]
+    if len(ours) == len(theirs) or sum(map(bool, ours)) != len(filled):
+        return theirs
+    left = iter(filled)
+    return [next(left) if names else ParamGroup({}, []) for names in ours]
 
 
 def merged_groups(every: Iterable[Sequence[ParamGroup]]) -> list[ParamGroup]:
