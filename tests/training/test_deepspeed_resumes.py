@@ -6,9 +6,10 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 import zckpt
-from tests.deepspeed_engine import Spec
+from tests.deepspeed_engine import Spec, models, training
 from tests.gloo import run
 from tests.optim.zero import test_files as zero
 from tests.pairwise import each
@@ -53,3 +54,36 @@ def test_stock_deepspeed_resumes_what_was_saved_in_training(spec, world_size, tm
 def zip_losses(theirs: list, ours: list) -> tuple[list[list[float]], list[list[float]]]:
     """Return the losses of all ranks: each has its share of the batch."""
     return [losses for _, _, losses in theirs], [losses for _, losses in ours]
+
+
+def save_frozen(rank, world_size, spec: Spec, path: Path) -> list[float]:
+    model = models.build_model(spec)
+    optimizer = torch.optim.AdamW(models.param_groups(spec, model))
+
+    def train(step: int) -> float:
+        loss = model(*training.batch(spec, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    for step in (1, 2):
+        train(step)
+    zckpt.save(path, model=model, optimizer=optimizer, step=2)
+    return [train(step) for step in (3, 4)]
+
+
+def resume_frozen(rank, world_size, spec: Spec, path: Path) -> list[float]:
+    engine = training.build_engine(spec, seed=5)
+    assert engine.load_checkpoint(str(path))[0]
+    return [sum(training.train_step(engine, spec, step)) / world_size for step in (3, 4)]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_frozen_parameters_in_an_optimizers_groups_are_in_none_of_deepspeeds(stage, tmp_path):
+    spec = Spec("frozen", dtype="fp32", world_size=1, frozen_in_group=True)
+    [trained] = run(save_frozen, 1, spec, tmp_path / "saved")
+    assert zckpt.open(tmp_path / "saved").parameters["frozen_odd"].frozen
+    zckpt.convert(tmp_path / "saved", tmp_path / "run", to="deepspeed", world_size=2, stage=stage)
+    resumed, _ = run(resume_frozen, 2, spec.at(2, stage=stage), tmp_path / "run")
+    assert resumed == pytest.approx(trained, rel=1e-5)

@@ -329,7 +329,7 @@ def write_whole(first: Part, every: Sequence[RankState], identity: str, director
     for parameter in checkpoint.parameters.values():
         if parameter.tied_to is None:
             parameter.group = groups.get(parameter.name)
-            parameter.frozen = bool(first.classes) and parameter.group is None
+            parameter.frozen = bool(first.classes) and (parameter.frozen or parameter.group is None)
     write_document(checkpoint, where, identity, [one.file for one in every], directory)
 
 

@@ -93,8 +93,10 @@ class Part:
         """Return what a rank has; tied parameters come last."""
         made = Checkpoint("", "zckpt", f"zckpt {__version__}", param_groups=list(optimizers.groups))
         for name, one in model.tensors.items():
-            section = made.parameters if name in model.parameters else made.buffers
-            section[name] = Parameter(name, tuple(one.shape), dtype_name(one.dtype))
+            is_parameter = name in model.parameters
+            section = made.parameters if is_parameter else made.buffers
+            frozen = is_parameter and not one.requires_grad
+            section[name] = Parameter(name, tuple(one.shape), dtype_name(one.dtype), frozen=frozen)
         for name, owner in model.tied.items():
             its = made.parameters[owner]
             made.parameters[name] = Parameter(name, its.shape, its.dtype, tied_to=owner)

@@ -93,10 +93,19 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf
     return converted
 
 
-def without_empty_groups(checkpoint: Checkpoint) -> Checkpoint:
-    """Return it without param groups that have no parameters, which DeepSpeed's engines take out of an optimizer."""
-    groups = [group for group in checkpoint.param_groups if group.parameters]
-    return checkpoint.regrouped(groups) if 0 < len(groups) < len(checkpoint.param_groups) else checkpoint
+def as_engines_group(checkpoint: Checkpoint) -> Checkpoint:
+    """Return it with the param groups that DeepSpeed's engines make of an optimizer's.
+
+    They leave out what is frozen, and groups without parameters.
+    """
+
+    def is_trained(name: str) -> bool:
+        one = checkpoint.find(name)
+        return one is None or not one.frozen or bool(one.state or one.optimizer_slots)
+
+    trained = [replace(group, parameters=[*filter(is_trained, group.parameters)]) for group in checkpoint.param_groups]
+    groups = [group for group in trained if group.parameters]
+    return checkpoint.regrouped(groups) if groups and groups != checkpoint.param_groups else checkpoint
 
 
 def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
@@ -112,7 +121,8 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
         if 0 < len(rest) < len(members):
             found.append(
                 f"{listed(rest)} of param group {index} {('has' if len(rest) == 1 else 'have')} no optimizer state: "
-                "ZeRO keeps one state for the whole group, in which theirs is zero, with the others' step"
+                "ZeRO keeps one state for the whole group, in which theirs is zero, with the others' step; DeepSpeed "
+                "loads none of it where the training has frozen them"
             )
         without_master += [p.name for p in members if not p.master and p.dtype != "float32"]
     if without_master:

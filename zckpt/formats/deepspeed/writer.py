@@ -57,7 +57,7 @@ def lay_out(job: Job) -> TargetFiles:
     checkpoint, options = job.checkpoint, job.options
     origin = origin_of(checkpoint)
     if origin is None or not origin.members:
-        job = replace(job, checkpoint=foreign.without_empty_groups(checkpoint))
+        job = replace(job, checkpoint=foreign.as_engines_group(checkpoint))
         tag, written = _from_elsewhere(job)
         if is_trainers(job.source):
             written = with_others(written, job, tag, options.world_size)

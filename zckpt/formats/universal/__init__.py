@@ -44,11 +44,11 @@ class Universal(Strippable):
     def lay_out(self, job: Job) -> TargetFiles:
         """Return a folder for each parameter, the model, and the file next to the directory, which names it."""
         from zckpt.engine.targets import TargetFile
-        from zckpt.formats.deepspeed.foreign import without_empty_groups
+        from zckpt.formats.deepspeed.foreign import as_engines_group
         from zckpt.formats.registry import find_format
         from zckpt.formats.universal.writer import lay_out, notes
 
-        checkpoint = without_empty_groups(job.checkpoint)
+        checkpoint = as_engines_group(job.checkpoint)
         own = find_format(job.checkpoint.format)
         version = job.checkpoint.format_version if own is not None and own.family == self.family else None
         outside = [TargetFile.of(LATEST_NAME, job.target.name.encode())]
