@@ -145,22 +145,23 @@ def test_state_that_was_each_ranks_own_is_refused_by_name_and_the_model_is_loade
     assert "trust_ratio, weight_norm, adam_norm" in said
 
 
-def test_param_groups_without_parameters_need_not_be_in_a_checkpoint(tmp_path):
+def test_param_groups_in_which_nothing_is_trained_need_not_be_in_a_checkpoint(tmp_path):
     """DeepSpeed files none, and neither need those that load one have those that a checkpoint has."""
 
-    def training(*, empty: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    def training(*, more: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = torch.nn.Linear(3, 4)
-        first = [{"params": [], "lr": 5.0}] if empty else []
-        return model, torch.optim.AdamW([*first, {"params": list(model.parameters()), "lr": 1e-2}])
+        model.bias.requires_grad_(False)
+        others = [{"params": [], "lr": 5.0}, {"params": [model.bias], "lr": 6.0}] if more else []
+        return model, torch.optim.AdamW([*others, {"params": [model.weight], "lr": 1e-2}])
 
-    model, optimizer = training(empty=True)
+    model, optimizer = training(more=True)
     model(torch.ones(3)).sum().backward()
     optimizer.step()
     zckpt.save(tmp_path / "saved", model=model, optimizer=optimizer, step=1)
     zckpt.convert(tmp_path / "saved", tmp_path / "filed", to="deepspeed", stage=2, world_size=2)
     for path in (tmp_path / "saved", tmp_path / "filed"):
-        for empty in (True, False):
-            model, optimizer = training(empty=empty)
+        for more in (True, False):
+            model, optimizer = training(more=more)
             zckpt.load(path, model=model, optimizer=optimizer)
             zckpt.assert_restored(path, model=model, optimizer=optimizer)
-            assert [group["lr"] for group in optimizer.param_groups] == [5.0] * empty + [1e-2]
+            assert [group["lr"] for group in optimizer.param_groups] == [5.0, 6.0] * more + [1e-2]

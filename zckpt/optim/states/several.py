@@ -166,7 +166,7 @@ class Optimizers:
         found = []
         for name, (theirs, metadata) in self._divided(whole, called).items():
             state = self.states[name]
-            groups, elsewhere = _aligned(theirs, state.names()), whole.elsewhere.difference(*state.names())
+            groups, elsewhere = _aligned(whole, theirs, state), whole.elsewhere.difference(*state.names())
             found.append((state, replace(whole, param_groups=groups, metadata=metadata, elsewhere=elsewhere)))
         return found
 
@@ -215,13 +215,15 @@ class Optimizers:
         return {name: (theirs[name], metadata.get(name, {})) for name in self.states if name in theirs}
 
 
-def _aligned(theirs: Sequence[ParamGroup], ours: Names) -> Sequence[ParamGroup]:
-    """Return a checkpoint's groups, with nothing for those here that have no parameters: DeepSpeed files none."""
-    filled = [group for group in theirs if group.parameters]
-    if len(ours) == len(theirs) or sum(map(bool, ours)) != len(filled):
+def _aligned(source: Source, theirs: Sequence[ParamGroup], state: OptimizerState) -> Sequence[ParamGroup]:
+    """Return a checkpoint's groups, with nothing for those here in which nothing is trained: DeepSpeed files none."""
+    known, frozen = source.checkpoint.parameters, state.untrained()
+    ours = [any(name not in frozen for name in names) for names in state.names()]
+    trained = [one for one in theirs if any(name not in known or not known[name].frozen for name in one.parameters)]
+    if len(ours) == len(theirs) or sum(ours) != len(trained):
         return theirs
-    left = iter(filled)
-    return [next(left) if names else ParamGroup({}, []) for names in ours]
+    left = iter(trained)
+    return [next(left) if is_trained else ParamGroup({}, []) for is_trained in ours]
 
 
 def merged_groups(every: Iterable[Sequence[ParamGroup]]) -> list[ParamGroup]:
