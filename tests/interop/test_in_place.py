@@ -93,6 +93,13 @@ def test_sub_groups_are_cut_as_the_engine_cuts_them():
     assert verdict.loss_difference <= TOLERANCE["bf16"]
 
 
+@pytest.mark.parametrize("source", ["s2_bf16_dp2", "s3_bf16_dp2"])
+def test_weights_of_an_engine_in_float32_are_the_masters(source):
+    """ZeRO-3 files no weights in 16 bits beside them."""
+    spec = SPECS[source].at(1, stage=0, dtype="fp32")
+    assert resume(FIXTURES / source, spec, FIXTURES / source, in_place=True).slots == []
+
+
 @pytest.mark.parametrize(
     ("target", "stage", "world_size"),
     [

@@ -210,8 +210,7 @@ def _keeps_files(checkpoint: Checkpoint, training: Training) -> bool:
 
 def _is_too_narrow(parameter: Parameter, dtype: str) -> bool:
     """Tell whether a weight has lost what the engine's could have: it is float32, and the weight's master is."""
-    weight, master = parameter.weight, parameter.master
-    return weight is not None and master is not None and dtype == master.dtype == "float32" != weight.dtype
+    return parameter.master is not None and dtype == parameter.master.dtype == "float32" != parameter.dtype
 
 
 def _like_the_engine(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Checkpoint:
