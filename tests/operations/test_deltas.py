@@ -18,7 +18,7 @@ from safetensors.numpy import save
 from safetensors.torch import load_file, save_file
 
 import zckpt
-from tests.cli.console import refused, run, succeeded
+from tests.cli.console import FIXTURES, refused, run, succeeded
 from tests.refusals import refusing
 from zckpt.formats.safetensors import deltas
 
@@ -196,6 +196,12 @@ def test_what_cannot_be_published_is_refused(tmp_path):
         "slime",
         words=("b.weight differs in shape or type",),
     )
+
+
+def test_masters_alone_are_refused(tmp_path):
+    """ZeRO-3 files no weights of what it trains: two steps of it would differ in nothing."""
+    with refusing(zckpt.UnsupportedError, "holds no weights of alpha"):
+        zckpt.patch(FIXTURES / "s3_bf16_dp2", FIXTURES / "s3_bf16_dp2", tmp_path / "weight_v000001", to="slime")
 
 
 def test_what_is_written_replaces_neither_model_nor_version(tmp_path):

@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from zckpt.engine import Reporter, reporting
-from zckpt.errors import SourceError, UnsupportedError, UsageError
+from zckpt.errors import SourceError, UnsupportedError, UsageError, listed
 from zckpt.formats.safetensors.deltas import (
     NAME,
     Bytes,
@@ -126,7 +126,17 @@ def _made(
 
 
 def pairs(base: Checkpoint, result: Checkpoint) -> list[tuple[str, Slot, Slot]]:
-    """Return the weights of two checkpoints by name. Raises UnsupportedError: they are not of the same tensors."""
+    """Return the weights of two checkpoints by name.
+
+    Raises UnsupportedError: one has masters alone, as ZeRO-3 files them, or they are not of the same tensors.
+    """
+    for side in (base, result):
+        masters = [one.name for one in side.owners if one.master and not one.weight]
+        if masters:
+            raise UnsupportedError(
+                f"holds no weights of {listed(masters)}, but masters", path=side.named,
+                advice="`zckpt consolidate --dtype keep` writes the weights; give its directory",
+            )  # fmt: skip
     before, after = _weights(base), _weights(result)
     about = [{name: (slot.dtype, slot.shape) for name, slot in side.items()} for side in (before, after)]
     if about[0] != about[1]:
