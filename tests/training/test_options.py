@@ -605,3 +605,36 @@ def test_extra_is_as_it_was_when_an_asynchronous_save_returned(tmp_path, monkeyp
     extra = zckpt.load(tmp_path / "c").extra
     assert extra["average"].tolist() == [1, 1, 1]
     assert extra["count"] == bytearray(b"1")
+
+
+class TwoEnds(nn.Module):
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        if tied:
+            self.last.weight = self.first.weight
+
+
+def tie_what_differs(rank, world_size, path: Path) -> None:
+    tied, what = TwoEnds(tied=True), "last.weight is the same tensor as first.weight here, but not in the checkpoint"
+    with pytest.raises(UsageError, match=what):
+        zckpt.load(path, model=tied)
+    assert f"left out: {what}" in zckpt.load(path, model=tied, strict=False).notes
+    with pytest.raises(zckpt.NotRestoredError, match=r"weight of last\.weight differs"):
+        zckpt.assert_restored(path, model=tied, strict=False)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_two_tensors_that_differ_do_not_become_one_in_silence(world_size, tmp_path):
+    model = TwoEnds(tied=False)
+    zckpt.save(tmp_path / "saved", model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    run(tie_what_differs, world_size, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("name", ["first.weight", "last.weight"])
+def test_a_file_may_have_any_name_of_a_tied_parameter(name, tmp_path):
+    saved, model = TwoEnds(tied=True), TwoEnds(tied=True)
+    torch.save({name: saved.first.weight.detach()}, tmp_path / "model.pt")
+    assert not zckpt.load(tmp_path / "model.pt", model=model).missing
+    zckpt.assert_restored(tmp_path / "model.pt", model=model)
+    assert torch.equal(model.first.weight, saved.first.weight)

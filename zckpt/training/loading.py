@@ -236,6 +236,10 @@ class Meeting:
                 find_checksums(self.checks, found, self.ranks)
             if self.slices is not None:
                 self.slices.cut(found, [*self.known, *(name for its in order for name in its)])
+        for alias, name in self.live.tensors.tied.items():  # of which a checkpoint may have any
+            if alias in found.parameters and name not in found.parameters:
+                its = found.owner(alias)
+                found.parameters[name] = Parameter(name, its.shape, its.dtype, tied_to=its.name)
         path = os.fspath(self.path)
         self.source = Source.of(found, path, asked, self.everywhere.parameters)
         self.report = Restored(path, found.format, found.step, world_size=found.world_size, notes=notes)
@@ -256,9 +260,18 @@ class Meeting:
                 report.reshaped.append(name)
             else:
                 found[name] = its
+        report.reshaped += [alias for alias, its, one in self.tied() if its.shape != one.shape]
         ours = {*self.known, *live.tensors.extra}
         report.unexpected = [name for name in checkpoint.names if name not in ours]
         return found
+
+    def tied(self) -> Iterator[tuple[str, Parameter, Parameter]]:
+        """Yield names whose tensor has another name here, but not in the checkpoint: what that has under both."""
+        checkpoint = self.source.checkpoint
+        for alias, name in self.live.tensors.tied.items():
+            both = [checkpoint.owner(key) for key in (alias, name) if key in checkpoint.parameters]
+            if len(both) == 2 and both[0] is not both[1] and all(one.slots.keys() & {WEIGHT, MASTER} for one in both):
+                yield alias, both[0], both[1]
 
     def read_others(self, scheduler: Stateful | None, grad_scaler: Stateful | None, rank: int | None) -> OtherState:
         """Read what the checkpoint has besides the model's tensors and the optimizers."""
@@ -326,7 +339,26 @@ class _Loading(Meeting):
         advice = "dequantize=True loads the numbers; or load a model in these types, with scales"
         refuse_lossy(self.source.checkpoint, reads, advice)
         check_tensors(reads)
+        self._check_tied()
         self.each("check")
+
+    def _check_tied(self) -> None:
+        """Refuse two tensors that differ and are one here, or note which is left out."""
+        live = self.live.tensors
+        for alias, its, first in self.tied():
+            share = share_of(live.tensors[live.tied[alias]], alias)
+            if share is None or its.shape != first.shape:
+                continue
+            slots = [weight_like(one, share.tensor.dtype) for one in (its, first)]
+            if slots[0].dtype != slots[1].dtype:  # one is the other, rounded
+                continue
+            room = [torch.empty_like(share.tensor, device="cpu", requires_grad=False) for _ in slots]
+            read_tensors([TensorRead(*one, alias) for one in zip(slots, [share.extent] * 2, room, strict=True)])
+            if not torch.equal(*(one.reshape(-1).view(torch.uint8) for one in room)):
+                what = f"{alias} is the same tensor as {live.tied[alias]} here, but not in the checkpoint"
+                if self.source.asked.strict:
+                    raise UsageError(what, path=self.report.path, advice="untie them, or strict=False leaves it out")
+                self.report.notes.append(f"left out: {what}")
 
     def each(self, step: str) -> None:
         """Take a step of all optimizers' states."""
