@@ -237,3 +237,24 @@ def test_lists_and_tuples_in_state_come_back(to, tmp_path):
     assert loaded(tmp_path / "back", 1)[1]["last"] == [1, {"of": (2,)}]
     assert zckpt.diff(run, tmp_path / "between").equal
     assert zckpt.diff(run, tmp_path / "back").equal
+
+
+@pytest.mark.parametrize("name", ["s2_fp32_dp2", "s3_fp32_dp2"])
+def test_hyperparameters_that_are_tensors_of_several_elements_come_back(name, tmp_path):
+    """Every rank files them, and all have the same."""
+
+    def groups_in(content: dict[str, Any]) -> list[dict[str, Any]]:
+        z = content["optimizer_state_dict"]
+        found: list[dict[str, Any]] = (z.get("base_optimizer_state") or z["optimizer_state_dict"])["param_groups"]
+        return found
+
+    run = changed(name, tmp_path, lambda content: groups_in(content)[1].update(scales=torch.arange(3.0)))
+    assert zckpt.verify(run, deep=True).sound
+    cut(run, tmp_path / "cut", 3)
+    for to in ("universal", "dcp"):
+        zckpt.convert(run, tmp_path / to, to=to)
+        zckpt.convert(tmp_path / to, tmp_path / f"{to}-back", to="deepspeed", world_size=3, stage=int(name[1]))
+    for folder in ("cut", "universal-back", "dcp-back"):
+        assert zckpt.diff(run, tmp_path / folder).equal
+        content = torch.load(optimizer_file(tag_of(tmp_path / folder), 2), weights_only=False)
+        assert torch.equal(groups_in(content)[1]["scales"], torch.arange(3.0))

@@ -93,7 +93,7 @@ def shard_rules(*, first: bool) -> tuple[Rule, ...]:
                 Rule((*where, "*", "param_names", "**"), IMPLIED, "names of the parameters"),
                 Rule((*where, "*", "*", "**"), STATE, "hyperparameters")
                 if first
-                else Rule((*where, "**"), COPY, "hyperparameters, found to be the first rank's"),
+                else Rule((*where, "**"), COPY, "hyperparameters, found to be the first rank's", tensors=True),
                 *(Rule((*where, "*", key), STATE, "a value of each rank") for key in OF_ONE_RANK_IN_GROUPS),
             )
         ),

@@ -68,7 +68,7 @@ from zckpt.state import (
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.state.views import narrow
 from zckpt.storage.files import folders_in
-from zckpt.torchfile import Digests, Object, Tensor, TorchFile, plain, read_torchfile
+from zckpt.torchfile import Digests, FromFile, Object, Tensor, TorchFile, has_tensors, plain, read_torchfile
 
 OPTIMIZER_RULES = (
     *optimizer_rules(),
@@ -191,7 +191,10 @@ class _Reading:
         if not isinstance(stored, list) or not all(isinstance(group, dict) for group in stored):
             raise DamagedFileError("unreadable param_groups", expected="a list of dicts",
                                    found=type(stored).__name__)  # fmt: skip
-        groups = [with_scalars(group, path) for group in stored]
+        groups = [
+            {key: FromFile.of(self.file, v) if has_tensors(v) else v for key, v in with_scalars(group, path).items()}
+            for group in stored
+        ]
         members = [[n for n in list_of(group.pop("params", None)) if type(n) is int] for group in groups]
         shapes = self._group_shapes()
         if len(shapes) != len(groups):  # ZeRO-3's sub-groups: a group's `params` are their numbers
