@@ -477,6 +477,7 @@ def test_a_square_weight_lies_as_the_configuration_or_others_say(fan_in_fan_out,
         ({"alpha_pattern": {r"(w)\1": 8}}, r"unusable pattern, it has groupref.*\(w\)"),
         ({"target_modules": ["q_proj"]}, "w is not in target_modules"),
         ({"target_modules": "layers.*"}, "w is not in target_modules"),
+        ({"target_modules": ["v"], "ensure_weight_tying": True}, "w is tied to another module, and both have"),
     ],
 )
 def test_configurations_that_mean_something_else_are_refused(settings, message, tmp_path):

@@ -441,6 +441,9 @@ class _Reading:
     def _product(self, module: str, is_embedding: bool, factors: Mapping[str, Slot]) -> Product:
         targets = self.settings.get("target_modules")
         if not self._is_target(module, targets):
+            if self.settings.get("ensure_weight_tying"):
+                raise UnsupportedError(f"{module} is tied to another module, and both have an adapter", path=self.path,
+                                       advice="merge it with PEFT's merge_and_unload")  # fmt: skip
             raise DamagedFileError(f"{module} is not in target_modules", path=self.path, expected=str(targets))
         a, b = (factors[f"lora_{'embedding_' * is_embedding}{one}"] for one in "AB")
         rank = self._number("r", module, "rank_pattern")

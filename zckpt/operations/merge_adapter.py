@@ -190,7 +190,8 @@ class _Merging:
                 f"{listed(missing)}: not in {self.base.named}",
                 path=adapter.checkpoint.source,
                 expected=f"names as {listed(list(every), most=2)}" if every else "a base model, not an adapter",
-                advice="give the model that the adapter was trained on",
+                advice="give the model that the adapter was trained on; transformers may have other names in memory "
+                "than in files: --map=transformers gives them",
             )
         for name, one in own.items():
             self._replace(name, one)
