@@ -469,6 +469,13 @@ def test_groups_of_equal_values_stay_two(tmp_path):
     assert [group.parameters for group in found.param_groups] == [group.parameters for group in saved.param_groups]
 
 
+def test_a_model_without_an_optimizer_has_flat_keys(tmp_path):
+    expected = torch.nn.Linear(2, 3).state_dict()
+    torch.save(expected, tmp_path / "one.pt")
+    zckpt.convert(tmp_path / "one.pt", tmp_path / "flat", to="dcp", keys="flat")
+    assert_same_tree(loaded(tmp_path / "flat"), dict(expected))
+
+
 def test_a_tensor_with_the_optimizers_key_is_refused(tmp_path):
     model = torch.nn.Module()
     model.optimizer = torch.nn.Parameter(torch.rand(3))

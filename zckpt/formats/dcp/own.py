@@ -53,7 +53,7 @@ def own_tree(
     tree = {**remainder(replace(checkpoint, metadata=rest)), KEY: peculiar}
     if held:  # an older zckpt would miss them
         tree["version"], peculiar["items"] = WITH_ITEMS, sorted(held)
-    if flat:
+    if flat and checkpoint.param_groups:
         peculiar["groups"] = [list(group.parameters) for group in checkpoint.param_groups]
     return tree
 
