@@ -702,6 +702,37 @@ def test_a_param_groups_dict_by_parameter_is_no_part_of_dcp(tmp_path):
     zckpt.convert(tmp_path / "c.pt", tmp_path / "own", to="zckpt")
 
 
+@pytest.mark.parametrize(("to", "options"), [
+    ("fsdp-rank-files", {"world_size": 2}), ("torch-checkpointing", {"keys": "flat"}), ("universal", {}),
+    ("zero-redundancy", {"world_size": 2}), ("deepspeed", {"world_size": 2, "stage": 1}),
+    ("deepspeed", {"world_size": 2, "stage": 3}), ("dcp", {"world_size": 3}),
+])  # fmt: skip
+def test_tensors_among_hyperparameters_go_through_other_formats(to, options, tmp_path):
+    model = body(5, 3, 2)
+    betas = (torch.tensor(0.9), torch.tensor(0.99))
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=torch.tensor(0.1), betas=betas, foreach=False)
+    optimizer.param_groups[0]["drift"] = torch.arange(3)
+    stepped(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2}, tmp_path / "c.pt")
+    zckpt.convert(tmp_path / "c.pt", tmp_path / "other", to=to, **options)
+    zckpt.convert(tmp_path / "other", tmp_path / "back", to="consolidated")
+    [group] = torch.load(tmp_path / "back" / "optimizer.pt", weights_only=False)["param_groups"]
+    assert (group["lr"], group["betas"]) == (0.1, betas)
+    assert group["drift"].equal(torch.arange(3))
+
+
+def test_lists_of_tensors_that_several_ranks_saved_are_equal_to_one_files(tmp_path):
+    model = body(5, 3, 2)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    stepped(model, optimizer)
+    for state in optimizer.state.values():
+        state["factors"] = [torch.eye(2), {"left": torch.ones(3)}]
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2}, tmp_path / "c.pt")
+    zckpt.convert(tmp_path / "c.pt", tmp_path / "dcp", to="dcp", world_size=5)
+    assert zckpt.diff(tmp_path / "c.pt", tmp_path / "dcp").equal
+    assert zckpt.fingerprint(tmp_path / "c.pt").text == zckpt.fingerprint(tmp_path / "dcp").text
+
+
 def test_each_of_several_models_has_its_own_bare_names(tmp_path):
     """As GANs save networks in DDP, and DINO its student beside the teacher and the loss."""
     one, other = nn.Linear(3, 2), nn.Linear(3, 2)

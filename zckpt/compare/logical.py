@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeGuard
 
 from zckpt.errors import UnsupportedError
 from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span, number_of
 from zckpt.state.names import canonical_names
 from zckpt.storage.files import Sources
-from zckpt.torchfile import FromFile, InPieces, Tensor, plain, walk_tensors
+from zckpt.torchfile import FromFile, InPieces, Tensor, children, each, node_of, plain, walk_tensors
 
 TOGETHER_NUMEL = 1 << 20
 """Elements of a tensor below a node that are in memory at once."""
@@ -40,10 +41,33 @@ def single(value: object) -> object:
     """
     if isinstance(value, Slot):
         return f"tensor of {value.dtype} {list(value.shape)}" if value.shape else number_in(value)
+    tensors = sorted(_tensors(value), key=lambda one: one[0])
+    node = _in_one(value)
+    return {"tensors": _digest(tensors), "in": plain(node)} if tensors else plain(number_of(node))
+
+
+def _tensors(value: object, *at: object) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield the tensors below a value with their places there and their files."""
     if isinstance(value, FromFile):
-        digest = _digest(value)
-        return plain(value.node) if digest is None else {"tensors": digest, "in": plain(value.node)}
-    return plain(number_of(value))
+        yield from ((repr((*at, *place)), value.path, tensor) for place, tensor in walk_tensors(value.node))
+    elif _is_of_several(value):
+        for key, one in children(value):
+            yield from _tensors(one, *at, key)
+
+
+def _in_one(value: object) -> object:
+    """Return a value as it is where all of it lies in one file."""
+    if not _is_of_several(value):
+        return node_of(value)
+    return {key: _in_one(one) for key, one in value.items()} if isinstance(value, dict) else [*map(_in_one, value)]
+
+
+def _is_of_several(value: object) -> TypeGuard[dict[Any, object] | list[object]]:
+    """Tell a list or dict of parts of several files, as DCP has them, where ranks have saved some each."""
+    return isinstance(value, (dict, list)) and any(
+        isinstance(one, FromFile)
+        for one in each(value, lambda node: () if isinstance(node, FromFile) else (one for _, one in children(node)))
+    )
 
 
 def number_in(slot: Slot) -> Any:  # noqa: ANN401  # of any type
@@ -54,19 +78,16 @@ def number_in(slot: Slot) -> Any:  # noqa: ANN401  # of any type
         return read_extent(slot, Extent.whole(()), sources)[0].item()
 
 
-def _digest(value: FromFile) -> str | None:
-    """Return a digest of the elements of all tensors below a node, wherever they lie; None if there are none."""
-    tensors = sorted(((repr(path), tensor) for path, tensor in walk_tensors(value.node)), key=lambda one: one[0])
-    if not tensors:
-        return None
+def _digest(tensors: Iterable[tuple[str, str, Tensor]]) -> str:
+    """Return a digest of the elements of tensors, wherever they lie."""
     from zckpt.engine.copy import read_extent
 
     found = hashlib.blake2b(digest_size=16)
     with Sources() as sources:
-        for path, tensor in tensors:
-            found.update(f"{path} {tensor.dtype} {tensor.shape};".encode())
+        for place, path, tensor in tensors:
+            found.update(f"{place} {tensor.dtype} {tensor.shape};".encode())
             strides = None if tensor.is_contiguous else tensor.strides
-            span = Span(Extent.whole(tensor.shape), value.path, tensor.offset, tensor.dtype, strides, tensor.byteorder)
+            span = Span(Extent.whole(tensor.shape), path, tensor.offset, tensor.dtype, strides, tensor.byteorder)
             slot = Slot("", tensor.dtype, tensor.shape, (span,) if tensor.numel else ())
             slot = tensor.storage.slot if isinstance(tensor.storage, InPieces) else slot
             for start in range(0, slot.numel, TOGETHER_NUMEL):

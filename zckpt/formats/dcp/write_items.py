@@ -68,7 +68,7 @@ def items(checkpoint: Checkpoint, dtype: str = "keep", keys: str = NESTED) -> li
             raise UnsupportedError("a tensor of the model has the optimizer's key")
         optimizer: dict[str, Any] = named_tree(checkpoint, optimizer_slots(checkpoint, dtype))
         for group in optimizer["param_groups"] if keys != NESTED else ():
-            nested = [key for key, value in group.items() if isinstance(value, MAPPINGS)]
+            nested = [key for key, value in group.items() if isinstance(value, MAPPINGS) or _has_elements(value)]
             if nested or not group["params"]:
                 what = f"{nested[0]} of a param group" if nested else "a param group without parameters"
                 raise UnsupportedError(f"flat keys cannot hold {what}", advice="use nested keys")
@@ -86,6 +86,11 @@ def items(checkpoint: Checkpoint, dtype: str = "keep", keys: str = NESTED) -> li
                 whole_of = key if _is_exact(value) else None
                 found.update((item.key, replace(item, whole_of=whole_of)) for item in more)
     return list(found.values())
+
+
+def _has_elements(value: object) -> bool:
+    """Tell whether a hyperparameter has a tensor of more than a number, whose copies nothing would tell to be alike."""
+    return any(tensor.numel > 1 for _, tensor in walk_tensors(node_of(value)))
 
 
 def items_of(root: dict[str, object]) -> list[Item]:

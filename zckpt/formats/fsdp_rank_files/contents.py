@@ -41,6 +41,7 @@ from zckpt.formats.torch_files.tensors import (
     describe,
     identity_of,
     read_scalars,
+    with_file,
 )
 from zckpt.immutable import mutable
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, by_key, dict_of, number_of, stated, without
@@ -57,6 +58,7 @@ from zckpt.torchfile import (
     brief,
     has_blanks,
     has_checksums,
+    node_of,
     read_torchfile,
     value_at,
     walk_tensors,
@@ -300,7 +302,10 @@ def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path], place: Place)
             node = value_at(file.root, place)
             parsed = parse_either(node, file.path)
             label: dict[int, Key] = {number: parsed.names.get(number, number) for number in parsed.every_number}
-            groups = [{**group, "params": [label[number] for number in group["params"]]} for group in parsed.groups]
+            groups: list[dict[str, Any]] = [
+                {**with_file(file, group), "params": [label[number] for number in group["params"]]}
+                for group in parsed.groups
+            ]
             if first:
                 found.groups = groups
             else:
@@ -353,7 +358,7 @@ def _add(
             held = reader.held(value)
             if held is None:
                 single[slot] = None
-                _agree(found, key, slot, value, rank)
+                _agree(found, key, with_file(file, {slot: value}), rank)
                 continue
             across = found.tensors.setdefault(key, {}).setdefault(slot, Across(found.files))
             if held.kind == PLAIN and held.shape == ():
@@ -364,20 +369,19 @@ def _add(
             across.by_tree[rank] = held
     values = read_scalars(file.path, [held.pieces[0].tensor for _, _, held in scalars])
     for (key, slot, _), scalar in zip(scalars, values, strict=True):
-        _agree(found, key, slot, scalar, rank)
+        _agree(found, key, {slot: scalar}, rank)
     return list(single)
 
 
-def _agree(found: Optimizer, key: Key, slot: str, value: object, rank: int) -> None:
+def _agree(found: Optimizer, key: Key, single: Mapping[str, object], rank: int) -> None:
     """Keep a single value, which is the same on all ranks that have it."""
-    values = found.values.setdefault(key, {})
-    if slot not in values:
-        values[slot] = value
-    elif not alike(values[slot], value):
+    [(slot, value)] = single.items()
+    kept = found.values.setdefault(key, {}).setdefault(slot, value)
+    if not alike(node_of(kept), node_of(value)):
         raise LayoutError(
             f"state {slot} of the optimizer's parameter {key} differs from the first rank's",
-            expected=brief(number_of(values[slot])),
-            found=brief(number_of(value)),
+            expected=brief(number_of(node_of(kept))),
+            found=brief(number_of(node_of(value))),
             advice="the files may be from different steps or runs",
             ranks=[rank],
         )

@@ -20,6 +20,7 @@ from itertools import chain
 from typing import Any, TypeGuard
 
 from zckpt.codes import HYPERPARAMETERS_DIFFER
+from zckpt.compare.logical import single
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about
 from zckpt.evidence import shown_shape
 from zckpt.formats.torch_files.tensors import TensorItem, with_scalars
@@ -33,7 +34,6 @@ from zckpt.state import (
     first_of,
     is_floating,
     list_of,
-    number_of,
     without,
 )
 from zckpt.state.inventory import CARRIED, IMPLIED, STATE, Rule
@@ -46,7 +46,6 @@ from zckpt.torchfile import (
     Tensor,
     alike,
     brief,
-    has_tensors,
     is_leaf,
     value_at,
 )
@@ -320,17 +319,20 @@ def parse_held(node: object, path: str) -> OptimizerState:
 
 
 def check_hyperparameters(mine: Sequence[Mapping[str, Any]], its: Sequence[Mapping[str, Any]], rank: int) -> None:
-    """Raise LayoutError unless a rank has the param groups of the first one, whatever their parameters are."""
+    """Raise LayoutError unless a rank has the param groups of the first one, whatever their parameters are.
+
+    `mine`, `its`: tensors in them with their files, as `with_file` has them.
+    """
     if len(mine) != len(its):
         raise LayoutError("has other param groups than rank 0", expected=len(mine), found=len(its), ranks=[rank])
     for number, (one, two) in enumerate(zip(mine, its, strict=True)):
         for key in sorted((one.keys() | two.keys()) - {"params", "param_names"}):
             expected, found = one.get(key), two.get(key)
-            if not alike(expected, found) and not has_tensors([expected, found]):
+            if not alike(expected, found) and single(expected) != single(found):
                 raise LayoutError(
                     f"param group {number} has another {key} than rank 0's",
-                    expected=brief(number_of(expected)),
-                    found=brief(number_of(found)),
+                    expected=brief(single(expected)),
+                    found=brief(single(found)),
                     advice="the files may be from different steps or runs",
                     code=HYPERPARAMETERS_DIFFER,
                     ranks=[rank],

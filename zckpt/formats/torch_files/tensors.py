@@ -150,6 +150,11 @@ def holds_tensors(value: object) -> bool:
     return isinstance(value, FromFile) or description(value) is not None or has_tensors(value)
 
 
+def with_file(file: TorchFile, values: Mapping[Key, object]) -> dict[Key, object]:
+    """Return values of a file's tree; those that hold tensors with the file that these are in."""
+    return {key: FromFile.of(file, one) if holds_tensors(one) else one for key, one in values.items()}
+
+
 def description(value: object) -> Mapping[str, Any] | None:
     """Return what `zckpt.save` says of a slot that torchao has quantised, if that is what a parameter's value is."""
     node = node_of(value)

@@ -41,7 +41,7 @@ from zckpt.formats.latest import is_name
 from zckpt.formats.lost import stand_in, tensor_of
 from zckpt.formats.remainder import KEY, remainder_rules, restore
 from zckpt.formats.torch_files.optimizer import optimizer_rules
-from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe, slot_of, with_scalars
+from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe, slot_of, with_file, with_scalars
 from zckpt.formats.universal.directory import FOLDER, MASTER_STEM, OPTIMIZER_NAME, STEP_STEM, SUFFIX
 from zckpt.formats.universal.folders import StoredFolder, Values, read_folder
 from zckpt.formats.universal.writer import OWN_KEYS, STRUCTURE, shared
@@ -68,7 +68,7 @@ from zckpt.state import (
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.state.views import narrow
 from zckpt.storage.files import folders_in
-from zckpt.torchfile import Digests, FromFile, Object, Tensor, TorchFile, has_tensors, plain, read_torchfile
+from zckpt.torchfile import Digests, Object, Tensor, TorchFile, plain, read_torchfile
 
 OPTIMIZER_RULES = (
     *optimizer_rules(),
@@ -191,10 +191,7 @@ class _Reading:
         if not isinstance(stored, list) or not all(isinstance(group, dict) for group in stored):
             raise DamagedFileError("unreadable param_groups", expected="a list of dicts",
                                    found=type(stored).__name__)  # fmt: skip
-        groups = [
-            {key: FromFile.of(self.file, v) if has_tensors(v) else v for key, v in with_scalars(group, path).items()}
-            for group in stored
-        ]
+        groups = [with_file(self.file, with_scalars(group, path)) for group in stored]
         members = [[n for n in list_of(group.pop("params", None)) if type(n) is int] for group in groups]
         shapes = self._group_shapes()
         if len(shapes) != len(groups):  # ZeRO-3's sub-groups: a group's `params` are their numbers
@@ -218,7 +215,7 @@ class _Reading:
             values: Values = {}
             for state in map(dict_of, map(dict_of(states).get, numbers)):
                 single = {key: v for key, v in state.items() if not isinstance(v, Tensor) or v.shape == ()}
-                values = {**with_scalars(single, path), **values}
+                values = {**with_file(self.file, with_scalars(single, path)), **values}
             self.checkpoint.param_groups.append(ParamGroup(group, listed_names, values))
 
     def _group_shapes(self) -> list[Shapes]:

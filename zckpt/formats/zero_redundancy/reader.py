@@ -39,7 +39,7 @@ from zckpt.formats.torch_files.optimizer import (
     parse,
     shared_values,
 )
-from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe
+from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe, with_file
 from zckpt.formats.zero_redundancy.directory import FORMAT, KEY, OPTIMIZER_NAME, Directory, optimizer_place
 from zckpt.immutable import immutable
 from zckpt.state import (
@@ -97,7 +97,9 @@ def read_ranks(checkpoint: Checkpoint, paths: Sequence[Path]) -> list[RankFile]:
         where = tuple(map(str, place))
         rules = optimizer_rules(*where)
         if rank:
-            same = Rule((*where, "param_groups", "**"), COPY, "hyperparameters, found to be the first rank's")
+            same = Rule(
+                (*where, "param_groups", "**"), COPY, "hyperparameters, found to be the first rank's", tensors=True
+            )
             rules = (rules[0], same)
         rules += tuple(Rule((name,), IMPLIED, "which rank the file is of") for name in ("rank", "world_size") if where)
         checkpoint.files.append(describe(file, "optimizer", dp_rank=rank, rules=rules))
@@ -111,7 +113,8 @@ def read_ranks(checkpoint: Checkpoint, paths: Sequence[Path]) -> list[RankFile]:
                     f"has another {name}", path=path, expected=expected, found=found, code=code, ranks=[rank]
                 )
         with about(path):
-            check_hyperparameters(ranks[0].state.groups, ranks[-1].state.groups, rank)
+            mine, its = ([with_file(one.file, group) for group in one.state.groups] for one in (ranks[0], ranks[-1]))
+            check_hyperparameters(mine, its, rank)
     checkpoint.world_size = len(paths)
     checkpoint.topology = Topology(dp=len(paths))
     return ranks
