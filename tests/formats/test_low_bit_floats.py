@@ -76,6 +76,26 @@ def test_bitsandbytes(kind, nested, tmp_path):
     assert torch.equal(floats(source, tmp_path / "j")["q.weight"], functional.int8_vectorwise_dequant(codes, scale))
 
 
+@pytest.mark.parametrize("bits", [{"load_in_4bit": True}, {"load_in_8bit": True}])
+def test_a_gpt_2_of_bitsandbytes_is_loaded_again(bits, tmp_path):
+    """Its Conv1D are Linear there, whose weights lie the other way; some are square."""
+    transformers = pytest.importorskip("transformers")
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    config = transformers.GPT2Config(vocab_size=40, n_positions=32, n_embd=64, n_layer=1, n_head=2, bos_token_id=0)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "whole")
+    settings = transformers.BitsAndBytesConfig(**bits)
+    made = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "whole", quantization_config=settings)
+    made.save_pretrained(tmp_path / "few")
+    zckpt.consolidate(tmp_path / "few", tmp_path / "plain", dequantize=True, dtype="float32")
+    found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "plain").state_dict()
+    for name, own in made.named_modules():
+        if isinstance(own, (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt)):
+            values = (bitsandbytes.functional.dequantize_4bit(own.weight.data, own.weight.quant_state)
+                      if "load_in_4bit" in bits else
+                      bitsandbytes.functional.int8_vectorwise_dequant(own.weight.data, own.weight.SCB))  # fmt: skip
+            assert torch.equal(found[f"{name}.weight"], values.float().T), name
+
+
 def test_experts_of_mxfp4(tmp_path):
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     blocks = torch.randint(0, 256, (3, 1200, 5, 16), dtype=torch.uint8)

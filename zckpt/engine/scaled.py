@@ -132,6 +132,16 @@ def matrices(
     return Scaled(tuple(portions), columns, least)
 
 
+def turned(matrix: Slot) -> Scaled:
+    """Return the elements of a matrix in the order of its columns, of which a block has all."""
+    values = partial(_by_columns, columns=matrix.shape[1])
+    return alone(matrix.numel, (whole(matrix),), values, together=matrix.numel)
+
+
+def _by_columns(arrays: list[Array], first: int, end: int, into: Array, *, columns: int) -> None:  # noqa: ARG001
+    cast_into(into, np.ascontiguousarray(arrays[0].reshape(-1, columns).T).reshape(-1))
+
+
 def as_they_are(arrays: list[Array], first: int, end: int, into: Array) -> None:  # noqa: ARG001
     """Give elements that are numbers."""
     cast_into(into, arrays[0])

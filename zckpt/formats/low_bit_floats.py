@@ -45,6 +45,11 @@ _BESIDE = (
 )  # fmt: skip
 """What modules have besides codes, and plain ones have not."""
 
+_OF_CONV1D = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
+"""Types of transformers' models that have its Conv1D, for which bitsandbytes and GPTQ have a Linear."""
+
+_CONV1D = re.compile(r"(?:.*\.)?c_(?:attn|proj|fc)\.weight|(?:.*\.)?q_attn\.weight", re.DOTALL)
+
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
 
 Plain = tuple[str, Slot]
@@ -71,7 +76,7 @@ def weights_as_floats(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
     if not codes:
         return checkpoint
     work = _Model(checkpoint)
-    made = {name: work.floats(name) for name in codes}
+    made = {name: work.as_it_lies(work.floats(name)) for name in codes}
     work.used.update(cache_scales(checkpoint))
     unknown = [name for name, found in made.items() if found is None and name not in work.used]
     if unknown:
@@ -126,6 +131,15 @@ class _Model:
         stated = config.get("dtype", config.get("torch_dtype"))
         self.dtype = stated if stated in _FLOATS else "float32"
         self.used: set[str] = set()
+        types = {one.get("model_type") for one in (config, *map(dict_of, config.values()))}
+        self.has_conv1d = bool(types & _OF_CONV1D) and self.settings.get("quant_method") in ("bitsandbytes", "gptq")
+
+    def as_it_lies(self, plain: Plain | None) -> Plain | None:
+        """Return numbers as the plain model has them: transformers' Conv1D as (in, out), of codes as (out, in)."""
+        if plain is None or not self.has_conv1d or not _CONV1D.fullmatch(plain[0]) or len(plain[1].shape) != 2:
+            return plain
+        name, slot = plain
+        return name, Computed(WEIGHT, slot.dtype, slot.shape[::-1], (), function=scaled.turned(slot))
 
     def get(self, name: str) -> Slot | None:
         """Return a tensor that goes with codes, and is gone with them."""
