@@ -146,6 +146,15 @@ def test_group_of_several_types_rounds_nothing(stage, dtypes, tmp_path):
                 assert torch.equal(found.read(name, slot).to(torch.float64), expected.to(torch.float64)), (name, slot)
 
 
+def test_a_complex_parameter_beside_real_ones_is_refused(tmp_path):
+    parameters = {"z": torch.nn.Parameter(torch.rand(3, dtype=torch.complex64)), "w": torch.nn.Parameter(torch.rand(3))}
+    optimizer = torch.optim.Adam(parameters.items())
+    content = {"model": {key: one.data for key, one in parameters.items()}, "optimizer": optimizer.state_dict()}
+    torch.save(content, tmp_path / "m.pt")
+    with refusing(zckpt.UnsupportedError, "m.pt: z: complex, beside real parameters in a param group"):
+        zckpt.convert(tmp_path / "m.pt", tmp_path / "out", to="deepspeed", world_size=2, stage=1)
+
+
 def test_group_of_which_nothing_has_state_gets_none(tmp_path):
     model = torch.nn.Linear(3, 5)
     optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.1}])

@@ -8,13 +8,14 @@ from functools import cached_property, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.deepspeed.axes.expert_ranks import Placement
 from zckpt.formats.deepspeed.axes.stages import Stages
 from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.immutable import immutable
 from zckpt.state import MASTER, Checkpoint, CutSpans, Parameter, ParamGroup, by_key
 from zckpt.state.checkpoint import RankValue
-from zckpt.state.dtypes import holding_all
+from zckpt.state.dtypes import holding_all, is_complex
 from zckpt.state.partition import (
     FlatShare,
     flat_padding,
@@ -94,8 +95,18 @@ class TargetGroup:
 
 
 def dtype_of(parameters: Sequence[Parameter], key: str) -> str:
-    """Return the type in which one tensor keeps every bit of a slot of some parameters."""
-    return holding_all(p.slots[key].dtype for p in parameters if key in p.slots) or "float32"
+    """Return the type in which one tensor keeps every bit of a slot of some parameters.
+
+    Raises UnsupportedError: some of them are complex, and some are not.
+    """
+    dtypes = {p.name: p.slots[key].dtype for p in parameters if key in p.slots}
+    odd = [name for name, dtype in dtypes.items() if is_complex(dtype)]
+    if 0 < len(odd) < len(dtypes):
+        raise UnsupportedError(
+            f"{listed(odd)}: complex, beside real parameters in a param group, which one flat tensor cannot hold",
+            advice="`zckpt convert --to zckpt` or `--to=dcp` keeps them",
+        )
+    return holding_all(dtypes.values()) or "float32"
 
 
 class Part:
