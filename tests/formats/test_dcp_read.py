@@ -28,9 +28,10 @@ from torch.distributed.fsdp import fully_shard
 
 import zckpt
 from tests import live
+from tests.formats.holding import assert_goes_on, assert_holds, converted
 from tests.formats.some_tensors import Wrapped
 from tests.gloo import run
-from tests.logical import opened
+from tests.logical import assert_same_tree, opened
 from tests.pairwise import each
 from tests.refusals import refusing
 from tests.truth import Truth, assert_same, bits
@@ -59,7 +60,7 @@ from zckpt.operations.inspect import inspect
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.values import value_of
 from zckpt.state import Extent, Scalar
-from zckpt.torchfile import FromFile, Tensor
+from zckpt.torchfile import FromFile
 
 OTHER = Path(__file__).parents[2] / "fixtures" / "other"
 REAL = sorted(path.name for path in OTHER.iterdir() if path.name.startswith(("dcp_", "accel_fsdp", "lightning_fsdp")))
@@ -81,6 +82,15 @@ def copied(name: str, directory: Path) -> Path:
     return Path(shutil.copytree(source(name), directory / "ckpt"))
 
 
+def assert_model_is(checkpoint: OpenedCheckpoint, truth: Truth) -> None:
+    assert {p.name for p in checkpoint.tensors()} == {*truth.weights, *truth.tied, *truth.buffers}
+    for parameter, weight in truth.weights.items():
+        assert_same(checkpoint.read(parameter, "weight"), weight, parameter)
+    for buffer, content in truth.buffers.items():
+        assert torch.equal(bits(checkpoint.read(buffer)), content), buffer
+    assert checkpoint.world_size == truth.facts["world_size"]
+
+
 # --- what real runs of several ranks wrote ------------------------------------------------------------------------
 
 
@@ -91,11 +101,7 @@ def test_real_checkpoint_is_the_truth(name):
     groups = truth.facts["param_groups"]
     listed = [parameter for group in groups for parameter in group["params"]]
     checkpoint = read(source(name), listed if name in NUMBERED else None)
-    assert {p.name for p in checkpoint.tensors()} == {*truth.weights, *truth.tied, *truth.buffers}
-    for parameter, weight in truth.weights.items():
-        assert_same(checkpoint.read(parameter, "weight"), weight, parameter)
-    for buffer, content in truth.buffers.items():
-        assert torch.equal(bits(checkpoint.read(buffer)), content), buffer
+    assert_model_is(checkpoint, truth)
     for alias, owner in truth.tied.items():
         assert_same(checkpoint.read(alias), truth.weights[owner], alias)
     assert [name for name in checkpoint.parameters if name in truth.facts["shapes"]] == list(truth.facts["shapes"])
@@ -111,7 +117,6 @@ def test_real_checkpoint_is_the_truth(name):
         assert plain == {k: v for k, v in its.items() if k != "params"}
         assert mine.state == {"step": Scalar(5.0, "float32")}
     assert (checkpoint.format, checkpoint.step, checkpoint.unnamed) == ("dcp", 5, {})
-    assert checkpoint.world_size == truth.facts["world_size"]
     assert checkpoint.warnings == []
 
 
@@ -176,12 +181,7 @@ def test_shards_without_an_index_are_put_together(name, below):
     truth, path = Truth(OTHER / name), source(name) / below
     assert safetensors_shards.is_sharded(path)
     checkpoint = opened(safetensors_shards.read(path))
-    assert {p.name for p in checkpoint.tensors()} == {*truth.weights, *truth.buffers}
-    for parameter, weight in truth.weights.items():
-        assert_same(checkpoint.read(parameter), weight, parameter)
-    for buffer, content in truth.buffers.items():
-        assert torch.equal(bits(checkpoint.read(buffer)), content), buffer
-    assert checkpoint.world_size == truth.facts["world_size"]
+    assert_model_is(checkpoint, truth)
     assert checkpoint.warnings[0].startswith("the files do not say how many shards there were")
 
 
@@ -230,32 +230,13 @@ def trained(kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: An
     return live.trained(model, kind, steps=3, **{"lr": 0.1, **options})
 
 
+def names_of(model: torch.nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters()]
+
+
 def saved(path: Path, state: dict[str, Any], writer: Callable[[Path], FileSystemWriter] = FileSystemWriter) -> Path:
     dcp.save(state, storage_writer=writer(path), no_dist=True)
     return path
-
-
-def assert_model(checkpoint: OpenedCheckpoint, model: torch.nn.Module, prefix: str = "") -> None:
-    for name, tensor in model.state_dict().items():
-        assert_same(checkpoint.read(prefix + name, "weight"), tensor, name)
-
-
-def assert_optimizer(checkpoint: OpenedCheckpoint, model: torch.nn.Module, optimizer: Any, prefix: str = "") -> None:
-    """Every parameter has the optimizer's own slots, bit by bit, and no other; groups have its hyperparameters."""
-    names = {parameter: prefix + name for name, parameter in model.named_parameters()}
-    for group in optimizer.param_groups:
-        listed = [names[parameter] for parameter in group["params"]]
-        mine = next(one for one in checkpoint.param_groups if one.parameters == listed)
-        for key, value in group.items():
-            if key != "params":
-                found = mine.hyperparameters[key]
-                assert (found.value if isinstance(found, Scalar) else found) == value, key
-        for parameter in group["params"]:
-            state = {k: v for k, v in optimizer.state[parameter].items() if isinstance(v, torch.Tensor)}
-            owner = checkpoint.parameters[names[parameter]]
-            assert owner.slots.keys() - {"weight"} == state.keys()
-            for key, value in state.items():
-                assert_same(checkpoint.read(owner.name, key), value, f"{key}/{owner.name}")
 
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -293,15 +274,11 @@ def test_same_state_under_any_keys(form, kind, tmp_path):
     path = saved(
         tmp_path / "ckpt", {**FORMS[form](model, optimizer), "step": 3, "more": {"rng": torch.get_rng_state()}}
     )
-    numbered = form.startswith("raw")
-    checkpoint = read(path, [name for name, _ in model.named_parameters()] if numbered else None)
-    assert_model(checkpoint, model)
-    assert_optimizer(checkpoint, model, optimizer)
+    checkpoint = assert_holds(read(path, names_of(model) if form.startswith("raw") else None), model, optimizer)
     assert checkpoint.step == 3
     assert set(checkpoint.buffers) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     assert (checkpoint.unnamed, checkpoint.warnings) == ({}, [])
     assert set(checkpoint.metadata) == {"step", "more"}
-    assert not take_inventory(checkpoint).left_out
 
 
 @pytest.mark.parametrize("form", ["usual", "nested in a user's key", "raw", "flattened"])
@@ -326,9 +303,7 @@ WRITERS: dict[str, Callable[[Path], FileSystemWriter]] = {
 def test_writers_options(writer, tmp_path):
     model, optimizer = trained()
     path = saved(tmp_path / "ckpt", {**FORMS["usual"](model, optimizer), "step": 3}, WRITERS[writer])
-    checkpoint = read(path)
-    assert_model(checkpoint, model)
-    assert_optimizer(checkpoint, model, optimizer)
+    checkpoint = assert_holds(read(path), model, optimizer)
     assert checkpoint.details["serialization"] == ("safetensors" if writer.startswith("safe") else "torch_save")
 
 
@@ -346,10 +321,8 @@ def test_several_optimizers_of_one_model(tmp_path):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
     halves = [torch.optim.AdamW(model[0].parameters(), lr=0.1), torch.optim.SGD(model[1].parameters(), momentum=0.9)]
-    for _ in range(2):
-        model(torch.randn(4, 5)).square().sum().backward()
-        for half in halves:
-            half.step()
+    for half in halves:
+        live.trained(model, half)
     each = [get_optimizer_state_dict(model, half) for half in halves]
     joined = {"optim": get_optimizer_state_dict(model, halves)}
     named, numbered = ({f"{key}{i}": one for i, one in enumerate(each)} for key in ("opt", "optimizer_"))
@@ -357,8 +330,8 @@ def test_several_optimizers_of_one_model(tmp_path):
     below = {key: {"optim": one} for key, one in zip("gd", each, strict=True)}
     for number, optimizers in enumerate((named, numbered, below, joined)):
         checkpoint = read(saved(tmp_path / str(number), {"model": model.state_dict(), **optimizers}))
-        for half in halves:
-            assert_optimizer(checkpoint, model, half)
+        for name, half in zip(called[number] or [None, None], halves, strict=True):
+            assert_holds(checkpoint, model, {name: half})
         assert [p.group for p in checkpoint.parameters.values()] == [0, 0, 1, 1]
         assert checkpoint.optimizers() == called[number]
 
@@ -367,41 +340,31 @@ def test_an_optimizer_under_each_parameters_name_has_that_parameters_state(tmp_p
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))  # no shape tells which is which
     optimizers = {name: torch.optim.AdamW([one], lr=0.1) for name, one in model.named_parameters()}
-    model(torch.randn(4, 3)).square().sum().backward()
     for optimizer in optimizers.values():
-        optimizer.step()
+        live.trained(model, optimizer)
     wrapped = {f"_orig_mod.{name}": one for name, one in model.state_dict().items()}
     state = {name: one.state_dict() for name, one in optimizers.items()}
     for number, weights in enumerate((model.state_dict(), wrapped)):
-        checkpoint = read(saved(tmp_path / str(number), {"model": weights, "optimizer": state}))
-        assert not checkpoint.unnamed
-        assert not checkpoint.warnings
-        for optimizer in optimizers.values():
-            assert_optimizer(checkpoint, model, optimizer)
+        path = saved(tmp_path / str(number), {"model": weights, "optimizer": state})
+        checkpoint = assert_holds(read(path), model, optimizers)
+        assert (checkpoint.unnamed, checkpoint.warnings) == ({}, [])
 
 
 def test_several_models_with_an_optimizer_each_are_one_with_their_keys_before_the_names(tmp_path):
     (one, adamw), (other, sgd) = trained(), trained(torch.optim.SGD, momentum=0.9)
     other.add_module("more", torch.nn.Linear(2, 2))
+    named = torch.nn.ModuleDict({"d": other})
     state = {
         "generator": {"model": one.state_dict(), "optimizer": get_optimizer_state_dict(one, adamw)},
-        "discriminator": {f"d.{k}": v for k, v in other.state_dict().items()},
-        "d_optimizer": {
-            "state": {f"d.{k}": v for k, v in get_optimizer_state_dict(other, sgd)["state"].items()},
-            "param_groups": [
-                {**group, "params": [f"d.{k}" for k in group["params"]]}
-                for group in get_optimizer_state_dict(other, sgd)["param_groups"]
-            ],
-        },
+        "discriminator": named.state_dict(),
+        "d_optimizer": get_optimizer_state_dict(named, sgd),
     }
     checkpoint = read(saved(tmp_path / "ckpt", state))
     assert checkpoint.warnings == [
         "generator.model and discriminator are read as one model; tensor names begin with these names"
     ]
-    assert_model(checkpoint, one, "generator.model.")
-    assert_model(checkpoint, other, "discriminator.d.")
-    assert_optimizer(checkpoint, one, adamw, "generator.model.")
-    assert_optimizer(checkpoint, other, sgd, "discriminator.d.")
+    assert_holds(checkpoint, one, {"optimizer": adamw}, "generator.model.")
+    assert_holds(checkpoint, named, {"d_optimizer": sgd}, "discriminator.")
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -415,16 +378,18 @@ def test_models_of_the_same_names_are_told_apart_by_where_their_optimizers_are(n
         for key, model, state in zip(("disc", "gen"), weights, states, strict=True)
     }
     by_key = {"netD": weights[0], "netG": weights[1], "optG": states[1], "optD": states[0], "netG_ema": weights[1]}
-    for number, (state, keys) in enumerate([(beside, ("disc.model.", "gen.model.")), (by_key, ("netD.", "netG."))]):
-        checkpoint = read(saved(tmp_path / str(number), state))
-        for model, optimizer, key in ((one, adamw, keys[0]), (other, sgd, keys[1])):
-            assert_model(checkpoint, model, key)
-            assert_optimizer(checkpoint, model, optimizer, key)
+    for state, keys, called in (
+        (beside, ("disc.model.", "gen.model."), ("disc.optimizer", "gen.optimizer")),
+        (by_key, ("netD.", "netG."), ("optD", "optG")),
+    ):
+        checkpoint = read(saved(tmp_path / keys[0], state))
+        assert_holds(checkpoint, one, {called[0]: adamw}, keys[0])
+        assert_holds(checkpoint, other, {called[1]: sgd}, keys[1])
     unclear = {"a": weights[0], "b": weights[1], "optimizer": states[0]}
     if not named:  # what is called as both are is not of either, where it has not their shapes
         beside = {"a": {"seen": torch.ones(3, 3)}, "b": {"seen": torch.ones(2)}}
         both = {"model": weights[0], **beside, "opt_a": states[0], "opt_b": states[0]}
-        assert_model(read(saved(tmp_path / "both", both)), one)
+        assert_holds(read(saved(tmp_path / "both", both)), one)
         return
     with refusing(UnsupportedError, r"could be the optimizer of several models.* found a and b"):
         read(saved(tmp_path / "unclear", unclear))
@@ -432,27 +397,20 @@ def test_models_of_the_same_names_are_told_apart_by_where_their_optimizers_are(n
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adafactor])
 def test_usual_key_says_nothing_where_numbered_optimizers_need_another_model_too(cls, tmp_path):
-    models = {"model": torch.nn.Linear(3, 2), "model_1": torch.nn.Linear(3, 4)}
-    optimizers = {key: cls(one.parameters()) for key, one in models.items()}
-    for key, model in models.items():
-        model(torch.ones(3)).sum().backward()
-        optimizers[key].step()
-    state = {key: one.state_dict() for key, one in models.items()} | {
-        f"optimizer{key[5:]}": one.state_dict() for key, one in optimizers.items()
+    models = {key: live.trained(torch.nn.Linear(3, wide), cls) for key, wide in (("model", 2), ("model_1", 4))}
+    state = {key: one.state_dict() for key, (one, _) in models.items()} | {
+        f"optimizer{key[5:]}": its.state_dict() for key, (_, its) in models.items()
     }
-    state["model_ema"] = models["model"].state_dict()
+    state["model_ema"] = models["model"][0].state_dict()
     checkpoint = read(saved(tmp_path / "ckpt", state))
     assert list(checkpoint.metadata) == ["model_ema"]
-    for key, model in models.items():
-        assert_model(checkpoint, model, f"{key}.")
-        assert_optimizer(checkpoint, model, optimizers[key], f"{key}.")
+    for key, (model, optimizer) in models.items():
+        assert_holds(checkpoint, model, {f"optimizer{key[5:]}": optimizer}, f"{key}.")
 
 
 def test_models_without_an_optimizer_and_usual_keys_are_all_read(tmp_path):
-    (one, _), (other, _) = trained(), trained(torch.optim.SGD)
-    checkpoint = read(saved(tmp_path / "ckpt", {"encoder": one.state_dict(), "decoder": other.state_dict()}))
-    assert_model(checkpoint, one, "encoder.")
-    assert_model(checkpoint, other, "decoder.")
+    models = torch.nn.ModuleDict({"encoder": trained()[0], "decoder": trained(torch.optim.SGD)[0]})
+    assert_holds(read(saved(tmp_path / "ckpt", {key: one.state_dict() for key, one in models.items()})), models)
 
 
 def test_averaged_weights_beside_the_model_are_carried_and_not_taken_for_it(tmp_path):
@@ -462,40 +420,20 @@ def test_averaged_weights_beside_the_model_are_carried_and_not_taken_for_it(tmp_
         "model": model.state_dict(),
         "optim": get_optimizer_state_dict(model, optimizer),
     }
-    checkpoint = read(saved(tmp_path / "ckpt", state))
-    assert_model(checkpoint, model)
-    carried = checkpoint.metadata["ema"]
-    assert list(contents(carried)) == list(averaged.state_dict())
-    for name, tensor in averaged.state_dict().items():
-        assert_same(contents(carried)[name], tensor, name)
-
-
-def contents(carried: Any, path: str = "") -> Any:
-    """What is carried, with tensors from the bytes that their nodes point to."""
-    if isinstance(carried, FromFile):
-        return contents(carried.node, carried.path)
-    if isinstance(carried, dict):
-        return {key: contents(value, path) for key, value in carried.items()}
-    if isinstance(carried, (list, tuple)):
-        return type(carried)(contents(value, path) for value in carried)
-    if isinstance(carried, Tensor):
-        data = bytearray(Path(path).read_bytes()[carried.offset : carried.offset + carried.nbytes])
-        return torch.frombuffer(data, dtype=getattr(torch, carried.dtype)).reshape(carried.shape)
-    return carried
+    checkpoint = assert_holds(read(saved(tmp_path / "ckpt", state)), model, optimizer)
+    assert_same_tree(value_of(checkpoint.metadata["ema"]), dict(averaged.state_dict()))
 
 
 def test_model_or_optimizer_by_itself(tmp_path):
     model, optimizer = trained()
-    alone = read(saved(tmp_path / "model", model.state_dict()))
-    assert_model(alone, model)
+    alone = assert_holds(read(saved(tmp_path / "model", model.state_dict())), model)
     assert (alone.param_groups, alone.step) == ([], None)
     for number, flat in enumerate((None, FLAT)):
         state = get_optimizer_state_dict(model, optimizer, options=flat)
         for key, root in (("root", state), ("key", {"optimizer": state})):
             checkpoint = read(saved(tmp_path / f"{key}{number}", root))
             assert checkpoint.parameters == {}
-            names = [name for name, _ in model.named_parameters()]
-            assert list(checkpoint.unnamed) == checkpoint.param_groups[0].parameters == names
+            assert list(checkpoint.unnamed) == checkpoint.param_groups[0].parameters == names_of(model)
             for name, parameter in model.named_parameters():
                 assert_same(checkpoint.read(name, "exp_avg"), optimizer.state[parameter]["exp_avg"], name)
             assert (checkpoint.step, checkpoint.metadata) == (3, {})
@@ -522,21 +460,17 @@ def test_tensors_of_any_kind(tmp_path):
 def test_everything_else_is_carried(tmp_path):
     model, optimizer = trained()
     state = FORMS["nested in a user's key"](model, optimizer)
-    state["app"] |= {"epoch": 3, "loader": {"position": [1, {"shard": 2}], "sampler": torch.arange(4)}}
+    loader = {"position": [1, {"shard": 2}], "sampler": torch.arange(4)}
+    state["app"] |= {"epoch": 3, "loader": loader}
     state["app"]["model"]["_extra_state"] = {"scale": 0.5}
     state |= {"pair": (torch.ones(2), "x"), "train_state": {"step": torch.tensor(17), "seen": torch.tensor(2.5)}}
     checkpoint = read(saved(tmp_path / "ckpt", state))
     assert checkpoint.step == 17
-    metadata = checkpoint.metadata
-    assert set(metadata) == {"app.epoch", "app.loader", "app.model._extra_state", "pair", "train_state"}
-    assert metadata["app.epoch"] == 3
-    assert metadata["app.model._extra_state"] == {"scale": 0.5}
-    loader, train_state, pair = (contents(metadata[key]) for key in ("app.loader", "train_state", "pair"))
-    assert loader["position"] == [1, {"shard": 2}]
-    assert torch.equal(loader["sampler"], torch.arange(4))
-    assert torch.equal(train_state["seen"], torch.tensor(2.5))
-    assert pair[1] == "x"
-    assert torch.equal(pair[0], torch.ones(2))
+    found = {key: value_of(value) for key, value in checkpoint.metadata.items()}
+    assert_same_tree(found, {
+        "app.epoch": 3, "app.loader": loader, "app.model._extra_state": {"scale": 0.5}, "pair": state["pair"],
+        "train_state": state["train_state"],
+    })  # fmt: skip
 
 
 def test_carried_parts_of_one_file_are_one_part_and_those_of_several_are_not(tmp_path):
@@ -546,9 +480,7 @@ def test_carried_parts_of_one_file_are_one_part_and_those_of_several_are_not(tmp
     several = read(saved(tmp_path / "several", state, WRITERS["a file for each item"])).metadata["more"]
     assert isinstance(several, dict)
     for found in (one, several):
-        assert torch.equal(contents(found)["x"], torch.zeros(3))
-        assert contents(found)["y"][0] == 1
-        assert torch.equal(contents(found)["y"][1]["z"], torch.ones(4))
+        assert_same_tree(value_of(found), state["more"])
 
 
 def test_a_tensor_in_several_pieces_that_is_no_part_of_the_model_is_carried(small):
@@ -584,7 +516,7 @@ def test_a_tensor_in_several_pieces_that_is_no_part_of_the_model_is_carried(smal
 def test_names_are_given_for_numbers(tmp_path):
     model, optimizer = trained()
     path = saved(tmp_path / "ckpt", FORMS["raw"](model, optimizer))
-    names = [name for name, _ in model.named_parameters()]
+    names = names_of(model)
     with refusing(UsageError, "expected 6 different names, found 5"):
         read(path, names[:5])
     with refusing(UsageError, "the model has no parameter nobody"):
@@ -597,15 +529,14 @@ def test_names_are_given_for_numbers(tmp_path):
 
 @pytest.mark.parametrize("named", [False, True])
 def test_numbers_that_several_tensors_fit_stay_numbers_unless_the_optimizer_was_made_with_names(named, tmp_path):
-    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     optimizer = torch.optim.AdamW([("1.weight", model[1].weight)] if named else [model[1].weight])
-    model(torch.randn(2, 4)).sum().backward()
-    optimizer.step()
+    live.trained(model, optimizer)
     checkpoint = read(saved(tmp_path / "ckpt", {"model": model.state_dict(), "optim": optimizer.state_dict()}))
-    name = "1.weight" if named else "0"
-    assert_same(checkpoint.read(name, "exp_avg"), optimizer.state[model[1].weight]["exp_avg"], "exp_avg")
-    if not named:
+    if named:
+        assert_holds(checkpoint, model, optimizer)
+    else:
+        assert_same(checkpoint.read("0", "exp_avg"), optimizer.state[model[1].weight]["exp_avg"], "exp_avg")
         assert checkpoint.param_groups[0].parameters == list(checkpoint.unnamed) == ["0"]
         assert "several of the model's tensors fit 0: this state keeps its number" in checkpoint.warnings[0]
 
@@ -613,29 +544,24 @@ def test_numbers_that_several_tensors_fit_stay_numbers_unless_the_optimizer_was_
 def test_different_steps_are_values_of_parameters(tmp_path):
     model, optimizer = trained()
     optimizer.state[model[0].weight]["step"] += 4
-    checkpoint = read(saved(tmp_path / "ckpt", FORMS["usual"](model, optimizer)))
+    checkpoint = assert_holds(read(saved(tmp_path / "ckpt", FORMS["usual"](model, optimizer))), model, optimizer)
     assert checkpoint.param_groups[0].state == {}
-    assert checkpoint.read("0.weight", "step") == 7
-    assert checkpoint.read("0.bias", "step") == 3
 
 
 def test_tied_names_are_two_parameters(tmp_path):
-    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False))
     model[1].weight = model[0].weight
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.tensor([1, 2])).sum().backward()
     optimizer.step()
-    checkpoint = read(saved(tmp_path / "ckpt", FORMS["usual"](model, optimizer)))
+    checkpoint = assert_holds(read(saved(tmp_path / "ckpt", FORMS["usual"](model, optimizer))), model, optimizer)
     one, other = checkpoint.parameters["0.weight"], checkpoint.parameters["1.weight"]
     assert (one.tied_to, other.tied_to, one.group, other.group, other.frozen) == (None, None, 0, None, False)
-    assert torch.equal(checkpoint.read("0.weight"), checkpoint.read("1.weight"))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_numbers_are_named_though_one_tensor_has_several_names(frozen, tmp_path):
     """As T5's embedding has, whose first names follow each other; what looks so, and is another's, stays open."""
-    torch.manual_seed(0)
     model = torch.nn.Sequential(
         *(torch.nn.Embedding(5, 4) for _ in range(2)), torch.nn.Linear(4, 5), torch.nn.Linear(5, 2)
     )
@@ -644,44 +570,48 @@ def test_numbers_are_named_though_one_tensor_has_several_names(frozen, tmp_path)
     for one in model.parameters():
         one.grad = torch.randn_like(one)
     optimizer.step()
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    checkpoint = read(saved(tmp_path / "ckpt", state))
+    checkpoint = read(saved(tmp_path / "ckpt", FORMS["raw"](model, optimizer)))
     if frozen:
         assert checkpoint.param_groups[0].parameters[0] == "0"
         return
+    assert_holds(checkpoint, model, optimizer)
     assert not checkpoint.unnamed
     assert checkpoint.warnings == ["1.weight has the elements of 0.weight, and is taken for another name of it"]
-    assert_optimizer(checkpoint, model, optimizer)
 
 
 @pytest.mark.parametrize("form", ["usual", "raw", "other names", "list of optimizers"])
 def test_dicts_that_are_one_pickle_each_are_read(form, tmp_path):
     model, optimizer = trained()
-    state = {**FORMS[form](model, optimizer), "step": 3}
+    path = tmp_path / "ckpt"
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save(state, checkpoint_id=tmp_path / "ckpt", planner=planner, no_dist=True)
-    names = [name for name, _ in model.named_parameters()] if form == "raw" else None
-    checkpoint = read(tmp_path / "ckpt", names)
-    assert_model(checkpoint, model)
-    assert_optimizer(checkpoint, model, optimizer)
+    dcp.save({**FORMS[form](model, optimizer), "step": 3}, checkpoint_id=path, planner=planner, no_dist=True)
+    checkpoint = assert_holds(read(path, names_of(model) if form == "raw" else None), model, optimizer)
     assert (checkpoint.unnamed, checkpoint.warnings, checkpoint.step) == ({}, [], 3)
-    assert not take_inventory(checkpoint).left_out
     if form != "raw":
-        zckpt.convert(tmp_path / "ckpt", tmp_path / "own", to="zckpt")
-        assert zckpt.diff(tmp_path / "ckpt", tmp_path / "own").equal
+        converted(path, tmp_path / "own", "zckpt")
 
 
-def save_in_one_pickle(rank: int, world_size: int, path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+def saved_by_ranks(rank: int, world_size: int, path: Path) -> torch.Tensor:
+    """Save two rows, of which a third rank has none, in every form; return the whole."""
+    model = nn.Linear(4, 2)
     fully_shard(model, mesh=dist.init_device_mesh("cpu", (world_size,)))
+    for form in SerializationFormat:
+        writer = FileSystemWriter(path / form.value, serialization_format=form)
+        dcp.save({"model": model.state_dict()}, storage_writer=writer)
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=path, planner=planner)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=path / "pickle", planner=planner)
+    return model.weight.full_tensor().detach()
 
 
-def test_a_pickle_of_one_ranks_shares_is_refused(tmp_path):
-    run(save_in_one_pickle, 2, tmp_path / "ckpt")
+def test_a_rank_without_elements_has_a_file_of_empty_chunks_in_either_form(tmp_path):
+    weight = run(saved_by_ranks, 3, tmp_path)[0]
+    for form in SerializationFormat:
+        path = tmp_path / form.value
+        assert torch.equal(zckpt.open(path).read("weight"), weight)
+        assert zckpt.verify(path, deep=True).sound
+        zckpt.convert(path, tmp_path / f"{form.value}-own", to="zckpt")
     with refusing(UnsupportedError, r"model is one value.*the others are lost.*without flatten_state_dict=False"):
-        read(tmp_path / "ckpt")
+        read(tmp_path / "pickle")  # of one rank's shares
 
 
 def test_items_of_a_known_kind_are_where_their_archives_say(monkeypatch, tmp_path):
@@ -737,14 +667,19 @@ entry = partial(setting, lambda metadata: metadata.state_dict_metadata["model.a"
 properties = partial(setting, lambda metadata: metadata.state_dict_metadata["model.a"].properties)
 
 
+def at(key: str, path: object) -> Callable[[Any], None]:
+    """Give a key another path in the saved dict."""
+    return lambda metadata: metadata.planner_data.update({key: path})
+
+
 def chunks(*pairs: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[[Any], None]:
     """Chunks (offsets, sizes) of the tensor, each with the place of its only one."""
 
     def change(metadata: Any) -> None:
-        at = metadata.storage_data[index_of(metadata, "model.a")]
+        where = metadata.storage_data[index_of(metadata, "model.a")]
         listed = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in pairs]
         metadata.state_dict_metadata["model.a"].chunks = listed
-        metadata.storage_data |= {MetadataIndex("model.a", torch.Size(o)): at for o, _ in pairs}
+        metadata.storage_data |= {MetadataIndex("model.a", torch.Size(o)): where for o, _ in pairs}
 
     return change
 
@@ -796,14 +731,11 @@ HUGE = 1 << 62
         (lambda m: setattr(m, "state_dict_metadata", None), DamagedFileError, "a dict in state_dict_metadata"),
         (lambda m: setattr(m, "storage_data", [1]), DamagedFileError, "a dict in storage_data"),
         (lambda m: m.storage_data.update({"x": 1}), DamagedFileError, "MetadataIndex"),
-        (lambda m: m.planner_data.update({"model.a": "model.a"}), DamagedFileError, "the path of model.a"),
-        (lambda m: m.planner_data.update({"model.a": ()}), DamagedFileError, "the path of model.a"),
-        (lambda m: m.planner_data.update({"model.a": ("x",) * 100}), DamagedFileError, "the path of model.a"),
-        (lambda m: m.planner_data.update({"model.a": ("model", -1)}), DamagedFileError, "the path of model.a"),
-        (lambda m: m.planner_data.update({"model.a": ("model", "b")}), DamagedFileError, "has the path of another"),
-        (lambda m: m.planner_data.update({"model.a": ("note", "x", "y")}), DamagedFileError, "another item"),
-        (lambda m: m.planner_data.update({"note.x": ("l", 10**12)}), DamagedFileError, "most elements of a list are "
-            "missing"),
+        *((at("model.a", path), DamagedFileError, "the path of model.a")
+          for path in ("model.a", (), ("x",) * 100, ("model", -1))),
+        (at("model.a", ("model", "b")), DamagedFileError, "has the path of another"),
+        (at("model.a", ("note", "x", "y")), DamagedFileError, "another item"),
+        (at("note.x", ("l", 10**12)), DamagedFileError, "most elements of a list are missing"),
         (properties(dtype=torch.float64), LayoutError, "differs from `.metadata`"),
         (properties(layout=torch.sparse_coo), UnsupportedError, "not a dense tensor"),
     ],
@@ -853,7 +785,7 @@ def test_replica_that_is_listed_twice_is_one(small):
 
 
 def test_key_of_which_nothing_was_saved_is_told(small):
-    checkpoint = read(changed(small, lambda m: m.planner_data.update({"model.lost": ("model", "lost")})))
+    checkpoint = read(changed(small, at("model.lost", ("model", "lost"))))
     assert checkpoint.warnings == ["no rank saved any part of model.lost"]
 
 
@@ -1081,44 +1013,15 @@ def test_a_damaged_run_of_olmo_core_is_told(tmp_path):
         open_checkpoint(step)
 
 
-def save_two_rows(rank, world_size, path):
-    model = nn.Linear(4, 2)
-    fully_shard(model, mesh=dist.init_device_mesh("cpu", (world_size,)))
-    for form in SerializationFormat:
-        writer = FileSystemWriter(path / form.value, serialization_format=form)
-        dcp.save({"model": model.state_dict()}, storage_writer=writer)
-    return model.weight.full_tensor().detach()
-
-
-def test_a_rank_without_elements_has_a_file_of_empty_chunks_in_either_form(tmp_path):
-    weight = run(save_two_rows, 3, tmp_path)[0]
-    for form in SerializationFormat:
-        path = tmp_path / form.value
-        assert torch.equal(zckpt.open(path).read("weight"), weight)
-        assert zckpt.verify(path, deep=True).sound
-        zckpt.convert(path, tmp_path / f"{form.value}-own", to="zckpt")
-
-
 def test_joined_keys_of_an_optimizer_among_those_of_its_model_are_its_own(tmp_path):
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    own, flat = get_state_dict(model, optimizer, options=options)
+    model, optimizer = live.trained(nn.Linear(3, 2), lr=0.1)
+    own, flat = get_state_dict(model, optimizer, options=FLAT)
     dcp.save({**own, **flat}, checkpoint_id=tmp_path / "c")
-    found = zckpt.open(tmp_path / "c")
-    assert set(found.parameters) == {"weight", "bias"}
-    for name, parameter in model.named_parameters():
-        assert torch.equal(found.read(name), parameter)
-        assert torch.equal(found.read(name, "exp_avg"), optimizer.state[parameter]["exp_avg"])
-    assert found.param_groups[0].hyperparameters["lr"] == pytest.approx(0.1)
+    assert set(assert_holds(tmp_path / "c", model, optimizer).parameters) == {"weight", "bias"}
     assert zckpt.verify(tmp_path / "c", deep=True).sound
-    zckpt.convert(tmp_path / "c", tmp_path / "own", to="zckpt")
-    other = nn.Linear(3, 2)
-    its = torch.optim.AdamW(other.parameters(), lr=1.0)
-    assert zckpt.load(tmp_path / "own", model=other, optimizer=its).notes == []
-    assert its.state[other.weight]["step"] == 1
+    again, its = live.trained(nn.Linear(3, 2))
+    assert_goes_on(converted(tmp_path / "c", tmp_path / "own", "zckpt"), model, optimizer, again, its)
+    assert zckpt.load(tmp_path / "own", model=again, optimizer=its).notes == []
 
 
 def test_an_optimizer_without_groups_is_known_by_its_names(tmp_path):

@@ -6,7 +6,7 @@ import argparse
 import itertools
 import shutil
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from torch.distributed.fsdp import (
 )
 
 import zckpt
+from tests import live
 from tests.cli.console import refused
+from tests.formats.holding import assert_goes_on, assert_holds, assert_state, converted
 from tests.fsdp_training.training import STEPS, made, step, truth
 from tests.gloo import run
 from tests.refusals import refusing
@@ -35,29 +37,17 @@ def body(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
 
 
-def stepped(model: nn.Module, *optimizers: torch.optim.Optimizer, wide: int = 5) -> None:
-    for _ in range(2):
-        model(torch.ones(3, wide)).square().sum().backward()
-        for one in optimizers:
-            one.step()
-            one.zero_grad()
+def trained(*sizes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return live.trained(body(*sizes), torch.optim.Adam, lr=0.1)
 
 
-def assert_state(
-    path: Path, model: nn.Module, optimizers: dict[str | None, torch.optim.Optimizer], prefix: str = ""
-) -> Any:
-    """Hold what is read against the live objects, bit by bit, and the inventory against nothing left out."""
-    opened = zckpt.open(path)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(opened.read(prefix + name, "weight"), parameter)
-        for called, optimizer in optimizers.items():
-            for slot, value in optimizer.state.get(parameter, {}).items():
-                assert torch.equal(opened.read(prefix + name, slot), value), (name, slot)
-                group = opened.param_groups[opened.parameters[prefix + name].group]
-                assert group.optimizer == called
-    items = zckpt.inspect(path, include_inventory=True).as_dict()["inventory"]["items"]
-    assert [one for one in items if one["fate"] == "left out"] == []
-    return opened
+def several(**models: nn.Module) -> tuple[nn.ModuleDict, dict[str | None, torch.optim.Optimizer]]:
+    """Return models by their keys, and the optimizer that trained each."""
+    return nn.ModuleDict(models), {key: live.trained(one, torch.optim.Adam, lr=0.1)[1] for key, one in models.items()}
+
+
+def states(objects: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: one.state_dict() for key, one in objects.items()}
 
 
 # --- by name
@@ -65,30 +55,25 @@ def assert_state(
 
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
 def test_get_state_dict_has_names_that_nothing_has_to_be_deduced_of(flat, tmp_path):
-    model = body(5, 4, 4, 4)  # three shapes that fit several parameters
-    model[1].requires_grad_(requires_grad=False)
-    groups = [{"params": [p for p in model.parameters() if p.dim() == dim], "lr": 0.1 / dim} for dim in (2, 1)]
-    optimizer = torch.optim.AdamW(groups, amsgrad=True)
-    stepped(model, optimizer)
+    def made(rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = body(5, 4, 4, 4)  # three shapes that fit several parameters
+        model[1].requires_grad_(requires_grad=False)
+        groups = [{"params": [p for p in model.parameters() if p.dim() == dim], "lr": rate / dim} for dim in (2, 1)]
+        return model, torch.optim.AdamW(groups, amsgrad=True)
+
+    model, optimizer = live.trained(*made(0.1))
     options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=flat)
     weights, state = get_state_dict(model, optimizer, options=options)
-    torch.save({"app": weights, "optim": state, "epoch": 3}, tmp_path / "c.pt")
-    opened = assert_state(tmp_path / "c.pt", model, {None: optimizer})
-    assert opened.warnings == []
-    assert [(group.hyperparameters["lr"], len(group.parameters)) for group in opened.param_groups] == [
-        (0.05, 3),
-        (0.1, 3),
-    ]
-    torch.manual_seed(3)
-    again = body(5, 4, 4, 4)
-    again[1].requires_grad_(requires_grad=False)
-    groups = [{"params": [p for p in again.parameters() if p.dim() == dim]} for dim in (2, 1)]
-    other = torch.optim.AdamW(groups, amsgrad=True)
-    zckpt.load(tmp_path / "c.pt", model=again, optimizer=other)
-    for ours, theirs in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-        for slot, value in optimizer.state.get(ours, {}).items():
-            assert torch.equal(value, other.state[theirs][slot])
+    path = tmp_path / "c.pt"
+    torch.save({"app": weights, "optim": state, "epoch": 3}, path)
+    assert assert_holds(path, model, optimizer).warnings == []
+    assert_goes_on(path, model, optimizer, *made(0.2))
+    zckpt.strip(path, tmp_path / "s.pt", keep_slots=["exp_avg"])
+    kept = zckpt.open(tmp_path / "s.pt")
+    assert torch.equal(kept.read("0.weight", "exp_avg"), optimizer.state[model[0].weight]["exp_avg"])
+    assert set(kept.parameters["0.weight"].slots) == {"weight", "exp_avg", "step"}
+    zckpt.strip(path, tmp_path / "n.pt", optimizer=True)
+    assert zckpt.open(tmp_path / "n.pt").slot_names() == ["weight"]
 
 
 def gathered(rank: int, world_size: int, wrap: str, folder: Path) -> Any:
@@ -177,284 +162,221 @@ def test_other_names_than_the_files_are_refused(tmp_path):
 # --- several optimizers of a model
 
 
-def muon_and_adamw(seed: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+def muon_and_adamw(seed: int, *, steps: int = 0) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     torch.manual_seed(seed)
     model = body(5, 7, 3)
     matrices = [p for p in model.parameters() if p.dim() == 2]
     others = [{"params": [model[0].bias], "lr": 0.3}, {"params": [model[1].bias]}]
-    return model, [torch.optim.Muon(matrices, lr=0.1), torch.optim.AdamW(others, lr=0.2)]
+    optimizers = [torch.optim.Muon(matrices, lr=0.1), torch.optim.AdamW(others, lr=0.2)]
+    for _ in range(steps):
+        model(torch.ones(3, 5)).square().sum().backward()
+        for one in optimizers:
+            one.step()
+    return model, optimizers
 
 
 @pytest.mark.parametrize("key", ["optimizer", "optimizers", "optimizer_states"])
 def test_a_list_of_optimizers_each_numbered_from_0(key, tmp_path):
-    model, optimizers = muon_and_adamw(0)
-    stepped(model, *optimizers)
+    model, optimizers = muon_and_adamw(0, steps=2)
     path = tmp_path / "c.pt"
     torch.save({"state_dict": model.state_dict(), key: [one.state_dict() for one in optimizers]}, path)
-    opened = assert_state(path, model, {"0": optimizers[0], "1": optimizers[1]})
-    assert opened.warnings == []
-    assert [group.hyperparameters["lr"] for group in opened.param_groups] == [0.1, 0.3, 0.2]
-    zckpt.convert(path, tmp_path / "z", to="zckpt")
-    for source in (path, tmp_path / "z"):
-        again, others = muon_and_adamw(1)
-        zckpt.load(source, model=again, optimizer=others)
-        for optimizer, other in zip(optimizers, others, strict=True):
-            theirs = [p for group in other.param_groups for p in group["params"]]
-            ours = [p for group in optimizer.param_groups for p in group["params"]]
-            for one, its in zip(ours, theirs, strict=True):
-                assert torch.equal(one, its)
-                assert all(torch.equal(value, other.state[its][slot]) for slot, value in optimizer.state[one].items())
+    assert assert_holds(path, model, {"0": optimizers[0], "1": optimizers[1]}).warnings == []
+    for source in (path, converted(path, tmp_path / "z", "zckpt")):
+        assert_goes_on(source, model, optimizers, *muon_and_adamw(1))
 
 
 def test_a_dict_of_optimizers_by_name(tmp_path):
-    model, [muon, adamw] = muon_and_adamw(0)
-    stepped(model, muon, adamw)
+    model, [muon, adamw] = muon_and_adamw(0, steps=2)
+    optimizers = {"muon": muon, "adamw": adamw}
     path = tmp_path / "c.pt"
-    optimizers = {"muon": muon.state_dict(), "adamw": adamw.state_dict()}
-    torch.save({"model": model.state_dict(), "optimizer": optimizers, "step": 2}, path)
-    assert_state(path, model, {"muon": muon, "adamw": adamw})
+    torch.save({"model": model.state_dict(), "optimizer": states(optimizers), "step": 2}, path)
+    assert_holds(path, model, optimizers)
     again, [first, second] = muon_and_adamw(1)
-    zckpt.load(path, model=again, optimizer={"adamw": second, "muon": first})
-    assert torch.equal(second.state[again[1].bias]["exp_avg"], adamw.state[model[1].bias]["exp_avg"])
-    again, [first, second] = muon_and_adamw(1)
+    assert_goes_on(path, model, optimizers, again, {"adamw": second, "muon": first})
     with refusing(UsageError, "optimizers of other names"):
         zckpt.load(path, model=again, optimizer=[first, second])
 
 
 def test_optimizers_that_have_one_child_each(tmp_path):
     """As Lightning keeps a GAN: shapes alone leave two readings of the third layer."""
-    model = nn.ModuleDict({"generator": body(5, 4, 4, 6), "discriminator": body(5, 4, 4, 4)})
-    optimizers = [torch.optim.Adam(model[name].parameters(), lr=0.1) for name in ("generator", "discriminator")]
-    for name, optimizer in zip(model, optimizers, strict=True):
-        stepped(model[name], optimizer)
+    model, optimizers = several(generator=body(5, 4, 4, 6), discriminator=body(5, 4, 4, 4))
     path = tmp_path / "c.ckpt"
-    root = {"state_dict": model.state_dict(), "optimizer_states": [one.state_dict() for one in optimizers], "loops": {}}
+    root = {"state_dict": model.state_dict(), "optimizer_states": [*states(optimizers).values()], "loops": {}}
     torch.save(root, path)
-    opened = assert_state(path, model, {"0": optimizers[0], "1": optimizers[1]})
-    assert opened.warnings == []
+    by_number = dict(zip(("0", "1"), optimizers.values(), strict=True))
+    assert assert_holds(path, model, by_number).warnings == []
 
 
 # --- several models
 
 
-def gan(low: int = 4) -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
-    torch.manual_seed(0)
-    models = {"generator": body(5, 4, 4), "discriminator": body(5, low, 1)}
-    optimizers = {f"optimizer_{name[0]}": torch.optim.Adam(one.parameters(), lr=0.1) for name, one in models.items()}
-    for model, optimizer in zip(models.values(), optimizers.values(), strict=True):
-        stepped(model, optimizer)
-    return models, optimizers
-
-
-def gan_file(path: Path, models: dict[str, nn.Module], optimizers: dict[str, torch.optim.Optimizer]) -> Path:
-    every = {**models, **optimizers}
-    torch.save({key: one.state_dict() for key, one in every.items()} | {"epoch": 4}, path)
-    return path
+def gan() -> tuple[nn.ModuleDict, dict[str | None, torch.optim.Optimizer]]:
+    models, optimizers = several(generator=body(5, 4, 4), discriminator=body(5, 4, 1))
+    return models, {f"optimizer_{key[0]}": one for key, one in optimizers.items()}
 
 
 def test_two_models_and_the_optimizer_of_each(tmp_path):
     models, optimizers = gan()
-    path = gan_file(tmp_path / "c.pt", models, optimizers)
-    for model, optimizer in zip(models, optimizers, strict=True):
-        opened = assert_state(path, models[model], {optimizer: optimizers[optimizer]}, prefix=f"{model}.")
+    path = tmp_path / "c.pt"
+    torch.save(states(models) | states(optimizers) | {"epoch": 4}, path)
+    opened = assert_holds(path, models, optimizers)
     assert opened.warnings == [
         "there are several models (generator, discriminator); tensor names begin with their keys"
     ]
     assert opened.metadata == {"epoch": 4}
-    again = nn.ModuleDict({name: body(5, 4, 4) if name[0] == "g" else body(5, 4, 1) for name in models})
-    others = {key: torch.optim.Adam(one.parameters()) for key, one in zip(optimizers, again.values(), strict=True)}
-    zckpt.load(path, model=again, optimizer=others)
-    ours = optimizers["optimizer_d"].state[models["discriminator"][1].bias]
-    assert torch.equal(others["optimizer_d"].state[again["discriminator"][1].bias]["exp_avg"], ours["exp_avg"])
+    assert_goes_on(path, models, optimizers, *gan())
 
 
-DEEPER: dict[str, tuple[str, Callable[[list[Any], list[Any]], object]]] = {
-    "a list": ("0.", lambda m, o: [{"model": m[0], "optimizer": o[0]}, {"model": m[1], "optimizer": o[1]}, 7]),
-    "dicts": ("models.0.", lambda m, o: {"checkpoint": {"models": m, "optimizers": o}, "epoch": 7}),
-    "pairs": ("g.", lambda m, o: {"agent": {"all": {"g": m[0], "d": m[1], "opt_g": o[0], "opt_d": o[1]}}, "epoch": 7}),
-    "a buffer": (
+def in_parts(m: list[Any], o: list[Any]) -> dict[str, Any]:
+    return {"run": {k: {"net": m[i], "opt": o[i]} for i, k in enumerate("gd")}, "epoch": 7}
+
+
+DEEPER: dict[str, tuple[str, str, Callable[[list[Any], list[Any]], object]]] = {
+    "a list": ("0.", "0", lambda m, o: [{"model": m[0], "optimizer": o[0]}, {"model": m[1], "optimizer": o[1]}, 7]),
+    "dicts": ("models.0.", "0", lambda m, o: {"checkpoint": {"models": m, "optimizers": o}, "epoch": 7}),
+    "pairs": (
         "g.",
-        lambda m, o: {
-            "run": {k: {"net": m[i], "opt": o[i]} for i, k in enumerate("gd")},
-            "epoch": 7,
-            "replay": {"obs": {"x": torch.ones(3, 4)}},
-        },
+        "opt_g",
+        lambda m, o: {"agent": {"all": {"g": m[0], "d": m[1], "opt_g": o[0], "opt_d": o[1]}}, "epoch": 7},
     ),
-    "parts": ("g.", lambda m, o: {"run": {k: {"net": m[i], "opt": o[i]} for i, k in enumerate("gd")}, "epoch": 7}),
+    "a buffer": ("g.", "g", lambda m, o: {**in_parts(m, o), "replay": {"obs": {"x": torch.ones(3, 4)}}}),
+    "parts": ("g.", "g", in_parts),
 }
 
 
 @pytest.mark.parametrize("form", DEEPER)
 def test_models_and_optimizers_that_lie_deeper(form, tmp_path):
-    prefix, make = DEEPER[form]
+    prefix, called, make = DEEPER[form]
     models, optimizers = gan()
-    states = [[one.state_dict() for one in every.values()] for every in (models, optimizers)]
-    torch.save(make(*states), tmp_path / "c.pt")
-    opened = zckpt.open(tmp_path / "c.pt")
-    model, optimizer = next(iter(models.values())), next(iter(optimizers.values()))
-    for name, one in model.named_parameters():
-        assert torch.equal(opened.read(f"{prefix}{name}", "weight"), one)
-        assert torch.equal(opened.read(f"{prefix}{name}", "exp_avg"), optimizer.state[one]["exp_avg"])
+    path = tmp_path / "c.pt"
+    torch.save(make(*([*states(objects).values()] for objects in (models, optimizers))), path)
+    opened = assert_holds(path, models["generator"], {called: optimizers["optimizer_g"]}, prefix)
     assert 7 in opened.metadata.values()
-    assert zckpt.verify(tmp_path / "c.pt", deep=True).sound
+    assert zckpt.verify(path, deep=True).sound
     for to in ("zckpt", "dcp"):
-        zckpt.convert(tmp_path / "c.pt", tmp_path / to, to=to)
-        assert zckpt.diff(tmp_path / "c.pt", tmp_path / to).equal
-    zckpt.strip(tmp_path / "c.pt", tmp_path / "s.pt", optimizer=True)
+        converted(path, tmp_path / to, to)
+    zckpt.strip(path, tmp_path / "s.pt", optimizer=True)
     assert zckpt.open(tmp_path / "s.pt").slot_names() == ["weight"]
 
 
 def test_a_dict_that_lies_in_itself_is_looked_into_once(tmp_path):
-    models, optimizers = gan()
-    model, optimizer = next(iter(models.values())), next(iter(optimizers.values()))
+    model, optimizer = trained(5, 4)
     state = optimizer.state_dict() | {"seen": 3}
     root: dict[str, Any] = {"run": {"last": {"net": model.state_dict(), "opt": state}}}
     root |= {f"again{at}": root for at in range(20)}
     torch.save(root, tmp_path / "c.pt")
-    opened = zckpt.open(tmp_path / "c.pt")
-    assert torch.equal(opened.read("0.weight", "exp_avg"), optimizer.state[model[0].weight]["exp_avg"])
+    opened = assert_holds(tmp_path / "c.pt", model, optimizer)
     assert further_keys(opened.optimizer_metadata) == ["seen"]
 
 
 def test_a_list_of_a_model_and_its_optimizer(tmp_path):
-    model = body(5, 4)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    stepped(model, optimizer)
+    model, optimizer = trained(5, 4)
     torch.save((model.state_dict(), optimizer.state_dict(), 3), tmp_path / "c.pt")
-    assert_state(tmp_path / "c.pt", model, {None: optimizer})
-    again = body(5, 4)
-    its = torch.optim.Adam(again.parameters())
-    zckpt.load(tmp_path / "c.pt", model=again, optimizer=its)
-    assert torch.equal(its.state[again[0].bias]["exp_avg"], optimizer.state[model[0].bias]["exp_avg"])
+    assert_holds(tmp_path / "c.pt", model, optimizer)
+    assert_goes_on(tmp_path / "c.pt", model, optimizer, *trained(5, 4))
 
 
-@pytest.mark.parametrize("keys", [("model", "optimizer"), ("models", "optimizers")])
-def test_models_and_optimizers_that_lie_in_a_dict_each(keys, tmp_path):
-    models, optimizers = {key: body(5, 4) for key in "gd"}, {}
-    for key, model in models.items():
-        stepped(model, optimizers.setdefault(key, torch.optim.Adam(model.parameters(), lr=0.1)))
-    states: list[dict[str, Any]] = [{k: one.state_dict() for k, one in every.items()} for every in (models, optimizers)]
-    states[0]["count"] = 2
-    torch.save(dict(zip(keys, states, strict=True)) | {"epoch": 4}, tmp_path / "c.pt")
-    for key, model in models.items():
-        opened = assert_state(tmp_path / "c.pt", model, {key: optimizers[key]}, prefix=f"{keys[0]}.{key}.")
+@pytest.mark.parametrize("keys", [("model", "optimizer"), ("models", "optimizers"), ("models", "optims")])
+def test_models_and_optimizers_that_lie_in_a_dict_or_a_list_each(keys, tmp_path):
+    models, optimizers = several(g=body(5, 4), d=body(5, 4))
+    weights, its, path = states(models), states(optimizers), tmp_path / "c.pt"
+    torch.save({keys[0]: {**weights, "count": 2}, keys[1]: its, "epoch": 4}, path)
+    opened = assert_holds(path, models, optimizers, prefix=f"{keys[0]}.")
     assert opened.metadata == {keys[0]: {"count": 2}, "epoch": 4}
-    torch.save({keys[0]: tuple(states[0][key] for key in "gd"), keys[1]: tuple(states[1].values())}, tmp_path / "t.pt")
-    for at, (model, optimizer) in enumerate(zip(models.values(), optimizers.values(), strict=True)):
-        assert_state(tmp_path / "t.pt", model, {str(at): optimizer}, prefix=f"{keys[0]}.{at}.")
+    for kind in (tuple, list):
+        torch.save({keys[0]: kind(weights.values()), keys[1]: kind(its.values())}, path)
+        for at, (key, model) in enumerate(models.items()):
+            assert_holds(path, model, {str(at): optimizers[key]}, prefix=f"{keys[0]}.{at}.")
+        assert zckpt.verify(path, deep=True).sound
+    torch.save({"model": weights["g"], "emas": [*weights.values()]}, path)  # these are no part of the model
+    assert [*assert_holds(path, models["g"]).metadata] == ["emas"]
 
 
 def test_equal_models_that_lie_with_their_optimizers(tmp_path):
-    models, optimizers = {key: body(5, 4) for key in "GD"}, {}
-    for key, model in models.items():
-        stepped(model, optimizers.setdefault(key, torch.optim.Adam(model.parameters(), lr=0.1)))
+    models, optimizers = several(G=body(5, 4), D=body(5, 4))
     parts = {key: {"net": models[key].state_dict(), "opt": optimizers[key].state_dict()} for key in "GD"}
     path = tmp_path / "c.pt"
     torch.save({"G": {**parts["G"], "sched": {"last_epoch": 3}}, "D": parts["D"], "epoch": 4, "none": {}}, path)
     for to in (None, "zckpt", "dcp"):
         if to is not None:
-            zckpt.convert(path, tmp_path / to, to=to, verify=True)
-            path = tmp_path / to
-        for key, model in models.items():
-            opened = assert_state(path, model, {key: optimizers[key]}, prefix=f"{key}.")
+            path = converted(path, tmp_path / to, to, verify=True)
+        opened = assert_holds(path, models, optimizers)
         assert opened.metadata == {"G": {"sched": {"last_epoch": 3}}, "epoch": 4, "none": {}}
-        again = nn.ModuleDict({key: body(5, 4) for key in "GD"})
-        others = {key: torch.optim.Adam(one.parameters()) for key, one in again.items()}
-        zckpt.load(path, model=again, optimizer=others)
-        assert torch.equal(others["D"].state[again["D"][0].bias]["exp_avg"],
-                           optimizers["D"].state[models["D"][0].bias]["exp_avg"])  # fmt: skip
+        assert_goes_on(path, models, optimizers, *several(G=body(5, 4), D=body(5, 4)))
     torch.save({"G": parts["G"], "D": {"net": parts["D"]["net"]}}, path := tmp_path / "one.pt")
-    opened = assert_state(path, models["G"], {None: optimizers["G"]}, prefix="G.")  # the other's is not kept
-    assert torch.equal(opened.read("D.0.weight"), models["D"][0].weight)
-    assert opened.parameters["D.0.weight"].group is None
+    assert_holds(path, models["G"], {None: optimizers["G"]}, prefix="G.")  # the other's is not kept
+    assert assert_holds(path, models).parameters["D.0.weight"].group is None
 
 
-def test_equal_models_are_told_apart_by_their_keys(tmp_path):
-    models = {"netG": body(5, 4), "netD": body(5, 4), "netG_ema": body(5, 4)}
-    optimizers = {
-        "optD": torch.optim.Adam(models["netD"].parameters()),
-        "optG": torch.optim.Adam(models["netG"].parameters()),
-    }
-    stepped(models["netG"], optimizers["optG"])
-    stepped(models["netD"], optimizers["optD"])
-    path = gan_file(tmp_path / "c.pt", models, optimizers)
-    assert_state(path, models["netD"], {"optD": optimizers["optD"]}, prefix="netD.")
-    assert_state(path, models["netG"], {"optG": optimizers["optG"]}, prefix="netG.")
-
-
-def test_nothing_is_guessed_where_two_models_fit(tmp_path):
-    models = {"left": body(5, 4), "right": body(5, 4)}
-    optimizers = {
-        "one": torch.optim.Adam(models["left"].parameters()),
-        "two": torch.optim.Adam(models["right"].parameters()),
-    }
-    stepped(models["left"], optimizers["one"])
-    stepped(models["right"], optimizers["two"])
-    path = gan_file(tmp_path / "c.pt", models, optimizers)
+def test_equal_models_are_told_apart_by_their_keys_and_nothing_is_guessed(tmp_path):
+    models, optimizers = several(netG=body(5, 4), netD=body(5, 4))
+    its = {"optD": optimizers["netD"], "optG": optimizers["netG"]}
+    average = {"netG_ema": models["netG"].state_dict()}
+    torch.save(states(models) | average | states(its), tmp_path / "c.pt")
+    assert_holds(tmp_path / "c.pt", models, its)
+    its = {"one": optimizers["netG"], "two": optimizers["netD"]}
+    torch.save({"left": models["netG"].state_dict(), "right": models["netD"].state_dict(), **states(its)},
+               path := tmp_path / "unclear.pt")  # fmt: skip
     opened = zckpt.open(path)
     assert len(opened.unnamed) == 4
     assert any("one could be the optimizer of several models: left, right" in text for text in opened.warnings)
     names = [f"{side}.0.{kind}" for side in ("left", "right") for kind in ("weight", "bias")]
-    given = zckpt.open(path, names=names)
-    expected = optimizers["two"].state[models["right"][0].bias]["exp_avg"]
-    assert torch.equal(given.read("right.0.bias", "exp_avg"), expected)
+    renamed = nn.ModuleDict({"left": models["netG"], "right": models["netD"]})
+    assert_holds(zckpt.open(path, names=names), renamed, its)
 
 
 def test_one_optimizer_of_an_encoder_and_a_decoder(tmp_path):
     models = nn.ModuleDict({"encoder": body(5, 4), "decoder": body(4, 5)})
     optimizer = torch.optim.Adam(models.parameters())
-    models["decoder"](models["encoder"](torch.ones(2, 5))).sum().backward()
-    optimizer.step()
-    path = gan_file(tmp_path / "c.pt", dict(models.items()), {"optimizer": optimizer})
-    assert_state(path, models, {None: optimizer})
+    live.trained(nn.Sequential(*models.values()), optimizer)
+    torch.save(states(models) | {"optimizer": optimizer.state_dict(), "epoch": 4}, tmp_path / "c.pt")
+    assert_holds(tmp_path / "c.pt", models, optimizer)
+
+
+def composers(*, full: bool) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+    """Return what is trained, and the layout of composer 0.32 (`State.state_dict`), from its source."""
+    model, optimizer = nn.ModuleDict({"model": body(5, 4, 4)}), torch.optim.AdamW
+    optimizer = optimizer(model.parameters())
+    live.trained(model["model"], optimizer)
+    weights, state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=full))
+    inner = {
+        "model": weights, "optimizers": {"DecoupledAdamW": state}, "timestamp": {"Timestamp": {"epoch": 1, "batch": 22}}
+    }  # fmt: skip
+    return model, optimizer, inner
 
 
 def test_what_composer_writes(tmp_path):
-    """The layout of composer 0.32 (`State.state_dict`), from its source."""
-    model = nn.ModuleDict({"model": body(5, 4, 4)})
-    optimizer = torch.optim.AdamW(model.parameters())
-    stepped(model["model"], optimizer)
-    weights, state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    inner = {
-        "model": weights,
-        "optimizers": {"DecoupledAdamW": state},
+    model, optimizer, inner = composers(full=True)
+    inner |= {
         "schedulers": {"LambdaLR": {"last_epoch": 2}},
         "algorithms": [("EMA", {"smoothing": 0.9, "buffer": torch.arange(4)})],
-        "timestamp": {"Timestamp": {"epoch": 1, "batch": 22}},
         "run_name": "r",
     }
     root = {"state": inner, "rng": [{"python": (3, (1, 2), None), "torch": torch.arange(8, dtype=torch.uint8)}]}
-    torch.save(root, tmp_path / "ep1-ba22-rank0.pt")
-    opened = assert_state(tmp_path / "ep1-ba22-rank0.pt", model, {None: optimizer})
-    assert opened.step == 22
-    zckpt.convert(tmp_path / "ep1-ba22-rank0.pt", tmp_path / "z", to="zckpt")
-    there = zckpt.open(tmp_path / "z")
-    assert there.metadata.keys() == {"state", "rng"}
-    assert zckpt.diff(tmp_path / "ep1-ba22-rank0.pt", tmp_path / "z").equal
+    path = tmp_path / "ep1-ba22-rank0.pt"
+    torch.save(root, path)
+    assert assert_holds(path, model, optimizer).step == 22
+    assert zckpt.open(converted(path, tmp_path / "z", "zckpt")).metadata.keys() == {"state", "rng"}
 
 
 def test_what_composer_writes_sharded(tmp_path):
     """The same dict by torch.distributed.checkpoint, in a folder `epE-baB`; of its parent the newest is read."""
-    model = nn.ModuleDict({"model": body(5, 4, 4)})
-    optimizer = torch.optim.AdamW(model.parameters())
-    stepped(model["model"], optimizer)
-    weights, state = get_state_dict(model, optimizer)
-    inner = {"model": weights, "optimizers": {"DecoupledAdamW": state}, "timestamp": {"Timestamp": {"batch": 22}}}
+    model, optimizer, inner = composers(full=False)
+    run = tmp_path / "run"
     for folder in ("ep1-ba9", "ep1-ba22"):
         root = {"state": inner, "rng": [{"torch": torch.arange(8, dtype=torch.uint8)}]}
-        dcp.save(root, checkpoint_id=tmp_path / "run" / folder, no_dist=True)
-    opened = assert_state(tmp_path / "run" / "ep1-ba22", model, {None: optimizer})
+        dcp.save(root, checkpoint_id=run / folder, no_dist=True)
+    opened = assert_holds(run / "ep1-ba22", model, optimizer)
     assert opened.step == 22
     assert opened.metadata.keys() == {"state.timestamp", "rng"}
-    assert_state(tmp_path / "run", model, {None: optimizer})
-    assert zckpt.open(tmp_path / "run").source.endswith("ep1-ba22")
-    link = tmp_path / "run" / "latest-rank0.pt"
+    assert zckpt.open(run).source.endswith("ep1-ba22")
+    link = run / "latest-rank0.pt"
     link.symlink_to("ep1-ba9")
-    assert zckpt.open(tmp_path / "run").source.endswith("ep1-ba9")
-    assert zckpt.open(tmp_path / "run", tag="ep1-ba22").source.endswith("ep1-ba22")
+    assert zckpt.open(run).source.endswith("ep1-ba9")
+    assert zckpt.open(run, tag="ep1-ba22").source.endswith("ep1-ba22")
     link.unlink()
     link.symlink_to("ep1-ba30")
-    refused(3, "inspect", tmp_path / "run", words=("latest-rank0.pt", "names no checkpoint", "ep1-ba22"))
+    refused(3, "inspect", run, words=("latest-rank0.pt", "names no checkpoint", "ep1-ba22"))
 
 
 def test_the_last_of_composers_files_is_read(tmp_path):
@@ -510,15 +432,13 @@ def test_the_last_whole_one_of_torchtitans_steps_is_read(tmp_path):
 
 
 def test_what_lightning_keeps_besides_survives_conversions(tmp_path):
-    model, optimizers = muon_and_adamw(0)
-    stepped(model, *optimizers)
-    loops = {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 2, "completed": 1}}}}
+    model, optimizers = muon_and_adamw(0, steps=2)
     root = {
         "epoch": 1,
         "global_step": 16,
         "pytorch-lightning_version": "2.6.6",
         "state_dict": model.state_dict(),
-        "loops": loops,
+        "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 2, "completed": 1}}}},
         "callbacks": {
             "ModelCheckpoint{'monitor': 'loss'}": {"best_model_score": torch.tensor(0.5), "best_k_models": {}}
         },
@@ -527,62 +447,30 @@ def test_what_lightning_keeps_besides_survives_conversions(tmp_path):
         "hparams_name": "kwargs",
         "hyper_parameters": {"width": 7},
     }
-    torch.save(root, tmp_path / "last.ckpt")
-    opened = assert_state(tmp_path / "last.ckpt", model, {"0": optimizers[0], "1": optimizers[1]})
-    assert opened.step == 16
     source = tmp_path / "last.ckpt"
-    for target in ("zckpt", "dcp", "universal"):
-        if target == "universal":
-            with refusing(UnsupportedError, "holds several optimizers"):
-                zckpt.convert(source, tmp_path / target, to=target)
-            continue
-        zckpt.convert(source, tmp_path / target, to=target)
-        assert zckpt.diff(tmp_path / "last.ckpt", tmp_path / target).equal
-        source = tmp_path / target
-    there = zckpt.open(source)
-    assert there.metadata.keys() == root.keys() - {"state_dict", "optimizer_states"}
-    again, others = muon_and_adamw(1)
-    zckpt.load(source, model=again, optimizer=others)
-    assert torch.equal(others[1].state[again[1].bias]["exp_avg"], optimizers[1].state[model[1].bias]["exp_avg"])
-
-
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
-def test_slots_are_stripped_of_named_state(flat, tmp_path):
-    model = body(5, 4, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    stepped(model, optimizer)
-    options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=flat)
-    weights, state = get_state_dict(model, optimizer, options=options)
-    torch.save({"model": weights, "optimizer": state}, tmp_path / "c.pt")
-    zckpt.strip(tmp_path / "c.pt", tmp_path / "s.pt", keep_slots=["exp_avg"])
-    kept = zckpt.open(tmp_path / "s.pt")
-    assert torch.equal(kept.read("0.weight", "exp_avg"), optimizer.state[model[0].weight]["exp_avg"])
-    assert set(kept.parameters["0.weight"].slots) == {"weight", "exp_avg", "step"}
-    zckpt.strip(tmp_path / "c.pt", tmp_path / "n.pt", optimizer=True)
-    assert set(zckpt.open(tmp_path / "n.pt").parameters["0.weight"].slots) == {"weight"}
+    torch.save(root, source)
+    assert assert_holds(source, model, {"0": optimizers[0], "1": optimizers[1]}).step == 16
+    source = converted(converted(source, tmp_path / "zckpt", "zckpt"), tmp_path / "dcp", "dcp")
+    assert zckpt.diff(tmp_path / "last.ckpt", source).equal
+    with refusing(UnsupportedError, "holds several optimizers"):
+        zckpt.convert(source, tmp_path / "universal", to="universal")
+    assert zckpt.open(source).metadata.keys() == root.keys() - {"state_dict", "optimizer_states"}
+    assert_goes_on(source, model, optimizers, *muon_and_adamw(1))
 
 
 @pytest.mark.parametrize("has_more", [False, True])
 def test_one_optimizer_of_two_models_may_lie_beside_single_values(has_more, tmp_path):
     """As OpenNMT-py saves them."""
-    torch.manual_seed(0)
-    model, generator = nn.Linear(3, 4), nn.Linear(4, 2)
-    optimizer = torch.optim.Adam([*model.parameters(), *(generator.parameters() if has_more else ())])
-    generator(model(torch.randn(5, 3))).square().sum().backward()
-    optimizer.step()
+    models = nn.ModuleDict({"model": nn.Linear(3, 4), "generator": nn.Linear(4, 2)})
+    optimizer = torch.optim.Adam((models if has_more else models["model"]).parameters())
+    live.trained(nn.Sequential(*models.values()), optimizer)
     optim = {"training_step": 7, "optimizer": optimizer.state_dict()}
-    models = {"model": model.state_dict(), "generator": generator.state_dict()}
-    torch.save({**models, "optim": optim}, tmp_path / "c.pt")
-    opened = zckpt.open(tmp_path / "c.pt")
+    torch.save({**states(models), "optim": optim}, tmp_path / "c.pt")
+    opened = assert_holds(tmp_path / "c.pt", models if has_more else models["model"], optimizer)
     assert not opened.unnamed
     assert opened.metadata["optim"] == {"training_step": 7}
-    prefix = "model." if has_more else ""
-    assert torch.equal(opened.read(f"{prefix}bias", "exp_avg"), optimizer.state[model.bias]["exp_avg"])
-    if has_more:
-        assert torch.equal(opened.read("generator.bias", "exp_avg"), optimizer.state[generator.bias]["exp_avg"])
     for to in ("zckpt", "dcp"):
-        zckpt.convert(tmp_path / "c.pt", tmp_path / to, to=to)
-        assert zckpt.diff(tmp_path / "c.pt", tmp_path / to).equal
+        converted(tmp_path / "c.pt", tmp_path / to, to)
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -592,14 +480,13 @@ def test_peft_trains_a_copy_of_what_it_keeps(whole, tmp_path):
         model[name] = nn.ModuleDict({"original_module": nn.Linear(3, 3), "modules_to_save": nn.ModuleDict()})
         model[name]["original_module"].requires_grad_(False)
         model[name]["modules_to_save"]["default"] = nn.Linear(3, 3)
-    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    optimizer = torch.optim.Adam(model.parameters() if whole else trained.values())
-    sum(one.square().sum() for one in trained.values()).backward()
+    its = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    optimizer = torch.optim.Adam(model.parameters() if whole else its.values())
+    sum(one.square().sum() for one in its.values()).backward()
     optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
-    opened = zckpt.open(tmp_path / "c.pt")
-    for name, one in trained.items():
-        assert torch.equal(opened.read(name, "exp_avg"), optimizer.state[one]["exp_avg"])
+    opened = zckpt.open(live.save_both(model, optimizer, tmp_path / "c.pt"))
+    for name, one in its.items():
+        assert_state(opened, name, optimizer.state[one])
     assert not opened.unnamed
 
 
@@ -608,45 +495,16 @@ def test_a_complex_parameter_is_one_beside_an_optimizer_in_safetensors(tmp_path)
     optimizer = torch.optim.Adam(model.parameters())
     sum(one.abs().square().sum() for one in model.values()).backward()
     optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
-    zckpt.convert(tmp_path / "c.pt", tmp_path / "whole", to="consolidated")
-    assert zckpt.diff(tmp_path / "c.pt", tmp_path / "whole").equal
-
-
-def test_models_in_a_list_are_read_with_their_optimizers(tmp_path):
-    torch.manual_seed(0)
-    models = [nn.Linear(3, 4), nn.Linear(4, 2)]
-    optimizers = [torch.optim.Adam(one.parameters()) for one in models]
-    models[1](models[0](torch.randn(5, 3))).square().sum().backward()
-    for one in optimizers:
-        one.step()
-    weights = [one.state_dict() for one in models]
-    torch.save({"models": weights, "optims": [one.state_dict() for one in optimizers]}, tmp_path / "c.pt")
-    opened = zckpt.open(tmp_path / "c.pt")
-    for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-        assert torch.equal(opened.read(f"models.{number}.bias", "weight"), model.bias)
-        assert torch.equal(opened.read(f"models.{number}.bias", "exp_avg"), optimizer.state[model.bias]["exp_avg"])
-    assert zckpt.verify(tmp_path / "c.pt", deep=True).sound
-    torch.save({"model": weights[0], "emas": weights}, tmp_path / "d.pt")  # these are no part of the model
-    beside = zckpt.open(tmp_path / "d.pt")
-    assert [*beside.parameters] == ["weight", "bias"]
-    assert [*beside.metadata] == ["emas"]
+    converted(live.save_both(model, optimizer, tmp_path / "c.pt"), tmp_path / "whole", "consolidated")
 
 
 def test_a_value_among_a_models_tensors_and_a_defaultdict_of_state_hide_neither(tmp_path):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 4)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.randn(5, 3)).square().sum().backward()
-    optimizer.step()
+    model, optimizer = trained(3, 4)
     saved = optimizer.state_dict()
     state = {**saved, "state": defaultdict(dict, saved["state"])}
     torch.save({"model": {**model.state_dict(), "epoch": 3}, "optimizer": state}, tmp_path / "c.pt")
-    opened = zckpt.open(tmp_path / "c.pt")
-    assert torch.equal(opened.read("bias", "exp_avg"), optimizer.state[model.bias]["exp_avg"])
-    assert opened.metadata == {"model": {"epoch": 3}}
-    zckpt.convert(tmp_path / "c.pt", tmp_path / "dcp", to="dcp")
-    assert zckpt.diff(tmp_path / "c.pt", tmp_path / "dcp").equal
+    assert assert_holds(tmp_path / "c.pt", model, optimizer).metadata == {"model": {"epoch": 3}}
+    converted(tmp_path / "c.pt", tmp_path / "dcp", "dcp")
 
 
 class Projector:
@@ -681,14 +539,11 @@ def test_moments_of_a_projected_gradient_take_names(tmp_path):
 
 
 def test_an_object_in_an_optimizers_state_is_refused_as_that(tmp_path):
-    model = nn.Linear(6, 8, bias=False)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 6)).sum().backward()
-    optimizer.step()
+    model, optimizer = live.trained(nn.Linear(6, 8, bias=False))
     optimizer.state[model.weight]["projector"] = Projector(torch.ones(6, 4))
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    path = live.save_both(model, optimizer, tmp_path / "c.pt")
     with refusing(UnsupportedError, "projector of weight is an object that only a pickle can make"):
-        zckpt.load(tmp_path / "c.pt", model=model, optimizer=optimizer)
+        zckpt.load(path, model=model, optimizer=optimizer)
 
 
 def test_a_param_groups_dict_by_parameter_is_no_part_of_dcp(tmp_path):
@@ -696,10 +551,10 @@ def test_a_param_groups_dict_by_parameter_is_no_part_of_dcp(tmp_path):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["state"] = {model.weight: {"exp_avg": torch.ones(2, 3)}}
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    path = live.save_both(model, optimizer, tmp_path / "c.pt")
     with refusing(UnsupportedError, "state, which the optimizer keeps of a param group, has keys that are no texts"):
-        zckpt.convert(tmp_path / "c.pt", tmp_path / "dcp", to="dcp")
-    zckpt.convert(tmp_path / "c.pt", tmp_path / "own", to="zckpt")
+        zckpt.convert(path, tmp_path / "dcp", to="dcp")
+    zckpt.convert(path, tmp_path / "own", to="zckpt")
 
 
 @pytest.mark.parametrize(("to", "options"), [
@@ -735,81 +590,53 @@ def test_lists_of_tensors_that_several_ranks_saved_are_equal_to_one_files(tmp_pa
 
 def test_each_of_several_models_has_its_own_bare_names(tmp_path):
     """As GANs save networks in DDP, and DINO its student beside the teacher and the loss."""
-    one, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(one.parameters())
-    one(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
+    (one, optimizer), other = trained(3, 2), body(3, 2)
     wrapped = {f"module.{name}": value for name, value in one.state_dict().items()}
     torch.save({"G": wrapped, "D": other.state_dict(), "optimizer": optimizer.state_dict()},
                tmp_path / "c.pt")  # fmt: skip
-    found = zckpt.open(tmp_path / "c.pt")
-    assert set(found.parameters) == {"G.weight", "G.bias", "D.weight", "D.bias"}
-    assert torch.equal(found.read("G.weight"), one.weight)
+    for model, prefix in ((one, "G."), (other, "D.")):  # the optimizer could be of either
+        found = assert_holds(tmp_path / "c.pt", model, prefix=prefix)
+    assert set(found.parameters) == {"G.0.weight", "G.0.bias", "D.0.weight", "D.0.bias"}
     zckpt.strip(tmp_path / "c.pt", tmp_path / "s.pt", optimizer=True)
     assert torch.load(tmp_path / "s.pt")["G"].keys() == wrapped.keys()
 
 
-def networks():
-    models = {"G": nn.Linear(3, 2), "D": nn.Linear(3, 1)}
-    optimizers = {key: torch.optim.AdamW(model.parameters()) for key, model in models.items()}
-    for key, model in models.items():
-        model(torch.ones(1, 3)).sum().backward()
-        optimizers[key].step()
-    return models, optimizers
+def networks() -> tuple[nn.ModuleDict, dict[str | None, torch.optim.Optimizer]]:
+    return several(G=nn.Linear(3, 2), D=nn.Linear(3, 1))
 
 
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("form", ["apart", "together"])
 def test_models_in_dicts_are_read_whatever_average_is_beside_them(form, average, tmp_path):
     models, optimizers = networks()
-    weights = {key: one.state_dict() for key, one in models.items()}
-    states = {key: one.state_dict() for key, one in optimizers.items()}
+    weights, its, path = states(models), states(optimizers), tmp_path / "c.pt"
     content = {
-        "apart": {"nets": weights, "optims": states, "rng": {"cpu": torch.get_rng_state()}},
-        "together": {key: {"model": weights[key], "optimizer": states[key]} for key in models},
+        "apart": {"nets": weights, "optims": its, "rng": {"cpu": torch.get_rng_state()}},
+        "together": {key: {"model": weights[key], "optimizer": its[key]} for key in models},
     }[form]
-    torch.save({**content, **({"ema": weights["G"]} if average else {})}, tmp_path / "c.pt")
-    for to in ("zckpt", "dcp"):
-        zckpt.convert(tmp_path / "c.pt", tmp_path / to, to=to)
-    for path in (tmp_path / "c.pt", tmp_path / "zckpt", tmp_path / "dcp"):
-        found = zckpt.open(path)
-        front = "nets." if form == "apart" else ""
-        for key, model in models.items():
-            assert torch.equal(found.read(f"{front}{key}.weight"), model.weight)
-            moment = optimizers[key].state[model.weight]["exp_avg"]
-            assert torch.equal(found.read(f"{front}{key}.weight", "exp_avg"), moment)
-    assert zckpt.verify(tmp_path / "c.pt", deep=True).sound
+    torch.save({**content, **({"ema": weights["G"]} if average else {})}, path)
+    front = "nets." if form == "apart" else ""
+    for source in (path, *(converted(path, tmp_path / to, to) for to in ("zckpt", "dcp"))):
+        assert_holds(source, models, optimizers, prefix=front)
+    assert zckpt.verify(path, deep=True).sound
     with refusing(UsageError, f"give one module.* that has all models in it: {front}G, {front}D"):
-        zckpt.load(tmp_path / "c.pt", model=nn.Linear(3, 2))
-    if average and front:
-        return  # the average is one of the models
-    both = nn.ModuleDict({key: nn.Linear(3, len(model.bias)) for key, model in models.items()})
-    its = {key: torch.optim.AdamW(one.parameters()) for key, one in both.items()}
-    zckpt.load(tmp_path / "c.pt", model=nn.ModuleDict({"nets": both}) if front else both, optimizer=its)
-    assert torch.equal(its["D"].state[both["D"].bias]["exp_avg"], optimizers["D"].state[models["D"].bias]["exp_avg"])
+        zckpt.load(path, model=nn.Linear(3, 2))
+    if not (average and front):  # where the average is one of the models
+        again, others = networks()
+        assert_goes_on(path, models, optimizers, nn.ModuleDict({"nets": again}) if front else again, others)
 
 
-def test_a_model_that_is_carried_is_told(tmp_path):
+@pytest.mark.parametrize("more", [{}, {"trainer": {"rng": {"cpu": torch.arange(9)}}}], ids=["alone", "beside"])
+def test_a_model_that_is_carried_is_told_and_no_part_of_the_model_in_dcp(more, tmp_path):
     models, optimizers = networks()
     critic = {"net": models["D"].state_dict(), "optimizer": optimizers["D"].state_dict()}
-    whole = {"model": models["G"].state_dict(), "optimizer": optimizers["G"].state_dict()}
-    torch.save({**whole, "critic": critic, "trainer": {"rng": {"cpu": torch.get_rng_state()}}}, tmp_path / "c.pt")
-    found = zckpt.open(tmp_path / "c.pt")
+    live.save_both(models["G"], optimizers["G"], path := tmp_path / "c.pt")
+    torch.save({**torch.load(path), "critic": critic, **more}, path)
+    found = assert_holds(path, models["G"], optimizers["G"])
     assert set(found.parameters) == {"weight", "bias"}
     assert found.warnings == ["more models or optimizers are carried as they are, and not read: critic"]
-
-
-def test_a_model_that_is_carried_into_dcp_is_no_part_of_the_model_there(tmp_path):
-    models, optimizers = networks()
-    critic = {"net": models["D"].state_dict(), "optimizer": optimizers["D"].state_dict()}
-    whole = {"model": models["G"].state_dict(), "optimizer": optimizers["G"].state_dict()}
-    torch.save({**whole, "critic": critic}, tmp_path / "c.pt")
-    zckpt.convert(tmp_path / "c.pt", tmp_path / "dcp", to="dcp")
-    assert zckpt.diff(tmp_path / "c.pt", tmp_path / "dcp").equal
-    again = nn.Linear(3, 2)
-    its = torch.optim.AdamW(again.parameters())
-    zckpt.load(tmp_path / "dcp", model=again, optimizer=its)
-    assert torch.equal(its.state[again.weight]["exp_avg"], optimizers["G"].state[models["G"].weight]["exp_avg"])
+    again, others = networks()
+    assert_goes_on(converted(path, tmp_path / "dcp", "dcp"), models["G"], optimizers["G"], again["G"], others["G"])
 
 
 @pytest.mark.parametrize("is_dcp", [False, True])
@@ -817,22 +644,18 @@ def test_a_model_that_is_carried_into_dcp_is_no_part_of_the_model_there(tmp_path
 def test_masters_beside_an_optimizer_are_its_parameters(key, is_dcp, tmp_path):
     """Of Megatron's and Apex's optimizers of 16 bits. Where shapes leave a choice, masters tell which is which."""
     path, model, masters, optimizer = mixed(tmp_path, key, is_dcp=is_dcp)
-    opened = zckpt.open(path)
-    for (name, weight), master in zip(model.named_parameters(), masters, strict=True):
-        assert torch.equal(opened.read(name, "weight"), weight)
+    opened = assert_holds(path, model)
+    for name, master in zip(opened.parameters, masters, strict=True):
         assert torch.equal(opened.read(name, "master"), master)
-        assert torch.equal(opened.read(name, "exp_avg"), optimizer.state[master]["exp_avg"])
+        assert_state(opened, name, optimizer.state[master])
     assert not opened.unnamed
     assert key not in str(list(opened.metadata))
     assert zckpt.verify(path).sound
-    items = zckpt.inspect(path, include_inventory=True).as_dict()["inventory"]["items"]
-    assert [one for one in items if one["fate"] == "left out"] == []
-    zckpt.convert(path, tmp_path / "again", to="dcp", verify=True)
-    assert zckpt.diff(path, tmp_path / "again").equal
+    converted(path, tmp_path / "again", "dcp", verify=True)
     zckpt.strip(path, tmp_path / "kept", keep_slots=["exp_avg"])
     assert torch.equal(zckpt.open(tmp_path / "kept").read("0.weight", "master"), masters[0])
     zckpt.strip(path, tmp_path / "small", optimizer=True)
-    slots = {slot for one in zckpt.open(tmp_path / "small").parameters.values() for slot in one.slots}
+    slots = {*zckpt.open(tmp_path / "small").slot_names()}
     assert slots == {"weight"} if is_dcp else {"weight", "master"}  # without which its own program would not load it
 
 

@@ -1,0 +1,74 @@
+"""What is read of a checkpoint, held against the live objects that were saved, or against what it was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import zckpt
+from tests.logical import assert_same_tree
+from zckpt.formats.account import take_inventory
+
+Optimizers = torch.optim.Optimizer | Mapping[str | None, torch.optim.Optimizer]
+"""One, or several by what the checkpoint calls them."""
+
+
+def assert_holds(
+    source: Path | zckpt.OpenedCheckpoint, model: nn.Module, optimizers: Optimizers | None = None, prefix: str = ""
+) -> zckpt.OpenedCheckpoint:
+    """Hold what is read against a live model and its optimizers, bit for bit, and nothing is left out.
+
+    The model's tensors, all state of each parameter and no other, and the parameters and settings of each group.
+    """
+    checkpoint = zckpt.open(source) if isinstance(source, Path) else source
+    for name, value in model.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            assert_same_tree(checkpoint.read(prefix + name, "weight"), value, name)
+    names = {parameter: prefix + name for name, parameter in model.named_parameters()}
+    by_name = {None: optimizers} if isinstance(optimizers, torch.optim.Optimizer) else optimizers or {}
+    for called, optimizer in by_name.items():
+        for group in optimizer.param_groups:
+            listed = [names[parameter] for parameter in group["params"]]
+            [mine] = [one for one in checkpoint.param_groups if one.parameters == listed]
+            assert mine.optimizer == called
+            for key in group.keys() - {"params", "param_names"}:
+                found = mine.hyperparameters[key]
+                assert getattr(found, "value", found) == group[key], key
+            for parameter in group["params"]:
+                assert_state(checkpoint, names[parameter], optimizer.state.get(parameter, {}))
+    assert take_inventory(checkpoint).left_out == []
+    return checkpoint
+
+
+def assert_state(checkpoint: zckpt.OpenedCheckpoint, name: str, state: Mapping[str, Any]) -> None:
+    """Hold all that is read of a parameter besides weight and master against the tensors of its state."""
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    assert {*checkpoint.owner(name).slots} - {"weight", "master"} == tensors.keys(), name
+    for slot, value in tensors.items():
+        assert_same_tree(checkpoint.read(name, slot), value, f"{slot}/{name}")
+
+
+def assert_goes_on(source: Path, model: nn.Module, optimizers: Any, again: nn.Module, others: Any) -> None:
+    """Load into another model and its optimizers: then they hold what the live ones do."""
+    zckpt.load(source, model=again, optimizer=others)
+    for mine, its in zip(model.parameters(), again.parameters(), strict=True):
+        assert_same_tree(its, mine)
+        for optimizer, other in zip(_each(optimizers), _each(others), strict=True):
+            assert_same_tree(dict(other.state.get(its, {})), dict(optimizer.state.get(mine, {})))
+
+
+def _each(optimizers: Any) -> list[torch.optim.Optimizer]:
+    if isinstance(optimizers, dict):
+        return [one for _, one in sorted(optimizers.items())]
+    return optimizers if isinstance(optimizers, list) else [optimizers]
+
+
+def converted(source: Path | zckpt.OpenedCheckpoint, target: Path, to: str, **options: Any) -> Path:
+    """Convert, and find no difference."""
+    zckpt.convert(source, target, to=to, **options)
+    assert zckpt.diff(source, target).equal
+    return target
