@@ -14,6 +14,8 @@ import torch
 
 import zckpt
 from tests import live
+from tests.damage import fix_checksums, flip
+from tests.formats.holding import converted
 from tests.formats.some_tensors import assert_same
 from tests.live import save_both
 from tests.logical import assert_same_state, opened
@@ -173,6 +175,7 @@ def test_what_is_written_consolidated_is_what_torch_wrote(name, tmp_path):
 
 
 def test_model_in_every_ranks_file_is_read_from_the_first(tmp_path):
+    """The others' are its copies."""
     name = "zro_dp3_sgdm_1g"
     directory = ranks(name, tmp_path / "ranks")
     model = torch.load(directory / "model.pt")
@@ -183,6 +186,13 @@ def test_model_in_every_ranks_file_is_read_from_the_first(tmp_path):
     assert_truth(checkpoint, name)
     assert checkpoint.warnings == ["the model is read from zero_rank0.pt"]
     assert checkpoint.metadata == {"zero_rank0.seed": 0, "zero_rank1.seed": 1, "zero_rank2.seed": 2}
+    whole = zckpt.open(directory, names=names_of(name))
+    converted(whole, tmp_path / "own", "zckpt")
+    [copy] = [one for one in whole.duplicates if (one.rank, one.name) == (2, "emb.weight")]
+    flip(copy.slot.spans[0].path, copy.slot.spans[0].offset)
+    fix_checksums(copy.slot.spans[0].path)
+    found = zckpt.verify(zckpt.open(directory, names=names_of(name)), deep=True)
+    assert [one.parameters for one in found.findings if one.severity == "error"] == [("emb.weight",)]
 
 
 def test_files_that_hold_no_model_are_carried(tmp_path):

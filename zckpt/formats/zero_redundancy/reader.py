@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 
@@ -58,9 +58,9 @@ from zckpt.state import (
     positions,
     without,
 )
-from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
+from zckpt.state.inventory import CARRIED, COPY, IMPLIED, Claim, Rule
 from zckpt.state.partition import greedy_order, greedy_partition
-from zckpt.torchfile import Tensor, TorchFile, read_torchfile, value_at
+from zckpt.torchfile import Tensor, TorchFile, is_leaf, read_torchfile, value_at
 
 Order = list[list[str]]
 """For each param group, the names of its parameters."""
@@ -357,10 +357,13 @@ def read_foreign(directory: Directory, names: GivenNames) -> Checkpoint:
             f"the model's ({NAMES_ADVICE})"
         )
     attach_ranks(checkpoint, ranks, order)
-    for rank in ranks:  # what their files hold besides the optimizer and the model
-        for key, value in rank.others.items():
+    for rank, file in zip(ranks, checkpoint.files[-len(ranks) :], strict=True):
+        for key, value in rank.others.items():  # what their files hold besides the optimizer and the model
             if not dict_of(value).keys() >= checkpoint.parameters.keys():
-                checkpoint.metadata[f"{Path(rank.file.path).stem}.{key}"] = carried(rank.file, value)
+                name = f"{Path(rank.file.path).stem}.{key}"
+                checkpoint.metadata[name] = carried(rank.file, value)
+                if is_leaf(value):  # which has this name only in the metadata
+                    file.rules += (Rule((str(key),), CARRIED, name),)
     checkpoint.step = checkpoint.step if checkpoint.step is not None else checkpoint.most_steps
     return checkpoint
 
@@ -435,6 +438,7 @@ def _model(directory: Directory, names: GivenNames) -> Checkpoint:
         for name, p in one.parameters.items():
             slots = {WEIGHT: p.weight} if p.weight else {}
             checkpoint.parameters[name] = Parameter(name, p.shape, p.dtype, slots, tied_to=p.tied_to)
+        checkpoint.duplicates += _copies(checkpoint, others)
     if not checkpoint.parameters:
         raise UnsupportedError(
             "rank files have their own numbers for parameters, and only the sizes of the model's parameters tell "
@@ -444,6 +448,19 @@ def _model(directory: Directory, names: GivenNames) -> Checkpoint:
     if not found:
         checkpoint.warnings.append(f"the model is read from {first.name}")
     return checkpoint
+
+
+def _copies(checkpoint: Checkpoint, others: Sequence[Path]) -> Iterator[Duplicate]:
+    """Yield the model's tensors that are in the files of further ranks, too."""
+    for rank, path in enumerate(others, 1):
+        one = torch_reader.read(path)
+        for kind, mine, its in (
+            ("parameter", checkpoint.parameters, one.parameters),
+            ("buffer", checkpoint.buffers, one.buffers),
+        ):
+            for name in filter(its.__contains__, mine):
+                if (original := mine[name].weight) is not None and (copy := its[name].weight) is not None:
+                    yield Duplicate(kind, name, name, copy, original, rank)
 
 
 def _param_names(state: OptimizerState, lengths: Sequence[int]) -> list[str] | None:
