@@ -23,6 +23,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import zckpt
+from tests import live
+from tests.damage import swap
+from tests.formats.holding import converted
 from tests.formats.some_tensors import Wrapped
 from tests.logical import assert_same_slots
 from tests.pairwise import some
@@ -100,10 +103,8 @@ def save_cut(
 def test_boxes_are_where_torch_says(sizes, placements, shape, tmp_path):
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
     save_cut(tmp_path / "run", sizes, placements, whole)
-    checkpoint = zckpt.open(tmp_path / "run")
-    assert torch.equal(checkpoint.read("w", "weight"), whole)
-    assert not take_inventory(checkpoint).left_out
-    assert zckpt.verify(tmp_path / "run", deep=True).sound
+    assert torch.equal(zckpt.open(tmp_path / "run").read("w", "weight"), whole)
+    assert_sound(tmp_path / "run")
     zckpt.consolidate(tmp_path / "run", tmp_path / "whole.pt")
     assert torch.equal(torch.load(tmp_path / "whole.pt")["w"], whole)
 
@@ -111,10 +112,8 @@ def test_boxes_are_where_torch_says(sizes, placements, shape, tmp_path):
 def test_a_class_around_what_ranks_have_is_looked_into(tmp_path):
     whole = torch.randn(7, 5)
     save_cut(tmp_path / "run", (2,), [Shard(0)], whole, kind=lambda its: Wrapped(its.clone()))
-    checkpoint = zckpt.open(tmp_path / "run")
-    assert torch.equal(checkpoint.read("w", "weight"), whole)
-    assert not take_inventory(checkpoint).left_out
-    assert zckpt.verify(tmp_path / "run", deep=True).sound
+    assert torch.equal(zckpt.open(tmp_path / "run").read("w", "weight"), whole)
+    assert_sound(tmp_path / "run")
 
 
 def test_partial_sums_are_refused(tmp_path):
@@ -197,10 +196,30 @@ def copied(source: Path, target: Path) -> Path:
     return target
 
 
-def resaved(folder: Path, kind: str, change: Callable[[Any], Any]) -> None:
-    """Change what every rank's file of a kind holds; torch loads and saves it."""
-    for path in folder.glob(f"{kind}_world_size_*.pt"):
+def resaved(folder: Path, kind: str, change: Callable[[Any], Any], rank: int | str = "*") -> None:
+    """Change what every rank's file of a kind holds, or one rank's; torch loads and saves it."""
+    for path in folder.glob(f"{kind}_world_size_*_rank_{rank}.pt"):
         torch.save(change(torch.load(path, weights_only=False)), path)
+
+
+def assert_same_parameters(found: Path | zckpt.OpenedCheckpoint, expected: zckpt.OpenedCheckpoint) -> None:
+    """Every parameter has the same slots, and nothing is left out."""
+    found = zckpt.open(found) if isinstance(found, Path) else found
+    for name in expected.parameters:
+        assert_same_slots(found, expected, name)
+    assert not take_inventory(found).left_out
+
+
+def assert_sound(path: Path) -> None:
+    """Nothing is left out, and nothing is wrong."""
+    assert not take_inventory(zckpt.open(path)).left_out
+    assert zckpt.verify(path, deep=True).sound
+
+
+@pytest.fixture
+def run(written, tmp_path) -> Path:
+    """Files of two ranks, to be changed."""
+    return copied(written(LLAMA, world_size=2), tmp_path / "run")
 
 
 def test_a_run_is_opened_at_its_last_step(written, tmp_path):
@@ -318,68 +337,61 @@ def test_resume_check_says_how_verl_is_called_and_whether_it_finds_the_data(plac
     assert ("data.pt is not in the folder" in "".join(gone)) == (data == "data.pt" and not is_placed)
 
 
-def test_a_missing_rank_and_other_world_sizes_are_found(written, tmp_path):
-    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
+def test_a_missing_rank_and_other_world_sizes_are_found(run, written):
     for path in written(LLAMA, world_size=3).glob("*_world_size_3_*"):
-        shutil.copy(path, folder)
-    checkpoint = zckpt.open(folder)
+        shutil.copy(path, run)
+    checkpoint = zckpt.open(run)
     assert (checkpoint.world_size, len(checkpoint.leftovers)) == (2, 9)
     assert not take_inventory(checkpoint).left_out
-    (folder / "fsdp_config.json").unlink()
+    (run / "fsdp_config.json").unlink()
     with refusing(ShardError, "several world sizes: expected files of one save, found 2, 3"):
-        zckpt.open(folder)
-    for path in folder.glob("*_world_size_3_*"):
+        zckpt.open(run)
+    for path in run.glob("*_world_size_3_*"):
         path.unlink()
-    (folder / "optim_world_size_2_rank_0.pt").unlink()
+    (run / "optim_world_size_2_rank_0.pt").unlink()
     with refusing(ShardError, "the optim file of rank 0 is missing"):
-        zckpt.open(folder)
+        zckpt.open(run)
     with refusing(SourceError, "is one rank's file of an FSDP checkpoint: give its directory"):
-        zckpt.open(folder / "model_world_size_2_rank_1.pt")
-    for path in folder.glob("model_*"):
+        zckpt.open(run / "model_world_size_2_rank_1.pt")
+    for path in run.glob("model_*"):
         path.unlink()
-    (folder / "optim_world_size_2_rank_1.pt").rename(folder / "optim_world_size_2_rank_0.pt")
+    (run / "optim_world_size_2_rank_1.pt").rename(run / "optim_world_size_2_rank_0.pt")
     with refusing(UnsupportedError, "rank files of an optimizer without the model's"):
-        zckpt.open(folder)
+        zckpt.open(run)
 
 
-def test_ranks_that_contradict_each_other_are_refused(written, tmp_path):
-    source = written(LLAMA, world_size=2)
+@pytest.mark.parametrize(
+    ("kind", "change", "error", "words"),
+    [
+        ("optim", lambda tree: tree["param_groups"][0].update(lr=9.0), LayoutError,
+         "param group 0 has another lr than rank 0's"),
+        ("optim", lambda tree: tree["state"][0].update(step=torch.tensor(9.0)), LayoutError,
+         "state step of the optimizer's parameter 0 differs from the first rank's"),
+        ("optim", lambda tree: tree.pop("state"), DamagedFileError, "expected an optimizer's state dict"),
+        ("model", lambda tree: tree.pop("model.norm.weight"), LayoutError, "has other tensors than rank 0's file"),
+    ],
+)  # fmt: skip
+def test_ranks_that_contradict_each_other_are_refused(kind, change, error, words, run):
+    resaved(run, kind, lambda tree: (change(tree), tree)[1], rank=1)
+    with refusing(error, words):
+        zckpt.open(run)
 
-    def changed(kind, change, name):
-        folder = copied(source, tmp_path / name)
-        path = folder / f"{kind}_world_size_2_rank_1.pt"
-        tree = torch.load(path, weights_only=False)
-        change(tree)
-        torch.save(tree, path)
-        return folder
 
-    with refusing(LayoutError, "param group 0 has another lr than rank 0's"):
-        zckpt.open(changed("optim", lambda tree: tree["param_groups"][0].update(lr=9.0), "lr"))
-    with refusing(LayoutError, "state step of the optimizer's parameter 0 differs from the first rank's"):
-        zckpt.open(changed("optim", lambda tree: tree["state"][0].update(step=torch.tensor(9.0)), "step"))
-    with refusing(LayoutError, "has other tensors than rank 0's file"):
-        zckpt.open(changed("model", lambda tree: tree.pop("model.norm.weight"), "name"))
-    with refusing(DamagedFileError, "expected an optimizer's state dict"):
-        zckpt.open(changed("optim", lambda tree: tree.pop("state"), "state"))
-    swapped = copied(source, tmp_path / "swapped")
-    for rank in (0, 1):
-        (swapped / f"model_world_size_2_rank_{rank}.pt").rename(swapped / f"{rank}")
-    for rank in (0, 1):
-        (swapped / f"{rank}").rename(swapped / f"model_world_size_2_rank_{1 - rank}.pt")
+def test_ranks_that_changed_places_are_refused(run):
+    swap(run / "model_world_size_2_rank_0.pt", run / "model_world_size_2_rank_1.pt")
     with refusing(ShardError, "is another rank's file: expected rank 0, found rank 1"):
-        zckpt.open(swapped)
+        zckpt.open(run)
 
 
-def test_a_configuration_that_cannot_be_read_is_found(written, tmp_path):
-    folder = copied(written(LLAMA, world_size=2), tmp_path / "f")
-    (folder / "huggingface").mkdir()
-    (folder / "huggingface/config.json").write_text('{"model_type": "llama"}')
+def test_a_configuration_that_cannot_be_read_is_found(run):
+    (run / "huggingface").mkdir()
+    (run / "huggingface/config.json").write_text('{"model_type": "llama"}')
     for name in ("fsdp_config.json", "huggingface/config.json"):
-        assert take_inventory(zckpt.open(folder)).left_out == []
-        text = (folder / name).read_text()
-        (folder / name).write_text(text[: len(text) // 2])
-        assert [item.file for item in take_inventory(zckpt.open(folder)).left_out] == [name]
-        (folder / name).write_text(text)
+        assert take_inventory(zckpt.open(run)).left_out == []
+        text = (run / name).read_text()
+        (run / name).write_text(text[: len(text) // 2])
+        assert [item.file for item in take_inventory(zckpt.open(run)).left_out] == [name]
+        (run / name).write_text(text)
 
 
 @pytest.mark.parametrize("kind", ["model", "optim"])
@@ -415,17 +427,20 @@ def test_a_file_of_one_rank_is_refused_under_any_name(holds, written, tmp_path):
     }
     for name in ("checkpoint-500.pt", "pytorch_model.bin", "ckpt_rank1.pt"):
         torch.save(trees[holds], tmp_path / name)
-        with refusing(
-            UnsupportedError,
-            r"holds one rank's part of a sharded checkpoint: .* is a DTensor.* rank 1 "
-            r"of 2",
-        ):
+        with refusing(UnsupportedError, "holds one rank's part of a sharded checkpoint: .* is a DTensor.* rank 1 of 2"):
             zckpt.open(tmp_path / name)
     shutil.copy(tmp_path / "ckpt_rank1.pt", tmp_path / "ckpt_rank0.pt")
     for name in ("checkpoint-500.pt", "pytorch_model.bin"):
         (tmp_path / name).unlink()
     with refusing(SourceError, r"several files of rank 1|save it with torch.distributed.checkpoint|without their"):
         zckpt.open(tmp_path)
+
+
+def with_more(folder: Path, more: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
+    """Save in each file what it has and more."""
+    for path in folder.iterdir():
+        tree = torch.load(path, weights_only=False)
+        torch.save({**tree, **more(tree, path)}, path)
 
 
 @pytest.fixture
@@ -444,21 +459,18 @@ def free(written, tmp_path) -> Path:
 
 def test_files_of_ranks_are_one_checkpoint_under_any_name(free, written, tmp_path):
     found, expected = zckpt.open(free), zckpt.open(written(LLAMA, world_size=3))
-    for name in expected.parameters:
-        assert_same_slots(found, expected, name)
+    assert_same_parameters(found, expected)
     assert [one.parameters for one in found.param_groups] == [one.parameters for one in expected.param_groups]
     assert (found.metadata["step"], found.metadata["args"]) == (5, {"lr": 0.1})
     assert [key for key in found.metadata if key.endswith(".rng")] == [
         f"extra_state_world_size_3_rank_{rank}.rng" for rank in (1, 2)
     ]
-    assert not take_inventory(found).left_out
     assert zckpt.verify(free, deep=True).sound
     node = tmp_path / "node"
     node.mkdir()
     (free / "checkpoint-500.rank2.pt").rename(node / "checkpoint-500.rank0.pt")
     nodes = zckpt.open(free, roots=[node])
-    for name in expected.parameters:
-        assert_same_slots(nodes, expected, name)
+    assert_same_parameters(nodes, expected)
     assert nodes.metadata.keys() == found.metadata.keys()
     with refusing(zckpt.UsageError, "--root: only applies to a directory"):
         zckpt.open(node / "checkpoint-500.rank0.pt", roots=[node])
@@ -470,10 +482,7 @@ def test_each_rank_may_have_a_folder(free, written):
     for rank in range(3):
         (free / f"rank_{rank}").mkdir()
         (free / f"checkpoint-500.rank{rank}.pt").rename(free / f"rank_{rank}" / "state.pt")
-    found = zckpt.open(free)
-    for name in (expected := zckpt.open(written(LLAMA, world_size=3))).parameters:
-        assert_same_slots(found, expected, name)
-    assert not take_inventory(found).left_out
+    assert_same_parameters(free, zckpt.open(written(LLAMA, world_size=3)))
     (free / "rank_1").rename(free / "old_1")
     with refusing(ShardError, "the model file of rank 1 is missing: expected 3 files, found 2"):
         zckpt.open(free)
@@ -488,32 +497,27 @@ def test_free_names_of_several_steps_and_several_optimizers_are_refused(free, tm
     with refusing(DamagedFileError, "checkpoint-600"):
         zckpt.open(free)
     (free / "checkpoint-600.rank1.pt").unlink()
-    for path in free.iterdir():
-        tree = torch.load(path, weights_only=False)
-        torch.save({**tree, "ema": dict(tree["model"])}, path)
-    for path in free.iterdir():
-        tree = torch.load(path, weights_only=False)
-        torch.save({**tree, "optimizer": [tree["optimizer"]] * 2}, path)
+    with_more(free, lambda tree, _: {"ema": dict(tree["model"]), "optimizer": [tree["optimizer"]] * 2})
     with refusing(LeftOutError, "would be lost: .*optimizer"):  # the first has all parameters
         zckpt.convert(free, tmp_path / "dcp", to="dcp")
-    for path in free.iterdir():
-        tree = torch.load(path, weights_only=False)
+
+    def halves(tree, _):
         one = tree["optimizer"][0]
-        count = len(one["param_groups"][0]["params"]) // 2
-        halves = [
-            {
-                "state": {at: one["state"][number] for at, number in enumerate(its)},
-                "param_groups": [{**one["param_groups"][0], "params": list(range(len(its)))}],
-            }
+        group = one["param_groups"][0]
+        count = len(group["params"]) // 2
+        return {"optimizer": [
+            {"state": {at: one["state"][number] for at, number in enumerate(its)},
+             "param_groups": [{**group, "params": list(range(len(its)))}]}
             for its in (range(count), range(count, 2 * count))
-        ]
-        torch.save({**tree, "optimizer": halves}, path)
+        ]}  # fmt: skip
+
+    with_more(free, halves)
     with refusing(UnsupportedError, r"not exactly one model and one optimizer.* optimizers \('optimizer', 0\)"):
         zckpt.open(free)
 
 
 def test_composers_files_of_ranks_are_the_last_step_and_one_leads_to_all(free, tmp_path):
-    expected, run = zckpt.open(copied(free, tmp_path / "without")), tmp_path / "run"
+    run = tmp_path / "run"
     run.mkdir()
     for batch in (2, 10):
         for rank, path in enumerate(sorted(free.iterdir())):
@@ -522,7 +526,7 @@ def test_composers_files_of_ranks_are_the_last_step_and_one_leads_to_all(free, t
                      "timestamp": {"Timestamp": {"batch": batch}}}  # fmt: skip
             torch.save({"state": state, "rng": [tree["rng"]]}, run / f"ep0-ba{batch}-rank{rank}.pt")
     (run / "latest-rank0.pt").symlink_to("ep0-ba10-rank0.pt")
-    found = zckpt.open(run)
+    found, expected = zckpt.open(run), zckpt.open(free)
     for name in expected.parameters:
         assert_same_slots(found, expected, name)
     assert (found.step, found.metadata["run_name"], found.world_size) == (10, "a", 3)
@@ -536,18 +540,24 @@ def test_composers_files_of_ranks_are_the_last_step_and_one_leads_to_all(free, t
         zckpt.open(run / "ep0-ba10-rank1.pt")
 
 
-@pytest.mark.parametrize("to", ["zckpt", "dcp", "fsdp-rank-files"])
-def test_what_ranks_share_beside_the_model_is_carried_whole(to, free, tmp_path):
+def test_what_ranks_share_beside_the_model_is_carried_whole(free, tmp_path):
     expected = zckpt.open(copied(free, tmp_path / "without"))
-    for path in free.iterdir():
-        tree = torch.load(path, weights_only=False)
-        more: dict[str, Any] = {"shadow": [dict(tree["model"]), path.name], "decay": 0.5}
+
+    def averages(tree, path):
         loop: list[Any] = [dict(tree["model"])]
         loop.append(loop)
-        torch.save({**tree, "ema": dict(tree["model"]), "more": more, "loop": loop}, path)
-    assert not zckpt.open(free).warnings
-    zckpt.convert(free, tmp_path / "to", to=to)
-    for found in (zckpt.open(free), zckpt.open(tmp_path / "to")):
+        more = {"shadow": [dict(tree["model"]), path.name], "decay": 0.5}
+        return {"ema": dict(tree["model"]), "more": more, "loop": loop}
+
+    with_more(free, averages)
+    source = zckpt.open(free)
+    assert not source.warnings
+    others = [key for key in source.metadata if key.endswith("more")]
+    assert len(others) == len([*free.iterdir()])  # each rank has its own number there
+    for to in (None, "zckpt", "dcp", "fsdp-rank-files"):
+        if to:
+            zckpt.convert(source, tmp_path / to, to=to)
+        found = zckpt.open(tmp_path / to) if to else source
         values = {key: value_of(found.metadata[key]) for key in ("ema", "more", "loop")}
         assert values["loop"][1] is values["loop"]
         assert (values["more"]["decay"], values["more"]["shadow"][1]) == (0.5, min(free.iterdir()).name)
@@ -555,16 +565,15 @@ def test_what_ranks_share_beside_the_model_is_carried_whole(to, free, tmp_path):
             assert_same_slots(found, expected, name)
             for average in (values["ema"], values["more"]["shadow"][0], values["loop"][0]):
                 assert_same(average[name], expected.read(name, "weight"), name)
-    others = [key for key in zckpt.open(free).metadata if key.endswith("more")]
-    assert len(others) == len([*free.iterdir()])  # each rank has its own number there
 
 
 def test_copies_of_what_ranks_share_beside_the_model_are_held_against_the_first(written, tmp_path):
     source, folder = written(LLAMA, world_size=4, fsdp_size=2), tmp_path / "ranks"
     folder.mkdir()
     for rank in range(4):
-        model = torch.load(source / f"model_world_size_4_rank_{rank}.pt", weights_only=False)
-        average = torch.load(source / f"model_world_size_4_rank_{rank}.pt", weights_only=False)
+        model, average = (
+            torch.load(source / f"model_world_size_4_rank_{rank}.pt", weights_only=False) for _ in range(2)
+        )
         if rank == 2:
             average["model.norm.weight"]._local_tensor.data += 1
         torch.save({"model": model, "ema": average}, folder / f"rank{rank}.pt")
@@ -577,24 +586,19 @@ def test_copies_of_what_ranks_share_beside_the_model_are_held_against_the_first(
 
 
 def test_what_a_lost_rank_shared_beside_the_model_is_left_out(free, tmp_path):
-    for path in free.iterdir():
-        tree = torch.load(path, weights_only=False)
-        torch.save({**tree, "ema": dict(tree["model"])}, path)
+    with_more(free, lambda tree, _: {"ema": dict(tree["model"])})
     whole = copied(free, tmp_path / "whole")
-    next(path for path in free.iterdir() if "rank1" in path.name).unlink()
+    (free / "checkpoint-500.rank1.pt").unlink()
     options: dict[str, Any] = {"salvage": True, "fill_from": whole, "fill_masters": True}
     done = zckpt.convert(free, tmp_path / "to", to="zckpt", **options)
     assert "ema is incomplete, and left out" in done.warnings
     found, expected = zckpt.open(tmp_path / "to"), zckpt.open(whole)
     assert "ema" in expected.metadata.keys() - found.metadata.keys()
-    for name in expected.parameters:
-        assert_same_slots(found, expected, name)
+    assert_same_parameters(found, expected)
 
 
 def test_what_ranks_share_otherwise_is_left_out_and_said_to_be(free, tmp_path):
-    for rank, path in enumerate(free.iterdir()):
-        tree = torch.load(path, weights_only=False)
-        torch.save({**tree, "ema": dict(list(tree["model"].items())[rank:])}, path)
+    with_more(free, lambda tree, path: {"ema": dict(list(tree["model"].items())[int(path.stem[-1]) :])})
     assert any("ema is not read: " in said for said in zckpt.open(free).warnings), zckpt.open(free).warnings
     with refusing(LeftOutError, r"would be lost: .*ema"):
         zckpt.convert(free, tmp_path / "dcp", to="dcp")
@@ -603,19 +607,17 @@ def test_what_ranks_share_otherwise_is_left_out_and_said_to_be(free, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.every(2)
-def test_the_model_that_verl_saves_once_more_is_a_copy(dtype, written, tmp_path):
-    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
-    checkpoint = zckpt.open(folder)
-    whole = {name: checkpoint.read(name, "weight").to(dtype) for name in checkpoint.parameters}
-    (folder / "huggingface").mkdir()
-    save_file({name: one.clone() for name, one in whole.items()}, folder / "huggingface" / "model.safetensors")
-    assert not take_inventory(zckpt.open(folder)).left_out
-    assert zckpt.verify(folder, deep=True).sound
+def test_the_model_that_verl_saves_once_more_is_a_copy(dtype, run):
+    checkpoint, path = zckpt.open(run), run / "huggingface" / "model.safetensors"
+    whole = {name: checkpoint.read(name, "weight").to(dtype).clone() for name in checkpoint.parameters}
+    path.parent.mkdir()
+    save_file(whole, path)
+    assert_sound(run)
     whole["model.norm.weight"] += 1
-    save_file({name: one.clone() for name, one in whole.items()}, folder / "huggingface" / "model.safetensors")
-    assert not zckpt.verify(folder, deep=True).sound
-    save_file({"other": whole["model.norm.weight"]}, folder / "huggingface" / "model.safetensors")
-    assert zckpt.open(folder).duplicates == checkpoint.duplicates
+    save_file(whole, path)
+    assert not zckpt.verify(run, deep=True).sound
+    save_file({"other": whole["model.norm.weight"]}, path)
+    assert zckpt.open(run).duplicates == checkpoint.duplicates
 
 
 FLAT = {"fsdp_version": 1, "groups": "one", "units": "model.layers.*"}
@@ -649,8 +651,7 @@ def test_a_whole_model_is_that_of_ranks_optimizers(place, name, written, tmp_pat
     checkpoint = zckpt.open(folder)
     assert checkpoint.step == expected.step
     assert all(torch.equal(checkpoint.read(n, "weight"), expected.read(n, "weight")) for n in expected.parameters)
-    assert not take_inventory(checkpoint).left_out
-    assert zckpt.verify(folder, deep=True).sound
+    assert_sound(folder)
     zckpt.convert(folder, tmp_path / "three", to="fsdp-rank-files", world_size=3)
     assert_slots_are_those_of(tmp_path / "three", LLAMA, ties=False)
 
@@ -676,22 +677,20 @@ def test_pieces_of_fsdp1_beside_a_whole_model_are_refused(written, tmp_path):
         zckpt.open(folder)
 
 
-def test_what_is_not_certain_keeps_its_number(written, tmp_path):
-    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
-
+def test_what_is_not_certain_keeps_its_number(run, tmp_path):
     def only_three(tree):
         group = {**tree["param_groups"][0], "params": [0, 1, 2]}
         return {"state": {number: tree["state"][number] for number in range(3)}, "param_groups": [group]}
 
-    resaved(folder, "optim", only_three)
-    checkpoint = zckpt.open(folder)
+    resaved(run, "optim", only_three)
+    checkpoint = zckpt.open(run)
     assert checkpoint.unnamed
     assert any("give --names FILE" in warning for warning in checkpoint.warnings)
-    zckpt.consolidate(folder, tmp_path / "model.safetensors")
+    zckpt.consolidate(run, tmp_path / "model.safetensors")
     with refusing(UnsupportedError, "the names of some of the optimizer's parameters are unknown"):
-        zckpt.convert(folder, tmp_path / "other", to="fsdp-rank-files")
+        zckpt.convert(run, tmp_path / "other", to="fsdp-rank-files")
     names = zckpt.open(FIXTURES / LLAMA).param_groups[0].parameters[:3]
-    assert zckpt.open(folder, names=names).param_groups[0].parameters == names
+    assert zckpt.open(run, names=names).param_groups[0].parameters == names
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -707,13 +706,10 @@ def test_names_say_what_is_in_flat_parameters_of_other_units(written, tmp_path):
     folder = copied(written(LLAMA, world_size=3, fsdp_version=1, groups="one", units=units), tmp_path / "run")
     assert_slots_are_those_of(folder, LLAMA)
     resaved(folder, "model", dict)
-    with refusing(
-        UnsupportedError,
-        r"do not say which parameters the optimizer's numbers stand for.*give --names "
-        r"FILE",
-    ):
+    words = "do not say which parameters the optimizer's numbers stand for.*give --names FILE"
+    with refusing(UnsupportedError, words):
         zckpt.open(folder)
-    every = [one.name for one in zckpt.open(FIXTURES / LLAMA).parameters.values() if one.tied_to is None]
+    every = [one.name for one in zckpt.open(FIXTURES / LLAMA).owners]
     inner = [[n for n in every if n.startswith(f"model.layers.{layer}.mlp")] for layer in range(2)]
     layer = [n for n in every if n.startswith("model.layers.1.") and n not in inner[1]]
     root = [n for n in every if n not in {*layer, *inner[0], *inner[1]}]
@@ -725,13 +721,11 @@ def test_names_say_what_is_in_flat_parameters_of_other_units(written, tmp_path):
 def test_what_is_written_is_what_is_read(written, tmp_path):
     source = written(LLAMA, world_size=2)
     zckpt.convert(source, tmp_path / "again", to="fsdp-rank-files", world_size=3, fsdp_size=3)
-    found, expected = zckpt.open(tmp_path / "again"), zckpt.open(source)
-    for name in expected.parameters:
-        assert_same_slots(found, expected, name)
+    found = zckpt.open(tmp_path / "again")
+    assert_same_parameters(found, zckpt.open(source))
     assert found.details["device"] == "cpu"
     zckpt.convert(tmp_path / "again", tmp_path / "back", to="fsdp-rank-files", world_size=2)
-    zckpt.convert(source, tmp_path / "back", to="fsdp-rank-files", world_size=2, overwrite=True)
-    assert zckpt.diff(source, tmp_path / "back").equal
+    converted(source, tmp_path / "back", "fsdp-rank-files", world_size=2, overwrite=True)
 
 
 @pytest.mark.parametrize("options", [{}, {"world_size": 4, "fsdp_size": 2}])
@@ -763,12 +757,11 @@ def sharing(root: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
             waiting += one.values()
 
 
-def test_every_rank_keeps_its_random_state(written, tmp_path):
-    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
+def test_every_rank_keeps_its_random_state(run, tmp_path):
     for rank in range(2):
-        path = folder / f"extra_state_world_size_2_rank_{rank}.pt"
-        torch.save({**torch.load(path), "rng": {"cpu": torch.tensor([rank])}, "rank": rank, "world_size": 2}, path)
-    done = zckpt.convert(folder, tmp_path / "more", to="fsdp-rank-files", world_size=3)
+        own = {"rng": {"cpu": torch.tensor([rank])}, "rank": rank, "world_size": 2}
+        resaved(run, "extra_state", lambda tree: {**tree, **own}, rank)  # noqa: B023
+    done = zckpt.convert(run, tmp_path / "more", to="fsdp-rank-files", world_size=3)
     assert "rng: ranks from 2 on have none, because the source has fewer ranks" in done.notes
     zckpt.convert(tmp_path / "more", tmp_path / "one", to="fsdp-rank-files", world_size=1)
     zckpt.convert(tmp_path / "one", tmp_path / "back", to="fsdp-rank-files", world_size=2)
@@ -800,21 +793,19 @@ def test_what_modules_keep_besides_tensors_is_of_all_ranks_or_of_one(written, tm
             assert found[own]["amax"].tolist() == [int(rank == 2)] * 2
 
 
-def test_state_that_is_no_dtensor_does_not_hide_the_shape(written, tmp_path):
+def test_state_that_is_no_dtensor_does_not_hide_the_shape(run):
     """Beside moments, a few values of each parameter that every rank has whole; more than the smallest parameter."""
-    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
 
     def with_few(tree):
         return {**tree, "state": {n: {**one, "few": torch.ones(9, 9, 9)} for n, one in tree["state"].items()}}
 
-    resaved(folder, "optim", with_few)
-    assert_slots_are_those_of(folder, LLAMA)
-    assert_slots_are_those_of(folder, LLAMA, names=zckpt.open(FIXTURES / LLAMA).grouped)
+    resaved(run, "optim", with_few)
+    assert_slots_are_those_of(run, LLAMA)
+    assert_slots_are_those_of(run, LLAMA, names=zckpt.open(FIXTURES / LLAMA).grouped)
 
 
-def test_parameters_that_a_program_kept_out_of_fsdp_have_names_beside_a_buffer(written, tmp_path):
+def test_parameters_that_a_program_kept_out_of_fsdp_have_names_beside_a_buffer(run):
     """Under tensor parallelism norms are no DTensors and look as buffers do; of these the optimizer has none."""
-    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
 
     def left_alone(tree):
         return {
@@ -822,20 +813,18 @@ def test_parameters_that_a_program_kept_out_of_fsdp_have_names_beside_a_buffer(w
             **{name: one if one.dim() > 1 else torch.ones(one.shape, dtype=one.dtype) for name, one in tree.items()},
         }
 
-    resaved(folder, "model", left_alone)
-    found = zckpt.open(folder)
+    resaved(run, "model", left_alone)
+    found = zckpt.open(run)
     assert (found.unnamed, [*found.buffers]) == ({}, ["scale"])
     assert found.grouped == zckpt.open(FIXTURES / LLAMA).grouped
 
 
 @pytest.mark.parametrize("sizes", [(3, 0), (2, 1)])
-def test_pieces_that_no_file_places_are_refused(sizes, written, tmp_path):
-    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
+def test_pieces_that_no_file_places_are_refused(sizes, run):
     for rank, size in enumerate(sizes):
-        path = folder / f"model_world_size_2_rank_{rank}.pt"
-        torch.save({**torch.load(path, weights_only=False), "w": torch.ones(size)}, path)
+        resaved(run, "model", lambda tree: {**tree, "w": torch.ones(size)}, rank)  # noqa: B023
     with refusing(UnsupportedError, "w is in one-dimensional pieces.*save it as SHARDED_STATE_DICT"):
-        zckpt.open(folder)
+        zckpt.open(run)
 
 
 def test_what_cannot_be_written_is_said(tmp_path):
@@ -868,54 +857,44 @@ def test_one_group_has_every_parameter_in_the_models_order(tmp_path):
         zckpt.convert(expected, tmp_path / "two", to="fsdp-rank-files", groups="one")
 
 
-def test_lost_metadata_of_a_state_dict_is_no_loss(written, tmp_path):
-    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
-    resaved(folder, "model", OrderedDict)
-    assert_slots_are_those_of(folder, LLAMA)
+def test_lost_metadata_of_a_state_dict_is_no_loss(run):
+    resaved(run, "model", OrderedDict)
+    assert_slots_are_those_of(run, LLAMA)
 
 
 def test_equal_tensors_that_are_not_said_to_be_tied_stay_two(tmp_path):
     source = FIXTURES / "other" / "dcp_fsdp2_dp2" / "ckpt"  # DCP has both names of a tied parameter, as two
-    zckpt.convert(source, tmp_path / "ranks", to="fsdp-rank-files", world_size=2, verify=True)
-    assert zckpt.diff(source, tmp_path / "ranks").equal
-    assert zckpt.open(tmp_path / "ranks").parameters["head.weight"].tied_to is None
+    ranks = converted(source, tmp_path / "ranks", "fsdp-rank-files", world_size=2, verify=True)
+    assert zckpt.open(ranks).parameters["head.weight"].tied_to is None
 
 
 def test_a_training_without_a_scheduler_goes_on_under_deepspeed(written, tmp_path):
-    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")  # verl writes None then
-    zckpt.convert(folder, tmp_path / "deepspeed", to="deepspeed", world_size=3, stage=2)
-    assert zckpt.diff(folder, tmp_path / "deepspeed").equal
+    source = written(LLAMA, world_size=2)  # verl writes None then
+    converted(source, tmp_path / "deepspeed", "deepspeed", world_size=3, stage=2)
 
 
 @pytest.mark.parametrize("form", ["fsdp-rank-files", "torch-checkpointing"])
 def test_moments_of_a_zero_dimensional_parameter_in_a_group_of_its_own_are_no_values_of_the_group(form, tmp_path):
-    gain, rest = (torch.nn.Parameter(one) for one in (torch.tensor(0.5), torch.arange(3.0)))
-    optimizer = torch.optim.AdamW([{"params": [gain]}, {"params": [rest]}])
-    (gain * rest.sum()).backward()
+    model = torch.nn.ParameterDict({"gain": torch.tensor(0.5), "rest": torch.arange(3.0)})
+    optimizer = torch.optim.AdamW([{"params": [one]} for one in model.values()])
+    (model["gain"] * model["rest"].sum()).backward()
     optimizer.step()
-    source = tmp_path / "ckpt.pt"
-    torch.save({"model": {"gain": gain, "rest": rest}, "optimizer": optimizer.state_dict()}, source)
+    source = live.save_both(model, optimizer, tmp_path / "ckpt.pt")
     zckpt.convert(source, tmp_path / "ranks", to=form, world_size=2, verify=True)
     assert list(zckpt.open(tmp_path / "ranks").param_groups[0].state) == ["step"]
     zckpt.convert(tmp_path / "ranks", tmp_path / "deepspeed", to="deepspeed", stage=1, world_size=2, verify=True)
     for slot in ("exp_avg", "exp_avg_sq"):
-        assert zckpt.open(tmp_path / "deepspeed").read("gain", slot) == optimizer.state[gain][slot]
+        assert zckpt.open(tmp_path / "deepspeed").read("gain", slot) == optimizer.state[model["gain"]][slot]
 
 
 @pytest.mark.parametrize("form", ["fsdp-rank-files", "torch-checkpointing"])
 def test_what_an_optimizer_keeps_of_no_parameter_goes_along(form, tmp_path):
     """In `Optimizer.state`, under a text: torch allows it, and the files of ranks have no place for it."""
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
+    model, optimizer = live.trained(torch.nn.Linear(4, 4))
     optimizer.state["shared"] = {"count": 3}
-    source = tmp_path / "ckpt.pt"
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
-    zckpt.convert(source, tmp_path / "ranks", to=form, world_size=2, verify=True)
-    assert zckpt.diff(source, tmp_path / "ranks").equal
-    kept = zckpt.open(tmp_path / "ranks").optimizer_metadata["beside_state"]
-    assert kept["rest"]["state"]["shared"] == {"count": 3}
+    source = live.save_both(model, optimizer, tmp_path / "ckpt.pt")
+    kept = zckpt.open(converted(source, tmp_path / "ranks", form, world_size=2, verify=True)).optimizer_metadata
+    assert kept["beside_state"]["rest"]["state"]["shared"] == {"count": 3}
 
 
 def test_rows_and_columns_of_state_are_of_a_matrix_and_of_no_bias(tmp_path):
