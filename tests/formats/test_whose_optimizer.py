@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,15 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import zckpt
-from tests.formats.test_state_dict_forms import assert_state, body, stepped
+from tests.formats.holding import assert_holds, converted
+from tests.formats.test_state_dict_forms import body, trained
 from tests.refusals import refusing
 from zckpt.errors import UnsupportedError
 from zckpt.optim.values import value_of
 
 
-def trained(*sizes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = body(*sizes)
-    optimizer = torch.optim.Adam(model.parameters(), 0.1)
-    stepped(model, optimizer)
-    return model, optimizer
-
-
 def one_of_all(*models: nn.Module, groups: Any = None) -> torch.optim.Optimizer:
+    """Return an optimizer of all parameters, after two steps."""
     every = [one for model in models for one in model.parameters()]
     optimizer = torch.optim.Adam(groups or every, 0.1)
     for _ in range(2):
@@ -35,144 +31,137 @@ def one_of_all(*models: nn.Module, groups: Any = None) -> torch.optim.Optimizer:
     return optimizer
 
 
+def state_of(content: Any) -> Any:
+    """Give dicts in the place of models and optimizers."""
+    if hasattr(content, "state_dict"):
+        return content.state_dict()
+    if isinstance(content, dict):
+        return {key: state_of(one) for key, one in content.items()}
+    return type(content)(map(state_of, content)) if isinstance(content, (list, tuple)) else content
+
+
 def saved(tmp_path: Path, content: dict[str, Any]) -> Path:
-    torch.save(
-        {key: one.state_dict() if hasattr(one, "state_dict") else one for key, one in content.items()},
-        tmp_path / "c.pt",
-    )
+    torch.save(state_of(content), tmp_path / "c.pt")
     return tmp_path / "c.pt"
+
+
+def in_dcp(tmp_path: Path, content: dict[str, Any]) -> Path:
+    dcp.save(state_of(content), checkpoint_id=tmp_path)
+    return tmp_path
+
+
+def assert_nothing_is_named(path: Path, numbers: int) -> None:
+    """No parameter has state, and so many have it by their number."""
+    opened = zckpt.open(path)
+    assert len(opened.unnamed) == numbers
+    assert all(list(one.slots) == ["weight"] for one in opened.parameters.values())
 
 
 @pytest.fixture
 def temperature():
-    value = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.Adam([value], 0.1)
-    value.sum().backward()
-    optimizer.step()
-    return value, optimizer
+    model = nn.ParameterList([torch.zeros(1)])
+    return model[0], one_of_all(model)
 
 
 @pytest.mark.parametrize("others", [(), ("actor",)])
 def test_a_tensor_beside_the_models_has_its_own_optimizer(others, temperature, tmp_path):
     """Soft actor-critic's temperature has the shape of the critic's last bias, which got its moments."""
-    critic, _ = trained(5, 4, 1)
-    path = saved(
-        tmp_path,
-        {
-            "critic": critic,
-            **{key: body(5, 4, 3) for key in others},
-            "log_alpha": temperature[0],
-            "alpha_optimizer": temperature[1],
-        },
-    )
-    opened = zckpt.open(path)
-    assert all(list(one.slots) == ["weight"] for one in opened.parameters.values())
-    assert any("not read: alpha_optimizer" in one for one in opened.warnings)
+    beside = {"log_alpha": temperature[0], "alpha_optimizer": temperature[1]}
+    path = saved(tmp_path, {"critic": body(5, 4, 1), **{key: body(5, 4, 3) for key in others}, **beside})
+    assert_nothing_is_named(path, 0)
+    assert any("not read: alpha_optimizer" in one for one in zckpt.open(path).warnings)
     target = tmp_path / "zckpt"
     zckpt.convert(path, target, to="zckpt")
     assert "alpha_optimizer" in zckpt.open(target).metadata
 
 
-@pytest.mark.parametrize("first", ["alpha", "actor"])
-def test_all_optimizers_are_read_but_one_of_something_else(first, temperature, tmp_path):
+@pytest.fixture
+def pair():
+    """Two models, and the optimizer of each."""
     (actor, of_actor), (critic, of_critic) = trained(5, 4, 3), trained(5, 4, 1)
+    return nn.ModuleDict({"actor": actor, "critic": critic}), of_actor, of_critic
+
+
+@pytest.mark.parametrize("first", ["alpha", "actor"])
+def test_all_optimizers_are_read_but_one_of_something_else(first, pair, temperature, tmp_path):
+    models, of_actor, of_critic = pair
     optimizers = {"actor": of_actor, "critic": of_critic, "alpha": temperature[1]}
     order = sorted(optimizers, key=lambda key: key != first)
-    path = saved(tmp_path, {"actor": actor, "critic": critic, **{f"{key}_optimizer": optimizers[key] for key in order}})
-    assert_state(path, actor, {"actor_optimizer": of_actor}, "actor.")
-    opened = assert_state(path, critic, {"critic_optimizer": of_critic}, "critic.")
+    path = saved(tmp_path, {**models, **{f"{key}_optimizer": optimizers[key] for key in order}})
+    opened = assert_holds(path, models, {"actor_optimizer": of_actor, "critic_optimizer": of_critic})
     assert list(opened.metadata) == ["alpha_optimizer"]
 
 
 @pytest.mark.parametrize("kind", [dict, list, tuple])
-def test_an_optimizer_of_something_else_is_carried_from_among_others(kind, temperature, tmp_path):
-    (actor, of_actor), (critic, of_critic) = trained(5, 4, 3), trained(5, 4, 1)
-    several = {"0": of_actor.state_dict(), "1": temperature[1].state_dict(), "2": of_critic.state_dict()}
-    both = nn.ModuleDict({"actor": actor, "critic": critic})
-    path = saved(tmp_path, {"model": both, "optimizers": several if kind is dict else kind(several.values())})
-    assert_state(path, actor, {"0": of_actor}, "actor.")
-    opened = assert_state(path, critic, {"2": of_critic}, "critic.")
+def test_an_optimizer_of_something_else_is_carried_from_among_others(kind, pair, temperature, tmp_path):
+    models, of_actor, of_critic = pair
+    several = {"0": of_actor, "1": temperature[1], "2": of_critic}
+    path = saved(tmp_path, {"model": models, "optimizers": several if kind is dict else kind(several.values())})
+    opened = assert_holds(path, models, {"0": of_actor, "2": of_critic})
     assert list(opened.metadata) == ["optimizers"]
-    target = tmp_path / "zckpt"
-    zckpt.convert(path, target, to="zckpt")
-    assert zckpt.diff(path, target).equal
+    converted(path, tmp_path / "zckpt", "zckpt")
 
 
 def test_the_optimizer_that_a_file_has_the_models_of_is_read(tmp_path):
     """HiFi-GAN's second file has the generator's optimizer first, and discriminators in another order than theirs."""
     _, of_generator = trained(5, 9, 9, 9, 2)
-    first, second = body(5, 4, 2), body(5, 3, 3, 1)
-    both = one_of_all(second, first)
-    path = saved(tmp_path, {"mpd": first, "msd": second, "optim_g": of_generator, "optim_d": both})
-    assert_state(path, first, {None: both}, "mpd.")
-    assert list(assert_state(path, second, {None: both}, "msd.").metadata) == ["optim_g"]
+    models = nn.ModuleDict({"mpd": body(5, 4, 2), "msd": body(5, 3, 3, 1)})
+    both = one_of_all(models["msd"], models["mpd"])
+    path = saved(tmp_path, {**models, "optim_g": of_generator, "optim_d": both})
+    assert list(assert_holds(path, models, both).metadata) == ["optim_g"]
 
 
 def test_agents_that_have_an_optimizer_of_several_models_each(tmp_path):
-    agents = {key: (body(5, 4, 2), body(5, 3, 1)) for key in ("agent_0", "agent_1")}
-    optimizers = {key: one_of_all(*reversed(models)) for key, models in agents.items()}
-    content = {
-        key: {"actor": one.state_dict(), "critic": other.state_dict(), "optimizer": optimizers[key].state_dict()}
-        for key, (one, other) in agents.items()
-    }
-    path = saved(tmp_path, content)
-    for key, models in agents.items():
-        for name, one in zip(("actor", "critic"), models, strict=True):
-            assert_state(path, one, {key: optimizers[key]}, f"{key}.{name}.")
+    agents = nn.ModuleDict({
+        key: nn.ModuleDict({"actor": body(5, 4, 2), "critic": body(5, 3, 1)}) for key in ("agent_0", "agent_1")
+    })  # fmt: skip
+    optimizers = {key: one_of_all(its["critic"], its["actor"]) for key, its in agents.items()}
+    path = saved(tmp_path, {key: {**its, "optimizer": optimizers[key]} for key, its in agents.items()})
+    assert_holds(path, agents, optimizers)
 
 
 def test_one_optimizer_of_two_models_alike_keeps_numbers(tmp_path):
     """It was said to have them in the order of the file, which nothing says."""
     first, second = body(5, 4, 1), body(5, 4, 1)
     path = saved(tmp_path, {"q1": first, "q2": second, "optimizer": one_of_all(second, first)})
-    opened = zckpt.open(path)
-    assert len(opened.unnamed) == 8
-    assert all(list(one.slots) == ["weight"] for one in opened.parameters.values())
+    assert_nothing_is_named(path, 8)
 
 
 def test_statistics_beside_two_models_are_not_what_their_optimizer_has(tmp_path):
-    policy, value = body(5, 4, 4), body(5, 4, 1)
-    optimizer = one_of_all(policy, value)
+    models = nn.ModuleDict({"policy": body(5, 4, 4), "value": body(5, 4, 1)})
+    optimizer = one_of_all(models)
     means = {
         "running_mean": torch.zeros(4, dtype=torch.float64),
         "running_variance": torch.ones(4, dtype=torch.float64),
     }
     ones = {key: one[:1].clone() for key, one in means.items()}
-    path = saved(tmp_path, {"policy": policy, "value": value, "optimizer": optimizer, "state": means, "returns": ones})
-    assert_state(path, policy, {None: optimizer}, "policy.")
-    assert_state(path, value, {None: optimizer}, "value.")
+    path = saved(tmp_path, {**models, "optimizer": optimizer, "state": means, "returns": ones})
+    assert_holds(path, models, optimizer)
 
 
 def test_optimizers_that_are_called_like_the_ends_of_names(tmp_path):
     """Gaussian splats have one optimizer each for means and scales, which have one shape."""
-    model = nn.Module()
-    model.params = nn.ParameterDict({key: torch.ones(6, 3) for key in ("means", "scales", "quats")})
-    optimizers = {key: torch.optim.Adam([model.params[key]], 0.1) for key in ("scales", "quats", "means")}
-    for number, (key, one) in enumerate(optimizers.items()):
-        (model.params[key] * number).sum().backward()
-        one.step()
-    states = {key: one.state_dict() for key, one in optimizers.items()}
-    path = saved(tmp_path, {"step": 1, "pipeline": model, "optimizers": states})
-    opened = zckpt.open(path)
-    for key, one in optimizers.items():
-        moment = one.state[model.params[key]]["exp_avg"]
-        assert torch.equal(opened.read(f"params.{key}", "exp_avg"), moment)
+    model = nn.ModuleDict({"params": nn.ParameterDict({key: torch.ones(6, 3) for key in ("means", "scales", "quats")})})
+    optimizers = each_its_own(model, lambda name: name.removeprefix("params."))
+    path = saved(tmp_path, {"step": 1, "pipeline": model, "optimizers": optimizers})
+    assert_holds(path, model, optimizers)
 
 
 def test_optimizers_that_are_called_by_names_of_which_one_ends_like_another(tmp_path):
-    model = nn.ParameterDict({"a": torch.ones(3), "b": torch.ones(3)})
-    inner = nn.ModuleDict({"x": model})
-    inner.a = nn.Parameter(torch.ones(3))
-    every = dict(inner.named_parameters())
+    model = nn.ModuleDict({"x": nn.ParameterDict({"a": torch.ones(3), "b": torch.ones(3)})})
+    model.a = nn.Parameter(torch.ones(3))
+    optimizers = each_its_own(model, str)
+    assert_holds(saved(tmp_path, {"model": model, "optimizers": optimizers}), model, optimizers)
+
+
+def each_its_own(model: nn.Module, call: Callable[[str], str]) -> dict[str | None, torch.optim.Optimizer]:
+    """Return an optimizer of each parameter, after steps of their own, the last one first."""
     optimizers = {}
-    for number, (name, one) in enumerate(every.items()):
-        optimizers[name] = torch.optim.Adam([one], 0.1)
-        (one.sum() * (number + 1)).backward()
-        optimizers[name].step()
-    states = {name: optimizers[name].state_dict() for name in reversed(every)}
-    opened = zckpt.open(saved(tmp_path, {"model": inner, "optimizers": states}))
-    for name, one in every.items():
-        assert torch.equal(opened.read(name, "exp_avg"), optimizers[name].state[one]["exp_avg"])
+    for number, (name, one) in enumerate(reversed([*model.named_parameters()])):
+        optimizers[call(name)] = torch.optim.Adam([one], 0.1)
+        one.grad = torch.full_like(one, number)
+        optimizers[call(name)].step()
+    return optimizers
 
 
 @pytest.mark.parametrize("way", [1, -1])
@@ -181,8 +170,7 @@ def test_a_group_for_each_parameter_has_names(way, tmp_path):
     model = body(4, 4, 4, 4, 3)
     groups = [{"params": [one], "lr": 0.1 + number} for number, one in enumerate(model.parameters())]
     optimizer = one_of_all(model, groups=groups[::way])
-    opened = assert_state(saved(tmp_path, {"model": model, "optimizer": optimizer}), model, {None: optimizer})
-    assert [group.hyperparameters["lr"] for group in opened.param_groups] == [one["lr"] for one in groups[::way]]
+    assert_holds(saved(tmp_path, {"model": model, "optimizer": optimizer}), model, optimizer)
 
 
 def test_few_groups_of_one_parameter_may_be_in_any_order(tmp_path):
@@ -194,35 +182,26 @@ def test_few_groups_of_one_parameter_may_be_in_any_order(tmp_path):
 
 @pytest.mark.parametrize("form", ["models", "one model", "one model, apart"])
 def test_twins_are_told_apart_by_the_whole_of_their_names(form, tmp_path):
-    twins = {key: body(5, 4, 1) for key in ("critic1", "critic2")}
+    twins = nn.ModuleDict({key: body(5, 4, 1) for key in ("critic1", "critic2")})
     optimizers = {key: one_of_all(twins[key]) for key in ("critic2", "critic1")}
-    of = {f"{key}_optim": one.state_dict() for key, one in optimizers.items()}
-    content = twins | of if form == "models" else {"model": nn.ModuleDict(twins), **of}
+    called = {f"{key}_optim": one for key, one in optimizers.items()}
+    content: dict[str, Any] = {**twins, **called} if form == "models" else {"model": twins, **called}
     if form == "one model":
-        content = {"model": content["model"], "optim": {key: one.state_dict() for key, one in optimizers.items()}}
-    path = saved(tmp_path, content)
-    for key, one in twins.items():
-        called = key if form == "one model" else f"{key}_optim"
-        assert_state(path, one, {called: optimizers[key]}, f"{key}.")
+        called, content = optimizers, {"model": twins, "optim": optimizers}
+    assert_holds(saved(tmp_path, content), twins, called)
 
 
-@pytest.mark.parametrize("is_dcp", [False, True])
-def test_a_place_in_a_list_is_no_name(is_dcp, tmp_path):
+@pytest.mark.parametrize("save", [saved, in_dcp])
+def test_a_place_in_a_list_is_no_name(save, tmp_path):
     """The second of a list was taken for the optimizer of `critic_1`, whichever it was of."""
     twins = {key: body(5, 4, 1) for key in ("critic_1", "critic_2")}
-    states = [one_of_all(twins[key]).state_dict() for key in ("critic_1", "critic_2")]
-    content = {**twins, "optims": states}
-    if is_dcp:
-        dcp.save({**{key: one.state_dict() for key, one in twins.items()}, "optims": states}, checkpoint_id=tmp_path)
-    opened = zckpt.open(tmp_path if is_dcp else saved(tmp_path, content))
-    assert len(opened.unnamed) == 8
-    assert all(list(one.slots) == ["weight"] for one in opened.parameters.values())
+    assert_nothing_is_named(save(tmp_path, {**twins, "optims": [*map(one_of_all, twins.values())]}), 8)
 
 
 @pytest.mark.parametrize("key", ["ema", "model"])
 def test_an_average_without_its_model_is_said(key, tmp_path):
     model, optimizer = trained(5, 4, 1)
-    opened = assert_state(saved(tmp_path, {key: model, "optimizer": optimizer}), model, {None: optimizer})
+    opened = assert_holds(saved(tmp_path, {key: model, "optimizer": optimizer}), model, optimizer)
     assert any("the optimizer's state is of other weights" in one for one in opened.warnings) == (key == "ema")
 
 
@@ -244,40 +223,39 @@ def named(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("more", [False, True])
 def test_places_in_lists_are_names_where_both_are_as_long(more, tmp_path):
-    pairs = [trained(*ALIKE) for _ in range(2)]
-    models = [model.state_dict() for model, _ in pairs] + [body(*ALIKE).state_dict()] * more  # an average, say
-    path = saved(tmp_path, {"models": models, "optimizers": [optimizer.state_dict() for _, optimizer in pairs]})
+    models, optimizers = zip(*(trained(*ALIKE) for _ in range(2)), strict=True)
+    others = [body(*ALIKE)] * more  # an average, say
+    path = saved(tmp_path, {"models": [*models, *others], "optimizers": optimizers})
     if more:
         assert named(path) == set()
-        return
-    for at, (model, optimizer) in enumerate(pairs):
-        assert_state(path, model, {str(at): optimizer}, f"models.{at}.")
+    else:
+        its = dict(zip("01", optimizers, strict=True))
+        assert_holds(path, nn.ModuleDict(dict(zip("01", models, strict=True))), its, "models.")
 
 
 def test_a_place_is_no_number_of_a_model(tmp_path):
     (first, one), (second, two) = trained(*ALIKE), trained(*ALIKE)
-    optimizers = [one.state_dict(), two.state_dict()]
-    assert named(saved(tmp_path, {"model_1": first, "module": second, "optimizers": optimizers})) == set()
-    assert named(saved(tmp_path, {"": first, "a": second, "optimizers": optimizers[:1]})) == set()
+    assert named(saved(tmp_path, {"model_1": first, "module": second, "optimizers": [one, two]})) == set()
+    assert named(saved(tmp_path, {"": first, "a": second, "optimizers": [one]})) == set()
 
 
 @pytest.mark.parametrize(("numbers", "is_named"), [((1, 2), False), (("", 1), True)])
 def test_numbers_of_optimizers_are_those_of_models_if_all_are(numbers, is_named, tmp_path):
     pairs = [trained(*ALIKE) for _ in range(2)]
+    models = nn.ModuleDict(dict(zip(("model", "model_1"), (model for model, _ in pairs), strict=True)))
     optimizers = {f"optimizer_{number}": optimizer for number, (_, optimizer) in zip(numbers, pairs, strict=True)}
-    path = saved(tmp_path, {"model": pairs[0][0], "model_1": pairs[1][0], **optimizers})
-    if not is_named:
+    path = saved(tmp_path, {**models, **optimizers})
+    if is_named:
+        assert_holds(path, models, optimizers)
+    else:
         assert named(path) == set()
-        return
-    for key, (model, optimizer) in zip(("model", "model_1"), pairs, strict=True):
-        assert_state(path, model, {f"optimizer_{key[6:]}": optimizer}, f"{key}.")
 
 
 @pytest.mark.parametrize("key", ["q", "net"])
 def test_an_optimizer_that_is_called_like_one_model_is_not_of_the_usual_one(key, tmp_path):
     model, optimizer = trained(*ALIKE)
     path = saved(tmp_path, {key: model, "module": body(*ALIKE), f"{key}_optim": optimizer})
-    assert_state(path, model, {None: optimizer}, f"{key}.")
+    assert_holds(path, model, optimizer, f"{key}.")
 
 
 @pytest.mark.parametrize("is_average", [False, True])
@@ -285,66 +263,62 @@ def test_one_optimizer_of_models_alike_keeps_numbers_in_dcp(is_average, tmp_path
     """Their order is not the dict's; an average beside a model is none that it has."""
     first, second = body(*ALIKE), body(*ALIKE)
     optimizer = one_of_all(*([first] if is_average else [second, first]))
-    others = {"ema" if is_average else "msd": second.state_dict()}
-    dcp.save({"gen": first.state_dict(), **others, "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path)
-    assert named(tmp_path) == ({f"gen.{name}" for name in dict(first.named_parameters())} if is_average else set())
+    in_dcp(tmp_path, {"gen": first, "ema" if is_average else "msd": second, "optimizer": optimizer})
     if is_average:
-        assert_state(tmp_path, first, {None: optimizer}, "gen.")
+        assert_holds(tmp_path, first, optimizer, "gen.")
+    else:
+        assert named(tmp_path) == set()
 
 
 def test_not_all_optimizers_of_the_same_names_are_the_usual_models(tmp_path):
     """The first was read as that of `net`, and the state of the others was not read."""
-    pairs = [trained(*ALIKE) for _ in range(2)]
-    states = {f"optimizer_{at}": get_optimizer_state_dict(*pair) for at, pair in enumerate(pairs)}
-    models = {key: model.state_dict() for key, (model, _) in zip(("backbone", "net"), pairs, strict=True)}
-    dcp.save({**models, **states}, checkpoint_id=tmp_path)
+    pairs = {key: trained(*ALIKE) for key in ("backbone", "net")}
+    states = {f"optimizer_{at}": get_optimizer_state_dict(*pair) for at, pair in enumerate(pairs.values())}
+    in_dcp(tmp_path, {**{key: model for key, (model, _) in pairs.items()}, **states})
     with refusing(UnsupportedError, "could be the optimizer of several models"):
         zckpt.open(tmp_path)
 
 
 def test_the_model_beside_an_optimizer_is_its_in_dcp(tmp_path):
     model, optimizer = trained(*ALIKE)
-    pair = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.save({"D": {"model": body(*ALIKE).state_dict()}, "G": pair}, checkpoint_id=tmp_path)
-    assert_state(tmp_path, model, {None: optimizer}, "G.model.")
+    in_dcp(tmp_path, {"D": {"model": body(*ALIKE)}, "G": {"model": model, "optimizer": optimizer}})
+    assert_holds(tmp_path, model, optimizer, "G.model.")
 
 
-def accelerates(folder: Path, models: Any, optimizers: Any) -> Path:
+def accelerates(folder: Path, **objects: Any) -> Path:
     """As Accelerate saves several."""
     folder.mkdir()
-    for at, model in enumerate(models):
-        torch.save(model.state_dict(), folder / f"pytorch_model{f'_{at}' * (at > 0)}.bin")
-    for at, optimizer in enumerate(optimizers):
-        torch.save(optimizer.state_dict(), folder / f"optimizer{f'_{at}' * (at > 0)}.bin")
+    for kind, its in objects.items():
+        for at, one in enumerate(its):
+            torch.save(one.state_dict(), folder / f"{kind}{f'_{at}' * (at > 0)}.bin")
     torch.save({"step": 2}, folder / "random_states_0.pkl")
     return folder
 
 
 def test_optimizers_of_accelerates_models_are_theirs_that_can_be(tmp_path):
     """Prepared in another order than the models, or of some of them only; shapes tell, and of twins they do not."""
-    pairs = [trained(5, 4, 3), trained(5, 6, 3)]
-    models, optimizers = [model for model, _ in pairs], [optimizer for _, optimizer in pairs]
-    for case, (others, its) in {"turned": ([], [1, 0]), "fewer": ([body(5, 7, 3)], [0, 1])}.items():
-        path = accelerates(tmp_path / case, [*models, *others], [optimizers[at] for at in its])
-        for at, (model, optimizer) in enumerate(pairs):
-            number = its.index(at)
-            name = f"optimizer{f'_{number}' * (number > 0)}"
-            assert_state(path, model, {name: optimizer}, f"pytorch_model{f'_{at}' * (at > 0)}.")
+    models, optimizers = zip(trained(5, 4, 3), trained(5, 6, 3), strict=True)
+    both = nn.ModuleDict(dict(zip(("pytorch_model", "pytorch_model_1"), models, strict=True)))
+    for case, (others, its) in {"turned": ([], optimizers[::-1]), "fewer": ([body(5, 7, 3)], optimizers)}.items():
+        path = accelerates(tmp_path / case, pytorch_model=[*models, *others], optimizer=its)
+        assert_holds(path, both, dict(zip(("optimizer", "optimizer_1"), its, strict=True)))
     twins = [body(*ALIKE), body(*ALIKE)]
-    assert named(accelerates(tmp_path / "twins", twins, [one_of_all(*twins[::-1])])) == set()
+    path = accelerates(tmp_path / "twins", pytorch_model=twins, optimizer=[one_of_all(*twins[::-1])])
+    assert named(path) == set()
 
 
 @pytest.mark.parametrize("deep", [(), ("state",)])
 @pytest.mark.parametrize("more", [("ema", "reference"), ("reference",), ("frozen",)])
 def test_a_model_with_its_optimizer_further_in_comes_before_tensors_without_one(more, deep, tmp_path):
     model, optimizer = trained(5, 4, 1)
-    one = {name: torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
-    others = {key: {"net": one, "at": torch.ones(4)} if key == "reference" and len(more) > 1 else one for key in more}
-    app = {"model": model.state_dict(), "optim": optimizer.state_dict(), "note": 7}
+    other = body(5, 4, 1)
+    others = {key: {"net": other, "at": torch.ones(4)} if key == "reference" and len(more) > 1 else other
+              for key in more}  # fmt: skip
+    app: dict[str, Any] = {"model": model, "optim": optimizer, "note": 7}
     for key in deep:
         app = {key: app, "note": 8}
-    checkpoint = assert_state(saved(tmp_path, {**others, "app": app}), model, {None: optimizer})
-    path = saved(tmp_path, {"mine": one, "best": {"model": model.state_dict(), "optim": optimizer.state_dict()}})
-    assert torch.equal(zckpt.open(path).read("0.weight"), one["0.weight"])  # and not the best so far
+    checkpoint = assert_holds(saved(tmp_path, {**others, "app": app}), model, optimizer)
     assert checkpoint.metadata.keys() == {*more, "app"}
     assert value_of(checkpoint.metadata["app"]) == ({"state": {"note": 7}, "note": 8} if deep else {"note": 7})
+    path = saved(tmp_path, {"mine": other, "best": {"model": model, "optim": optimizer}})
+    assert_holds(path, other)  # and not the best so far
