@@ -6,7 +6,6 @@ That FSDP2 trainings on several ranks go on from them is in `tests/interop`.
 from __future__ import annotations
 
 import io
-import itertools
 import pickle
 import re
 import zipfile
@@ -19,10 +18,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import zckpt
 from tests import live
+from tests.folders import contents, names_in, nbytes_in
 from tests.logical import assert_same_state, assert_same_tree, opened
 from tests.pairwise import each
 from tests.plans import write_directory
@@ -60,8 +60,8 @@ def world_size(request, monkeypatch):
     return request.param
 
 
-def written(checkpoint: Checkpoint, directory: Path, *, world_size: int = 1) -> Path:
-    write_directory(plan(writer.lay_out(checkpoint, world_size=world_size)), directory)
+def written(checkpoint: Checkpoint, directory: Path, *, world_size: int = 1, **options: Any) -> Path:
+    write_directory(plan(writer.lay_out(checkpoint, world_size=world_size, **options)), directory)
     return directory
 
 
@@ -102,15 +102,18 @@ def trained(*, seed: int = 0, **options: Any) -> tuple[torch.nn.Module, torch.op
 def of_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path, **more: Any) -> Checkpoint:
     """What zckpt reads of a file that a program saved."""
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}, path)
-    names = {id(p): name for name, p in model.named_parameters()}
-    return torch_reader.read(path, names=[names[id(p)] for group in optimizer.param_groups for p in group["params"]])
+    names = {p: name for name, p in model.named_parameters()}
+    return torch_reader.read(path, names=[names[p] for group in optimizer.param_groups for p in group["params"]])
+
+
+def of_model(tensors: dict[str, torch.Tensor], directory: Path) -> Checkpoint:
+    """What zckpt reads of a file with these tensors."""
+    torch.save(tensors, directory / "m")
+    return torch_reader.read(directory / "m")
 
 
 def state_dict_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state}
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 
 # --- what torch reads -----------------------------------------------------------------------------------------------
@@ -137,10 +140,9 @@ def test_torch_loads_the_truth_into_plain_tensors_and_nothing_is_lost_on_the_way
         assert torch.equal(bits(model[buffer]), value), buffer
     for owner, value in truth.masters.items():
         assert_same(model[owner] if exact else optimizer["state"][owner]["master"], value, owner)
-    for slot, (parameter, value) in itertools.chain.from_iterable(
-        zip(itertools.repeat(slot), truth.kind(slot).items()) for slot in truth.slots
-    ):
-        assert_same(optimizer["state"][parameter][slot], value, f"{slot}/{parameter}")
+    for slot in truth.slots:
+        for parameter, value in truth.kind(slot).items():
+            assert_same(optimizer["state"][parameter][slot], value, f"{slot}/{parameter}")
     assert [g["params"] for g in optimizer["param_groups"]] == [g.parameters for g in checkpoint.param_groups]
     for group, expected in zip(optimizer["param_groups"], checkpoint.param_groups, strict=True):
         assert {k: v for k, v in group.items() if k != "params"} == expected.hyperparameters
@@ -176,9 +178,8 @@ def test_names_of_a_tied_parameter_have_the_same_tensor(tmp_path):
 @pytest.mark.parametrize("dtype", ["bool", "int64", "uint16", "complex64", "float64", "float8_e4m3fn", "float8_e5m2"])
 def test_tensors_of_every_type_arrive(dtype, tmp_path):
     value = (torch.rand(6, 3) * 100).to(getattr(torch, dtype))
-    torch.save({"w": torch.rand(4, 2), "b": value, "t": value.T, "one": value[1, 1], "none": value[:0]}, tmp_path / "m")
-    state = loaded(written(torch_reader.read(tmp_path / "m"), tmp_path / "dcp"))["model"]
-    assert_same_tree(state, torch.load(tmp_path / "m", weights_only=True))
+    tensors = {"w": torch.rand(4, 2), "b": value, "t": value.T, "one": value[1, 1], "none": value[:0]}
+    assert_same_tree(loaded(written(of_model(tensors, tmp_path), tmp_path / "dcp"))["model"], tensors)
 
 
 def test_what_torch_loads_does_not_need_deepspeed(tmp_path):
@@ -243,11 +244,9 @@ def test_every_item_is_a_sound_archive_of_its_own(world_size, tmp_path):
 
 
 def test_large_tensors_are_cut_as_fsdp2_cuts_them_and_files_are_of_one_size(tmp_path):
-    torch.manual_seed(0)
     model = torch.nn.ModuleDict({"a": torch.nn.Embedding(1001, 64), "b": torch.nn.Linear(640, 300)})
     model["c"] = torch.nn.Embedding(3, 60000)
-    torch.save(model.state_dict(), tmp_path / "m")
-    directory = written(torch_reader.read(tmp_path / "m"), tmp_path / "dcp", world_size=4)
+    directory = written(of_model(model.state_dict(), tmp_path), tmp_path / "dcp", world_size=4)
     metadata = metadata_of(directory)
     for name, parameter in model.named_parameters():
         chunks = metadata.state_dict_metadata[f"model.{name}"].chunks
@@ -260,30 +259,28 @@ def test_large_tensors_are_cut_as_fsdp2_cuts_them_and_files_are_of_one_size(tmp_
 
 
 def test_small_items_are_dealt_to_the_file_with_the_least(tmp_path):
-    torch.save({f"w{number}": torch.rand(50 + 37 * number) for number in range(40)}, tmp_path / "m")
-    directory = written(torch_reader.read(tmp_path / "m"), tmp_path / "dcp", world_size=4)
+    items = of_model({f"w{number}": torch.rand(50 + 37 * number) for number in range(40)}, tmp_path)
+    directory = written(items, tmp_path / "dcp", world_size=4)
     sizes = [(directory / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
     assert max(sizes) - min(sizes) < 2000
 
 
 def test_more_ranks_than_items_leave_no_empty_files(tmp_path):
-    torch.save({"w": torch.rand(3)}, tmp_path / "m")
-    directory = written(torch_reader.read(tmp_path / "m"), tmp_path / "dcp", world_size=9)
-    assert {path.name for path in directory.iterdir()} == {"__0_0.distcp", ".metadata", "zckpt.pt"}
+    directory = written(of_model({"w": torch.rand(3)}, tmp_path), tmp_path / "dcp", world_size=9)
+    assert names_in(directory) == [".metadata", "__0_0.distcp", "zckpt.pt"]
 
 
 def test_tensors_of_one_kind_share_the_bytes_around_them(tmp_path):
     """A hundred thousand small tensors take no memory for as many archives."""
-    torch.save({f"w{number}": torch.rand(4, 5) for number in range(50)}, tmp_path / "m")
-    file, *_ = writer.lay_out(torch_reader.read(tmp_path / "m"))
+    file, *_ = writer.lay_out(of_model({f"w{number}": torch.rand(4, 5) for number in range(50)}, tmp_path))
     assert len(file.holes) == 50
     assert len({id(literal.data) for literal in file.literals}) == 2
 
 
 def test_the_same_state_gives_the_same_bytes(tmp_path):
     checkpoint = open_checkpoint(FIXTURES / "s2_bf16_dp2_client")
-    one, two = (written(checkpoint, tmp_path / name, world_size=2) for name in ("one", "two"))
-    assert all((two / path.name).read_bytes() == path.read_bytes() for path in one.iterdir())
+    one, two = (contents(written(checkpoint, tmp_path / name, world_size=2)) for name in ("one", "two"))
+    assert one == two
 
 
 # --- what lies beside the model and the optimizer -------------------------------------------------------------------
@@ -389,7 +386,6 @@ def test_own_names(tmp_path):
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_tensors_beside_the_model_are_there_once(world_size, tmp_path):
     """Where torch finds them, and nowhere else; zckpt has them back as they were."""
-    torch.manual_seed(0)
     shared = torch.randn(100)
     beside = {
         "ema": {"w": torch.randn(300_000), "n": 3, "deep": {"v": torch.randn(5).half()}},
@@ -401,41 +397,33 @@ def test_tensors_beside_the_model_are_there_once(world_size, tmp_path):
     }
     torch.save({"model": {"w": torch.randn(200_000)}, **beside}, tmp_path / "x.pt")
     zckpt.convert(tmp_path / "x.pt", tmp_path / "dcp", to="dcp", world_size=world_size)
-    nbytes = sum(path.stat().st_size for path in (tmp_path / "dcp").iterdir())
-    assert nbytes < 1.05 * (tmp_path / "x.pt").stat().st_size
+    assert nbytes_in(tmp_path / "dcp") < 1.05 * (tmp_path / "x.pt").stat().st_size
     assert (tmp_path / "dcp" / "zckpt.pt").stat().st_size < 10_000
     found = loaded(tmp_path / "dcp")
-    assert found["ema"]["w"].equal(beside["ema"]["w"])
-    assert found["alone"].equal(beside["alone"])
+    assert_same_tree({key: found[key] for key in ("ema", "alone")}, {key: beside[key] for key in ("ema", "alone")})
     zckpt.convert(tmp_path / "dcp", tmp_path / "back.pt", to="consolidated")
     back = torch.load(tmp_path / "back.pt")["zckpt"]["metadata"]
-    assert back.keys() == beside.keys()
-    assert str(dict(sorted(back.items()))) == str(dict(sorted(beside.items())))
-    assert back["ema"]["w"].equal(beside["ema"]["w"])
-    assert back["tuple"][0].equal(beside["tuple"][0])
+    assert_same_tree(back, beside)
     assert back["sharing"]["a"].data_ptr() + 40 == back["sharing"]["b"].data_ptr()
 
 
 # --- flat keys ------------------------------------------------------------------------------------------------------
 
 
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
 def flat_state_dict_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What torchtitan saves: the model's names at the top, the optimizer's flattened."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=FLAT)
     return {**model_state, "optimizer": optimizer_state}
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_flat_keys_are_those_that_torch_saves_and_it_goes_on_from_them(ranks, tmp_path, monkeypatch):
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
-
     monkeypatch.setattr(writer, "CUT_NBYTES", 16)
     model, optimizer = trained()
-    saved = of_torch(model, optimizer, tmp_path / "one.pt")
-    write_directory(plan(writer.lay_out(saved, world_size=ranks, keys="flat")), tmp_path / "flat")
+    written(of_torch(model, optimizer, tmp_path / "one.pt"), tmp_path / "flat", world_size=ranks, keys="flat")
     dcp.save(flat_state_dict_of(model, optimizer), checkpoint_id=tmp_path / "theirs", no_dist=True)
     ours, theirs = metadata_of(tmp_path / "flat"), metadata_of(tmp_path / "theirs")
     steps = {key for key in ours.state_dict_metadata if key.partition(".")[0] == "step"}
@@ -445,9 +433,8 @@ def test_flat_keys_are_those_that_torch_saves_and_it_goes_on_from_them(ranks, tm
     other, resumed = trained(seed=1)
     state = flat_state_dict_of(other, resumed)
     dcp.load(state, checkpoint_id=tmp_path / "flat", no_dist=True)
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
     set_state_dict(other, resumed, model_state_dict={name: state[name] for name in other.state_dict()},
-                   optim_state_dict=state["optimizer"], options=options)  # fmt: skip
+                   optim_state_dict=state["optimizer"], options=FLAT)  # fmt: skip
     assert_same_tree(state_dict_of(other, resumed), state_dict_of(model, optimizer))
 
 
@@ -455,8 +442,8 @@ def test_flat_keys_are_those_that_torch_saves_and_it_goes_on_from_them(ranks, tm
 @pytest.mark.every(4)
 def test_flat_keys_come_back_with_their_groups(name, world_size, tmp_path):
     checkpoint = open_checkpoint(FIXTURES / name)
-    write_directory(plan(writer.lay_out(checkpoint, world_size=world_size, keys="flat")), tmp_path / "dcp")
-    assert_same_state(opened(read(find(tmp_path / "dcp"))), opened(checkpoint))
+    path = written(checkpoint, tmp_path / "dcp", world_size=world_size, keys="flat")
+    assert_same_state(opened(read(find(path))), opened(checkpoint))
 
 
 def test_groups_of_equal_values_stay_two(tmp_path):
@@ -464,8 +451,7 @@ def test_groups_of_equal_values_stay_two(tmp_path):
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.1
     saved = of_torch(model, optimizer, tmp_path / "one.pt")
-    write_directory(plan(writer.lay_out(saved, keys="flat")), tmp_path / "flat")
-    found = read(find(tmp_path / "flat"))
+    found = read(find(written(saved, tmp_path / "flat", keys="flat")))
     assert [group.parameters for group in found.param_groups] == [group.parameters for group in saved.param_groups]
 
 
