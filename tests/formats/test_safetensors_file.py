@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.formats.some_tensors import assert_same, random_tensor, stored
 from tests.live import trained
-from tests.plans import read_slot, write_directory
+from tests.logical import opened
+from tests.plans import write_directory
 from tests.refusals import refusing
 from tests.strategies import shapes
 from zckpt.engine.plan import plan
@@ -58,15 +58,20 @@ def some_tensors() -> dict[str, torch.Tensor]:
 def test_library_reads_what_is_written(tmp_path):
     tensors = some_tensors()
     entries = [entry(tmp_path / str(i), name, tensor) for i, (name, tensor) in enumerate(tensors.items())]
-    write_target(plan([lay_out("m.safetensors", entries)]), tmp_path / "m.safetensors")
-    assert_equal(load_file(tmp_path / "m.safetensors"), tensors)
+    assert_equal(load_file(written(tmp_path / "m", *entries)), tensors)
+
+
+def written(path: Path, *entries: Entry, metadata: dict[str, str] | None = None) -> Path:
+    write_target(plan([lay_out("m", entries, metadata or {})]), path)
+    return path
 
 
 @pytest.mark.parametrize("dtype", CODES)
-def test_library_reads_every_element_type(dtype, tmp_path):
-    tensor = random_tensor(dtype, (6, 4))
-    write_target(plan([lay_out("m", [entry(tmp_path / "s", "t", tensor)])]), tmp_path / "m")
-    assert_equal(load_file(tmp_path / "m"), {"t": tensor})
+def test_every_element_type_passes_both_ways(dtype, tmp_path):
+    tensors = {"t": random_tensor(dtype, (6, 4))}
+    assert_equal(load_file(written(tmp_path / "m", entry(tmp_path / "s", "t", tensors["t"]))), tensors)
+    save_file(tensors, tmp_path / "theirs")
+    assert_equal(loaded(tmp_path / "theirs"), tensors)
 
 
 @given(shapes())
@@ -83,16 +88,16 @@ def test_any_shape_is_laid_out_exactly(shape):
 
 def test_cast_is_said_in_the_header(tmp_path):
     tensor = torch.randn(100)
-    one = entry(tmp_path / "s", "t", tensor)
-    write_target(plan([lay_out("m", [Entry("t", one.slot, "bfloat16")])]), tmp_path / "m")
-    assert_equal(load_file(tmp_path / "m"), {"t": tensor.bfloat16()})
+    one = Entry("t", stored(tmp_path / "s", tensor), "bfloat16")
+    assert_equal(load_file(written(tmp_path / "m", one)), {"t": tensor.bfloat16()})
 
 
 def test_metadata_is_written_and_read_back(tmp_path):
-    write_target(plan([lay_out("m", [], {"step": "7", "näme": "wört"})]), tmp_path / "m")
-    with safe_open(tmp_path / "m", "pt") as file:
-        assert file.metadata() == {"format": "pt", "step": "7", "näme": "wört"}
-    assert read_header(tmp_path / "m")[1] == {"format": "pt", "step": "7", "näme": "wört"}
+    path = written(tmp_path / "m", metadata={"step": "7", "näme": "wört"})
+    expected = {"format": "pt", "step": "7", "näme": "wört"}
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == expected
+    assert read_header(path)[1] == expected
 
 
 @pytest.mark.parametrize("dtype", ["complex128", "float8_e4m3fnuz", "qint8"])
@@ -141,27 +146,14 @@ def test_tensor_larger_than_a_shard_has_one_to_itself():
 
 def loaded(path: Path) -> dict[str, torch.Tensor]:
     """Read all tensors of a file or directory with zckpt."""
-    checkpoint = read(path)
-    found = {}
-    for parameter in checkpoint.tensors():
-        data = bytearray(read_slot(parameter.slots[WEIGHT]).tobytes())
-        dtype = getattr(torch, parameter.dtype)
-        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        found[parameter.name] = flat.reshape(parameter.shape)
-    return found
+    checkpoint = opened(read(path))
+    return {one.name: checkpoint.read(one.name) for one in checkpoint.tensors()}
 
 
 def test_what_the_library_writes_is_read(tmp_path):
     tensors = some_tensors()
     save_file(tensors, tmp_path / "m.safetensors", {"format": "pt"})
     assert_equal(loaded(tmp_path / "m.safetensors"), tensors)
-
-
-@pytest.mark.parametrize("dtype", CODES)
-def test_every_element_type_of_the_library_is_read(dtype, tmp_path):
-    tensors = {"t": random_tensor(dtype, (3, 4))}
-    save_file(tensors, tmp_path / "m")
-    assert_equal(loaded(tmp_path / "m"), tensors)
 
 
 def test_whole_numbers_are_buffers_and_the_rest_parameters(tmp_path):
@@ -171,20 +163,16 @@ def test_whole_numbers_are_buffers_and_the_rest_parameters(tmp_path):
     assert set(checkpoint.buffers) == {"flags", "empty too", 'naïve "名前"\n'}
 
 
-def test_directory_with_one_file_and_no_index_is_read(tmp_path):
-    tensors = {"a": random_tensor("float32", (3,))}
-    save_file(tensors, tmp_path / "model.safetensors")
-    assert is_safetensors(tmp_path)
-    assert_equal(loaded(tmp_path), tensors)
-
-
-def test_directory_with_an_index_is_read(tmp_path):
+def test_directory_with_one_file_or_with_an_index_is_read(tmp_path):
     tensors = {name: random_tensor("float32", (3,)) for name in "abc"}
+    (whole := tmp_path / "whole").mkdir()
+    save_file(tensors, whole / "model.safetensors")
     save_file({"a": tensors["a"], "c": tensors["c"]}, tmp_path / "one.safetensors")
     save_file({"b": tensors["b"]}, tmp_path / "two.safetensors")
-    write_index(tmp_path, {"weight_map": {"a": "one.safetensors", "b": "two.safetensors", "c": "one.safetensors"}})
-    assert is_safetensors(tmp_path)
-    assert_equal(loaded(tmp_path), tensors)
+    write_index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors", "c": "one.safetensors"})
+    for directory in (whole, tmp_path):
+        assert is_safetensors(directory)
+        assert_equal(loaded(directory), tensors)
 
 
 def test_other_files_are_not_taken_for_safetensors(tmp_path):
@@ -274,23 +262,14 @@ def test_header_longer_than_the_formats_bound_is_refused(tmp_path):
         read(path)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 7, 8, 20])
-def test_truncated_header_is_refused(kept, tmp_path):
-    save_file({"a": torch.ones(4)}, tmp_path / "m")
-    content = (tmp_path / "m").read_bytes()
-    (tmp_path / "m").write_bytes(content[:kept])
-    with pytest.raises(DamagedFileError):
-        read(tmp_path / "m")
-
-
-@given(data=st.data())
-def test_truncated_data_is_refused(data, tmp_path_factory):
-    path = tmp_path_factory.mktemp("cut") / "m"
+def test_truncated_file_is_refused(tmp_path):
+    path = tmp_path / "m"
     save_file({"a": torch.ones(4)}, path)
     content = path.read_bytes()
-    path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
-    with pytest.raises(DamagedFileError):
-        read(path)
+    for kept in range(len(content)):
+        path.write_bytes(content[:kept])
+        with pytest.raises(DamagedFileError):
+            read(path)
 
 
 def test_bytes_after_the_last_tensor_are_refused(tmp_path):
@@ -304,39 +283,28 @@ def test_bytes_after_the_last_tensor_are_refused(tmp_path):
 # --- an index that is not what it should be ---------------------------------------------------------------------
 
 
-def write_index(directory: Path, index: object) -> None:
-    (directory / INDEX_NAME).write_text(index if isinstance(index, str) else json.dumps(index))
+def write_index(directory: Path, places: dict[str, str]) -> None:
+    (directory / INDEX_NAME).write_text(json.dumps({"weight_map": places}))
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "below/x", "..", "."])
 def test_index_that_names_a_file_elsewhere_is_refused(name, tmp_path):
-    write_index(tmp_path, {"weight_map": {"a": name}})
-    with pytest.raises(SourceError):
-        read(tmp_path)
-
-
-def test_file_outside_the_directory_is_not_read_even_where_it_exists(tmp_path):
-    (tmp_path / "in").mkdir()
-    save_file({"a": torch.ones(1)}, tmp_path / "x")
-    write_index(tmp_path / "in", {"weight_map": {"a": "../x"}})
-    with refusing(DamagedFileError, "the index names a file outside its directory"):
-        read(tmp_path / "in")
+    (directory := tmp_path / "in").mkdir()
+    save_file({"a": torch.ones(1)}, tmp_path / "x")  # which is there
+    write_index(directory, {"a": name})
+    with refusing(SourceError, "is missing, but" if name == ".." else "the index names a file outside its directory"):
+        read(directory)
 
 
 @pytest.mark.parametrize(
     "index",
-    ["", "{", "[]", "{}", "5", '{"weight_map": 5}', '{"weight_map": []}', '{"weight_map": {"a": 5}}',
-     '{"weight_map": {"a": ["x"]}}', '{"weight_map": {"a": null, "b": "x"}}', "[" * 100_000],
-    ids=lambda text: text[:30],
+    [b"", b"{", b"[]", b"{}", b"5", b'{"weight_map": 5}', b'{"weight_map": []}', b'{"weight_map": {"a": 5}}',
+     b'{"weight_map": {"a": ["x"]}}', b'{"weight_map": {"a": null, "b": "x"}}', b"[" * 100_000,
+     b'{"weight_map": {"\xff": "x"}}'],
+    ids=lambda text: repr(text[:30]),
 )  # fmt: skip
 def test_malformed_index_is_refused(index, tmp_path):
-    write_index(tmp_path, index)
-    with refusing(DamagedFileError, "unreadable index"):
-        read(tmp_path)
-
-
-def test_index_that_is_not_utf8_is_refused(tmp_path):
-    (tmp_path / INDEX_NAME).write_bytes(b'{"weight_map": {"\xff": "x"}}')
+    (tmp_path / INDEX_NAME).write_bytes(index)
     with refusing(DamagedFileError, "unreadable index"):
         read(tmp_path)
 
@@ -357,7 +325,7 @@ ELSEWHERE = "b is not in the file that the index names: expected one"
 def test_tensor_that_is_not_where_the_index_says_is_refused(shards, places, error, said, tmp_path):
     for name, tensor in zip(("one", "two"), shards, strict=False):
         save_file({tensor: torch.ones(1)}, tmp_path / name)
-    write_index(tmp_path, {"weight_map": places})
+    write_index(tmp_path, places)
     with refusing(error, said):
         read(tmp_path)
 
@@ -369,8 +337,7 @@ def test_texts_that_a_program_put_into_the_header_are_carried(tmp_path):
     names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     for key, name in zip("ab", names, strict=True):
         save_file({key: torch.ones(2)}, source / name, metadata={"format": "pt", "ss_steps": "7", "part": f"of {key}"})
-    index = {"metadata": {}, "weight_map": dict(zip("ab", names, strict=True))}
-    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_index(source, dict(zip("ab", names, strict=True)))
     texts = {"ss_steps": "7", "part": "of a", "model-00002-of-00002.part": "of b"}
     assert zckpt.open(source).metadata == texts
     zckpt.convert(source, tmp_path / "out", to="dcp")
@@ -383,8 +350,7 @@ def test_shards_without_an_index_are_read_where_all_are_there(tmp_path):
         save_file({name: tensor}, tmp_path / f"model-{number:05d}-of-00003.safetensors")
     checkpoint = zckpt.open(tmp_path)
     assert list(checkpoint.parameters) == list(tensors)
-    for name, tensor in tensors.items():
-        assert torch.equal(checkpoint.read(name), tensor)
+    assert_equal({name: checkpoint.read(name) for name in tensors}, tensors)
     (tmp_path / "model-00002-of-00003.safetensors").rename(tmp_path / "model-00002-of-00004.safetensors")
     with refusing(ShardError, "shards of several models"):
         zckpt.open(tmp_path)

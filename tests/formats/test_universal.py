@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 
 import zckpt
 from tests.cli.console import FIXTURES
-from tests.live import save_both
+from tests.folders import contents
+from tests.live import save_both, trained
 from tests.logical import assert_same_state
 from tests.pairwise import some
 from tests.plans import write_directory
 from tests.refusals import refusing
-from tests.truth import Truth, assert_same, bits
+from tests.truth import Truth, assert_same, assert_state, bits
 from zckpt.engine.plan import plan
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnknownFormatError, UnsupportedError
 from zckpt.formats.universal import directory as universal_directory
@@ -30,6 +31,7 @@ from zckpt.state import Checkpoint, Parameter, ParamGroup, Scalar
 from zckpt.torchfile import read_torchfile
 
 SAMPLES = FIXTURES / "universal"
+MODEL = "mp_rank_00_model_states.pt"
 WITH_TRUTH = ["hf_llama_s2_bf16_dp2", "moe_ep1_s2_bf16_dp2", "s1_fp32_dp3", "s2_bf16_dp4", "s3_bf16_dp2"]
 WITHOUT_TRUTH = ["s1_bf16_dp4_bf16opt_notiny", "s2_bf16_dp2_empty"]
 
@@ -62,28 +64,19 @@ def load(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", WITH_TRUTH)
-@pytest.mark.every(2)
 def test_what_deepspeed_converted_is_read_bit_for_bit(name):
     found, truth = zckpt.open(SAMPLES / name), Truth(FIXTURES / name)
-    masters = set()
-    for key, value in truth.tensors.items():
-        kind, parameter = key.split("/", 1)
-        if kind == "module" and parameter not in truth.buffers and "weight" in found.owner(parameter).slots:
-            assert_same(found.read(parameter, "weight"), value, key)
-        elif kind == "fp32" or kind in truth.slots:
-            assert_same(found.read(parameter, "master" if kind == "fp32" else kind), value, key)
-            masters.add(parameter)
+    for parameter, value in truth.weights.items():
+        if parameter not in truth.buffers and "weight" in found.owner(parameter).slots:
+            assert_same(found.read(parameter, "weight"), value, parameter)
+    assert_state(found, truth)
     for buffer, value in truth.buffers.items():
         assert torch.equal(bits(found.read(buffer)), value)
-    assert masters == {n for group in found.param_groups for n in group.parameters}
+    assert {*truth.masters} == {*found.grouped}
     assert set(found.buffers) == set(truth.buffers)
     assert {p.name for p in found.parameters.values() if p.frozen} == set(truth.frozen)
-    assert {p.name: p.tied_to for p in found.parameters.values() if p.tied_to is not None} == truth.tied
-
-
-@pytest.mark.parametrize("name", WITH_TRUTH)
-def test_groups_and_steps_of_what_deepspeed_converted(name):
-    found, facts = zckpt.open(SAMPLES / name), Truth(FIXTURES / name).facts
+    assert found.aliases == truth.tied
+    facts = truth.facts
     assert [group.parameters for group in found.param_groups] == facts["order"]
     for group, its, scalars in zip(
         found.param_groups, facts["param_groups"], facts["scalar_state_per_group"], strict=True
@@ -146,7 +139,7 @@ def test_a_run_that_is_not_deepspeeds_is_written(name, tmp_path):
     checkpoint = zckpt.open(folder / "ckpt.pt", names=list(Truth(folder).numbers.values()))
     target = written(checkpoint, tmp_path / "u")
     assert_same_state(zckpt.open(target), checkpoint)
-    model = torch.load(target / "mp_rank_00_model_states.pt", weights_only=True)
+    model = torch.load(target / MODEL, weights_only=True)
     assert model["universal_checkpoint_info"] == {"universal_checkpoint_version": 0.2}
     assert model["global_steps"] == 5
     assert {"epoch", "step", "lr_scheduler", "skipped_steps", "dp_world_size", "mp_world_size"} <= set(model)
@@ -158,7 +151,7 @@ def test_a_run_that_is_not_deepspeeds_is_written(name, tmp_path):
 def test_what_each_loader_of_deepspeed_looks_for_is_there(name, tmp_path):
     checkpoint = zckpt.open(FIXTURES / name)
     target = written(checkpoint, tmp_path / "u")
-    for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+    for file in (MODEL, "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         model = load(target / file)
         assert model["mp_world_size"] == 1
         assert model["dp_world_size"] == 2
@@ -184,7 +177,7 @@ def test_what_each_loader_of_deepspeed_looks_for_is_there(name, tmp_path):
 def test_the_model_file_holds_the_whole_model(tmp_path):
     for name in ("s2_bf16_dp4", "s3_bf16_dp2"):
         target = written(zckpt.open(FIXTURES / name), tmp_path / name)
-        module = load(target / "mp_rank_00_model_states.pt")["module"]
+        module = load(target / MODEL)["module"]
         truth = load_file(FIXTURES / name / "truth.safetensors")
         for key in module:
             wanted = truth.get(f"module/{key}", truth.get(f"buffer/{key}"))
@@ -218,17 +211,14 @@ def test_archives_are_sound_and_load_without_running_anything(tmp_path):
 
 def test_the_same_run_writes_the_same_bytes(tmp_path):
     checkpoint = zckpt.open(FIXTURES / "s2_bf16_dp2_client")
-    one, other = written(checkpoint, tmp_path / "a"), written(checkpoint, tmp_path / "b")
-    files = [p.relative_to(one) for p in one.rglob("*") if p.is_file()]
-    assert files
-    for file in files:
-        assert (one / file).read_bytes() == (other / file).read_bytes(), file
+    one, other = (contents(written(checkpoint, tmp_path / name)) for name in "ab")
+    assert one == other
 
 
 def test_files_of_other_programs_are_not_own():
     for name in ("notes.txt", "zero/a.txt", "zero/a/b/c.pt", "latest", "other/fp32.pt", "zero/x/readme"):
         assert not universal_directory.is_own(name)
-    for name in ("zero/optimizer_state.pt", "zero/wte.weight/fp32.pt", "mp_rank_00_model_states.pt"):
+    for name in ("zero/optimizer_state.pt", "zero/wte.weight/fp32.pt", MODEL):
         assert universal_directory.is_own(name)
 
 
@@ -238,11 +228,9 @@ def test_files_of_other_programs_are_not_own():
 def test_a_parameter_that_no_step_has_reached_gets_zeros_and_loses_them_again(tmp_path):
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(2, 2)})
     optimizer = torch.optim.AdamW(model.parameters())
-    model["a"](torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    save_both(model, optimizer, tmp_path / "c.pt")
+    trained(model["a"], optimizer)
     names = ["a.weight", "a.bias", "b.weight", "b.bias"]
-    checkpoint = zckpt.open(tmp_path / "c.pt", names=names)
+    checkpoint = zckpt.open(save_both(model, optimizer, tmp_path / "c.pt"), names=names)
     target = written(checkpoint, tmp_path / "u")
     for stem in ("exp_avg", "exp_avg_sq"):
         content = torch.load(target / f"zero/b.weight/{stem}.pt", weights_only=True)
@@ -339,31 +327,27 @@ def test_a_slot_or_step_that_others_have_is_missed(file, tmp_path):
 
 def test_groups_of_other_hyperparameters_may_have_other_state(tmp_path):
     """AMSGrad keeps one slot more; a parameter of the other group is not to have it."""
-    weights = {name: torch.nn.Parameter(torch.ones(4, 3)) for name in ("a", "b")}
-    groups: list[dict[str, Any]] = [{"params": [weights["a"]], "amsgrad": True}, {"params": [weights["b"]]}]
-    optimizer = torch.optim.AdamW(groups)
-    torch.stack(list(weights.values())).sum().backward()
+    model = torch.nn.ParameterDict({name: torch.ones(4, 3) for name in ("a", "b")})
+    optimizer = torch.optim.AdamW([{"params": [model["a"]], "amsgrad": True}, {"params": [model["b"]]}])
+    torch.stack(list(model.values())).sum().backward()
     optimizer.step()
-    torch.save({"model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
-    checkpoint = zckpt.open(tmp_path / "c.pt", names=["a", "b"])
+    checkpoint = zckpt.open(save_both(model, optimizer, tmp_path / "c.pt"), names=["a", "b"])
     assert_same_state(zckpt.open(written(checkpoint, tmp_path / "u")), checkpoint)
 
 
-def test_missing_files_are_named(tmp_path):
-    for index, (file, error) in enumerate(
-        [
-            ("zero/emb.weight/fp32.pt", LayoutError),
-            ("zero/optimizer_state.pt", ShardError),
-            ("mp_rank_00_model_states.pt", ShardError),
-        ]
-    ):
-        target = sample(tmp_path / str(index))
-        (target / file).unlink()
-        with pytest.raises(error, match=file.rpartition("/")[2]):
-            zckpt.open(target)
-    target = sample(tmp_path, "s3_bf16_dp2")
-    (target / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
-    with refusing(ShardError, "missing for rank 1"):
+@pytest.mark.parametrize(
+    ("name", "file", "error", "words"),
+    [
+        ("s2_bf16_dp4", "zero/emb.weight/fp32.pt", LayoutError, "fp32.pt"),
+        ("s2_bf16_dp4", "zero/optimizer_state.pt", ShardError, "optimizer_state.pt"),
+        ("s2_bf16_dp4", MODEL, ShardError, MODEL),
+        ("s3_bf16_dp2", f"zero_pp_rank_1_{MODEL}", ShardError, "missing for rank 1"),
+    ],
+)
+def test_missing_files_are_named(name, file, error, words, tmp_path):
+    target = sample(tmp_path, name)
+    (target / file).unlink()
+    with refusing(error, words):
         zckpt.open(target)
 
 
@@ -390,13 +374,13 @@ def test_files_that_contradict_each_other_are_refused(tmp_path):
 def test_a_vocabulary_that_is_padded_in_the_model_file_is_cut_to_its_rows(tmp_path):
     """A master of no dimension, or of more rows, is not one of such a weight."""
     target, name = sample(tmp_path), "emb.weight"
-    path, model = target / "mp_rank_00_model_states.pt", load(target / "mp_rank_00_model_states.pt")
+    model = load(target / MODEL)
     weight = model["module"][name]
     shapes = [
         {one: (40, 8) if one == name else shape for one, shape in group.items()} for group in model["param_shapes"]
     ]
     padded = torch.cat([weight, torch.ones(3, 8, dtype=weight.dtype)])
-    resaved(path, module={**model["module"], name: padded}, param_shapes=shapes)
+    resaved(target / MODEL, module={**model["module"], name: padded}, param_shapes=shapes)
     for file in ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt"):
         resaved(target / "zero" / name / file, vocab_tensor=True)
     assert_same(zckpt.open(target).read(name, "weight"), weight, name)
@@ -415,11 +399,8 @@ def test_files_that_hold_something_else_are_refused(content, tmp_path):
 
 
 def test_names_in_a_file_do_not_lead_out_of_the_directory(tmp_path):
-    target = sample(tmp_path)
-    path = target / "mp_rank_00_model_states.pt"
-    shapes = load(path)["param_shapes"]
-    shapes[2] = {"../../elsewhere": torch.Size([1])}
-    resaved(path, param_shapes=shapes)
+    elsewhere = {"../../elsewhere": torch.Size([1])}
+    target = changed("s2_bf16_dp4", tmp_path, lambda content: content["param_shapes"].__setitem__(2, elsewhere))
     with refusing(DamagedFileError, "leads elsewhere"):
         zckpt.open(target)
 
@@ -467,11 +448,10 @@ def test_latest_universal_must_name_a_directory_beside_it(name, tmp_path):
 
 
 def test_a_run_with_round_robin_is_warned_of(tmp_path):
-    target = sample(tmp_path)
-    path = target / "mp_rank_00_model_states.pt"
-    config = load(path)["ds_config"]
-    config["zero_optimization"]["round_robin_gradients"] = True
-    resaved(path, ds_config=config)
+    def turn_on(content):
+        content["ds_config"]["zero_optimization"]["round_robin_gradients"] = True
+
+    target = changed("s2_bf16_dp4", tmp_path, turn_on)
     assert any("round_robin_gradients" in warning for warning in zckpt.open(target).warnings)
     assert zckpt.open(SAMPLES / "s2_bf16_dp4").warnings == []
 
@@ -491,23 +471,20 @@ def test_notes_say_where_the_loader_stops(tmp_path):
 
 def test_steps_of_their_own_arrive_with_each_parameter(tmp_path):
     """A parameter of a group that began to be trained later has taken fewer steps."""
-    late, early = (torch.nn.Parameter(torch.randn(3)) for _ in range(2))
-    optimizer = torch.optim.AdamW([late, early])
+    model = torch.nn.ParameterDict({"late": torch.randn(3), "early": torch.randn(3)})
+    optimizer = torch.optim.AdamW([model["late"], model["early"]])
     for step in range(3):
-        early.grad, late.grad = torch.ones(3), torch.ones(3) if step else None
+        model["early"].grad, model["late"].grad = torch.ones(3), torch.ones(3) if step else None
         optimizer.step()
-    torch.save(
-        {"model": {"late": late.data, "early": early.data}, "optimizer": optimizer.state_dict()}, tmp_path / "x.pt"
-    )
-    source = zckpt.open(tmp_path / "x.pt", names=["late", "early"])
+    source = zckpt.open(save_both(model, optimizer, tmp_path / "x.pt"), names=["late", "early"])
     zckpt.convert(source, tmp_path / "u", to="universal", verify=True)
     assert not zckpt.diff(source, tmp_path / "u").as_dict()["different"]
     assert [float(torch.load(tmp_path / "u" / "zero" / name / "step.pt")) for name in ("late", "early")] == [2, 3]
 
 
-def changed(name: str, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+def changed(name: str, tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     """A copy of a checkpoint that DeepSpeed converted, with something else in its model files."""
-    source = Path(shutil.copytree(SAMPLES / name, tmp_path / "source"))
+    source = sample(tmp_path, name)
     for path in source.glob("*_model_states.pt"):
         content = load(path)
         change(content)
@@ -526,10 +503,9 @@ def test_floats_that_deepspeed_made_of_integers_and_doubles_are_copies_of_them(t
 
 
 def test_alias_of_a_parameter_that_was_not_saved_has_its_own_values(tmp_path):
+    elsewhere = {"frozen_odd": "frozen_elsewhere"}
+    source = changed("s2_bf16_dp4", tmp_path, lambda content: content["shared_params"].update(elsewhere))
     expected = zckpt.open(SAMPLES / "s2_bf16_dp4").read("frozen_odd")
-    source = changed(
-        "s2_bf16_dp4", tmp_path, lambda content: content["shared_params"].update(frozen_odd="frozen_elsewhere")
-    )
     assert_same(zckpt.open(source).read("frozen_odd"), expected, "frozen_odd")
 
 
