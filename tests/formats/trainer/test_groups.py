@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import zckpt
+from tests.formats.holding import converted
+from tests.logical import assert_same_tree
+
+Shape = tuple[int, ...]
+Moments = dict[str, torch.Tensor]
 
 CONFIG = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True}
 LAYER = {
@@ -26,20 +32,36 @@ SHAPES = {
 """Of a model of Qwen2, in its order; transformers 4.48.3 trained one, whose groups are those below."""
 
 
-def trained(folder: Path, undecayed: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """A Trainer's directory, whose second group has what is named so; returns each parameter's first moment."""
-    torch.manual_seed(0)
-    model = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
-    rest = [name for name in model if any(one in name for one in undecayed)]
-    groups = [[name for name in model if name not in rest], rest]
-    optimizer = torch.optim.AdamW([{"params": [model[name] for name in one]} for one in groups])
-    sum((one * torch.randn_like(one)).sum() for one in model.values()).backward()
+def saved(folder: Path, shapes: dict[str, Shape], groups: list[dict[str, Any]], *, adapter: bool = False) -> Moments:
+    """A Trainer's directory after a step, with groups of so many names; returns each parameter's first moment."""
+    folder.mkdir(exist_ok=True)
+    model = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    optimizer = torch.optim.AdamW([{**one, "params": [model[name] for name in one["params"]]} for one in groups])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    for one in model.values():
+        one.grad = torch.randn_like(one)
     optimizer.step()
-    save_file({name: one.detach() for name, one in model.items()}, folder / "model.safetensors", {"format": "pt"})
+    weights = {name: one.detach() for name, one in model.items()}
+    save_file(weights, folder / f"{'adapter_' * adapter}model.safetensors", {"format": "pt"})
     torch.save(optimizer.state_dict(), folder / "optimizer.pt")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 1}))
+    torch.save(schedule.state_dict(), folder / "scheduler.pt")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 1, "train_batch_size": 2}))
     return {name: optimizer.state[one]["exp_avg"] for name, one in model.items()}
+
+
+def trained(folder: Path, undecayed: tuple[str, ...]) -> Moments:
+    """What transformers saves of a Qwen2, whose second group has what is named so."""
+    rest = [name for name in SHAPES if any(one in name for one in undecayed)]
+    moments = saved(folder, SHAPES, [{"params": [name for name in SHAPES if name not in rest]}, {"params": rest}])
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return moments
+
+
+def assert_same_optimizer(one: Path, other: Path) -> None:
+    ours, theirs = (torch.load(folder / "optimizer.pt") for folder in (one, other))
+    for key in ("params", "lr"):
+        assert [group[key] for group in ours["param_groups"]] == [group[key] for group in theirs["param_groups"]]
+    assert_same_tree(ours["state"], theirs["state"])
 
 
 @pytest.mark.parametrize("undecayed", [("bias", "norm"), ("bias",)], ids=["by name", "norms of an unknown class"])
@@ -52,43 +74,25 @@ def test_state_is_of_the_parameter_whose_it_is(undecayed, tmp_path):
 
 
 def test_an_older_trainers_groups_stay_as_they_are(tmp_path):
-    source, again = tmp_path / "run", tmp_path / "again"
-    source.mkdir()
-    trained(source, ("bias",))
-    zckpt.convert(source, again, to="transformers-trainer", train_batch_size=2)
-    ours, theirs = (torch.load(one / "optimizer.pt") for one in (again, source))
-    assert [one["params"] for one in ours["param_groups"]] == [one["params"] for one in theirs["param_groups"]]
-    for number, state in theirs["state"].items():
-        assert torch.equal(ours["state"][number]["exp_avg"], state["exp_avg"])
+    trained(tmp_path / "run", ("bias",))
+    zckpt.convert(tmp_path / "run", tmp_path / "again", to="transformers-trainer", train_batch_size=2)
+    assert_same_optimizer(tmp_path / "again", tmp_path / "run")
 
 
-def test_groups_of_a_program_with_others_stay_as_they_are(tmp_path):
+@pytest.mark.parametrize(("halves", "rates"), [([""], [1e-3]), (["_A.", "_B.", None, None], [1e-3, 1e-2, 1e-2, 1e-6])])
+def test_groups_of_a_program_with_others_stay_as_they_are(halves, rates, tmp_path):
     """ms-swift drops the empty one of an adapter's, LLaMA-Factory's LoRA+ has four, of which two are empty."""
     names = [f"base_model.model.model.layers.{n}.q_proj.lora_{one}.weight" for n in (0, 1) for one in "AB"]
-    model = {name: torch.nn.Parameter(torch.randn((2, 16) if "_A." in name else (16, 2))) for name in names}
-    halves = [[model[name] for name in names if half in name] for half in ("_A.", "_B.")]
-    for case, rates in {"one": [1e-3], "four": [1e-3, 1e-2, 1e-2, 1e-6]}.items():
-        parts = [list(model.values())] if case == "one" else [*halves, [], []]
-        groups = [{"params": part, "lr": rate} for part, rate in zip(parts, rates, strict=True)]
-        optimizer = torch.optim.AdamW(groups)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-        sum((one * torch.randn_like(one)).sum() for one in model.values()).backward()
-        optimizer.step()
-        source, again = tmp_path / case, tmp_path / f"{case}_again"
-        source.mkdir()
-        save_file({name: one.detach() for name, one in model.items()}, source / "adapter_model.safetensors")
-        (source / "adapter_config.json").write_text(
-            json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]})
-        )
-        (source / "trainer_state.json").write_text(json.dumps({"global_step": 1, "train_batch_size": 2}))
-        torch.save(optimizer.state_dict(), source / "optimizer.pt")
-        torch.save(schedule.state_dict(), source / "scheduler.pt")
-        zckpt.convert(source, again, to="transformers-trainer")
-        ours, theirs = (torch.load(one / "optimizer.pt") for one in (again, source))
-        assert [one["params"] for one in ours["param_groups"]] == [one["params"] for one in theirs["param_groups"]]
-        assert [one["lr"] for one in ours["param_groups"]] == rates
-        assert zckpt.diff(source, again).equal
-        assert torch.load(again / "scheduler.pt")["base_lrs"] == rates
+    shapes = {name: (2, 16) if "_A." in name else (16, 2) for name in names}
+    groups = [{"params": [name for name in names if half is not None and half in name], "lr": rate}
+              for half, rate in zip(halves, rates, strict=True)]  # fmt: skip
+    source = tmp_path / "run"
+    saved(source, shapes, groups, adapter=True)
+    about = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}
+    (source / "adapter_config.json").write_text(json.dumps(about))
+    again = converted(source, tmp_path / "again", "transformers-trainer")
+    assert_same_optimizer(again, source)
+    assert torch.load(again / "scheduler.pt")["base_lrs"] == rates
 
 
 def test_other_groups_keep_their_numbers(tmp_path):
@@ -102,13 +106,8 @@ def test_groups_of_another_rule_are_not_read_by_the_trainers(tmp_path):
              "fc.bias": (6,), "out.weight": (4, 6), "out.bias": (4,)}  # fmt: skip
     first = {"norm.weight": (4,), "norm.bias": (4,)}
     shapes = {**first, "emb.weight": (9, 4), **{f"layers.0.{name}": shape for name, shape in block.items()}}
-    model = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
-    parts = [[name for name in model if (name in first) is is_first] for is_first in (True, False)]
-    optimizer = torch.optim.AdamW([{"params": [model[name] for name in part]} for part in parts])
-    sum((one * torch.randn_like(one)).sum() for one in model.values()).backward()
-    optimizer.step()
-    save_file({name: one.detach() for name, one in model.items()}, tmp_path / "model.safetensors")
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    rest = [name for name in shapes if name not in first]
+    moments = saved(tmp_path, shapes, [{"params": [*first]}, {"params": rest}])
     opened = zckpt.open(tmp_path)
     for name in (one.name for one in opened.parameters.values() if "exp_avg" in one.slots):
-        assert torch.equal(opened.read(name, "exp_avg"), optimizer.state[model[name]]["exp_avg"]), name
+        assert torch.equal(opened.read(name, "exp_avg"), moments[name]), name

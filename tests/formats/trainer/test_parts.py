@@ -9,34 +9,26 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zckpt
+from tests.formats.holding import assert_holds, assert_state, converted
 from tests.refusals import refusing
 from zckpt.errors import LeftOutError
 from zckpt.formats.account import take_inventory
 
 PEFT = "base_model.model."
 
+REWARD = {"model": nn.Linear(4, 4), "v_head": nn.Linear(4, 1)}
+ADAPTER = {"adapter_model.safetensors": ("model.", f"{PEFT}model.", "")}
 KINDS = {
     "LLaMA-Factory's reward model": (
-        {"model": nn.Linear(4, 4), "v_head": nn.Linear(4, 1)},
-        {"model.safetensors": ("model.", "model.", ""), "value_head.safetensors": ("v_head.", "v_head.", "")},
+        REWARD, {"model.safetensors": ("model.", "model.", ""), "value_head.safetensors": ("v_head.", "v_head.", "")},
     ),
     "the same in torch files": (
-        {"model": nn.Linear(4, 4), "v_head": nn.Linear(4, 1)},
-        {"pytorch_model.bin": ("model.", "model.", ""), "value_head.bin": ("v_head.", "v_head.", "")},
+        REWARD, {"pytorch_model.bin": ("model.", "model.", ""), "value_head.bin": ("v_head.", "v_head.", "")},
     ),
-    "the same of an adapter": (
-        {"model": nn.Linear(4, 4), "v_head": nn.Linear(4, 1)},
-        {
-            "adapter_model.safetensors": ("model.", f"{PEFT}model.", ""),
-            "value_head.safetensors": ("v_head.", "v_head.", ""),
-        },
-    ),
+    "the same of an adapter": (REWARD, {**ADAPTER, "value_head.safetensors": ("v_head.", "v_head.", "")}),
     "ms-swift's vision tower, beside an adapter": (
         {"visual": nn.Linear(4, 3), "model": nn.Linear(4, 4)},
-        {
-            "adapter_model.safetensors": ("model.", f"{PEFT}model.", ""),
-            "vit.safetensors": ("visual.", f"{PEFT}visual.", ""),
-        },
+        {**ADAPTER, "vit.safetensors": ("visual.", f"{PEFT}visual.", "")},
     ),
     "sentence-transformers' layers, of the same shape": (
         {"0": nn.Linear(4, 4), "1": nn.Identity(), "2": nn.Linear(4, 4), "3": nn.Linear(4, 4)},
@@ -46,12 +38,11 @@ KINDS = {
             "3_Dense/pytorch_model.bin": ("3.", "linear.", "3."),
         },
     ),
-}
+}  # fmt: skip
 """By who saves it: modules, and how names of each file begin in memory, in the file, and before that in zckpt."""
 
 
 def trained(modules):
-    torch.manual_seed(0)
     model = nn.ModuleDict(deepcopy(modules))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for number, one in enumerate(model.parameters()):
@@ -88,29 +79,20 @@ def save_state(folder, optimizer):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_files_of_a_model_are_read_with_its_optimizer(kind, tmp_path):
+def test_all_files_of_a_model_are_read_with_its_optimizer_or_without(kind, tmp_path):
     model, optimizer, names = saved(tmp_path / "c", kind)
+    zckpt.consolidate(tmp_path / "c", tmp_path / "m.safetensors")
     save_state(tmp_path / "c", optimizer)
     zckpt.convert(tmp_path / "c", tmp_path / "z", to="zckpt")
-    for source in (tmp_path / "c", tmp_path / "z"):
+    for source in (tmp_path / "m.safetensors", tmp_path / "c", tmp_path / "z"):
         checkpoint = zckpt.open(source)
         assert {*checkpoint.parameters} == {*names.values()}
         assert not checkpoint.unnamed
         for name, one in model.named_parameters():
             assert torch.equal(checkpoint.read(names[name], "weight"), one)
-            for slot in ("exp_avg", "exp_avg_sq"):
-                assert torch.equal(checkpoint.read(names[name], slot), optimizer.state[one][slot])
+            assert_state(checkpoint, names[name], optimizer.state[one] if source.is_dir() else {})
     assert not take_inventory(zckpt.open(tmp_path / "c")).left_out
     assert zckpt.verify(tmp_path / "c", deep=True).sound
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_model_without_an_optimizer_has_all_of_its_files(kind, tmp_path):
-    model, _, names = saved(tmp_path / "c", kind)
-    zckpt.consolidate(tmp_path / "c", tmp_path / "m.safetensors")
-    found = zckpt.open(tmp_path / "m.safetensors")
-    assert {*found.parameters} == {*names.values()}
-    assert all(torch.equal(found.read(names[name], "weight"), one) for name, one in model.named_parameters())
 
 
 def test_a_head_that_the_models_own_file_has_too_is_not_read_twice(tmp_path):
@@ -135,21 +117,15 @@ def test_diffusers_folders_are_models_beside_their_optimizer(has_average, is_sev
     """Of several trained together the optimizer has them in an order of its own, here not that of their names."""
     model, optimizer = trained({"unet": nn.Linear(4, 3), **({"text_encoder": nn.Linear(5, 2)} if is_several else {})})
     for folder, own in model.items():
-        values = {name: one.detach().clone() for name, one in own.named_parameters()}
         stem = "model" if folder == "text_encoder" else "diffusion_pytorch_model"
-        save(tmp_path / "c" / folder / f"{stem}.safetensors", values)
+        save(tmp_path / "c" / folder / f"{stem}.safetensors", own.state_dict())
     if has_average:
         average = {name: one.detach() / 2 for name, one in model["unet"].named_parameters()}
         save(tmp_path / "c" / "unet_ema" / "diffusion_pytorch_model.safetensors", average)
     torch.save(optimizer.state_dict(), tmp_path / "c" / "optimizer.bin")
     torch.save({"step": 1}, tmp_path / "c" / "random_states_0.pkl")
-    checkpoint = zckpt.open(tmp_path / "c")
-    is_fronted = has_average or is_several
+    checkpoint = assert_holds(tmp_path / "c", model if has_average or is_several else model["unet"], optimizer)
     assert not checkpoint.unnamed
-    for name, one in model.named_parameters():
-        known = name if is_fronted else name.removeprefix("unet.")
-        assert torch.equal(checkpoint.read(known, "weight"), one)
-        assert torch.equal(checkpoint.read(known, "exp_avg"), optimizer.state[one]["exp_avg"])
     if has_average:
         assert torch.equal(checkpoint.read("unet_ema.weight", "weight"), average["weight"])
         assert {*checkpoint.parameters["unet_ema.weight"].slots} == {"weight"}
@@ -157,17 +133,14 @@ def test_diffusers_folders_are_models_beside_their_optimizer(has_average, is_sev
         named = zckpt.open(tmp_path / "c", names=["weight", "bias"])
         assert torch.equal(named.read("unet.bias", "exp_avg"), optimizer.state[model["unet"].bias]["exp_avg"])
     assert zckpt.verify(tmp_path / "c", deep=True).sound
-    zckpt.convert(tmp_path / "c", tmp_path / "z", to="zckpt")
-    assert zckpt.diff(tmp_path / "c", tmp_path / "z").equal
+    converted(tmp_path / "c", tmp_path / "z", "zckpt")
 
 
 def test_a_lora_of_diffusers_is_a_model_beside_its_optimizer(tmp_path):
     model, optimizer = trained({"lora": nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(2, 3, bias=False))})
-    save(tmp_path / "pytorch_lora_weights.safetensors", {n: p.detach() for n, p in model.named_parameters()})
+    save(tmp_path / "pytorch_lora_weights.safetensors", model.state_dict())
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
-    checkpoint = zckpt.open(tmp_path)
-    for name, one in model.named_parameters():
-        assert torch.equal(checkpoint.read(name, "exp_avg"), optimizer.state[one]["exp_avg"])
+    assert_holds(tmp_path, model, optimizer)
 
 
 @pytest.mark.parametrize(("apart", "name"), [("vit", f"{PEFT}visual.weight"), ("value_head", "v_head.weight")])
