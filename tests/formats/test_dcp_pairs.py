@@ -11,9 +11,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import zckpt
+from tests.folders import names_in
+from tests.formats.holding import assert_holds, assert_state, converted
+from tests.logical import assert_same_tree
 from tests.refusals import refusing
 from zckpt.errors import UnknownFormatError
 from zckpt.formats.account import take_inventory
@@ -30,7 +33,7 @@ class Lora(nn.Module):
         self.lora_A, self.lora_B = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
 
 
-def trained(made: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(made: Any = lambda: nn.Linear(4, 4, bias=False)) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.ModuleDict({name: made() for name in NAMES})
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.1)
     for group in optimizer.param_groups:
@@ -40,42 +43,42 @@ def trained(made: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def save(folder: Path, file: str, tensors: dict[str, torch.Tensor], optimizer: dict[str, Any]) -> None:
-    dcp.save({"optim": optimizer, "sched": {"last_epoch": 1}}, checkpoint_id=folder / "optim")
-    (folder / "model").mkdir()
-    save_file(tensors, folder / "model" / file)
+def save(run: Path, file: str, tensors: dict[str, torch.Tensor], optimizer: dict[str, Any]) -> Path:
+    dcp.save({"optim": optimizer, "sched": {"last_epoch": 1}}, checkpoint_id=run / "optim")
+    (run / "model").mkdir()
+    save_file(tensors, run / "model" / file)
+    return run
 
 
-def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    names = {one: name for name, one in model.named_parameters()}
-    groups = [{**group, "params": [names[one] for one in group["params"]]} for group in optimizer.param_groups]
-    return {"state": {names[one]: its for one, its in optimizer.state.items()}, "param_groups": groups}
+@pytest.fixture
+def run(tmp_path) -> Path:
+    model, optimizer = trained()
+    return save(tmp_path / "run", "model.safetensors", model.state_dict(), get_optimizer_state_dict(model, optimizer))
 
 
 def test_an_adapter_is_read_with_its_optimizer(tmp_path):
     model, optimizer = trained(Lora)
     tensors = {f"base_model.model.{k}": one.detach() for k, one in model.named_parameters() if one.requires_grad}
-    save(tmp_path / "run", "adapter_model.safetensors", tensors, by_name(model, optimizer))
+    run = save(tmp_path / "run", "adapter_model.safetensors", tensors, get_optimizer_state_dict(model, optimizer))
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": list(NAMES)}
-    (tmp_path / "run" / "model" / "adapter_config.json").write_text(json.dumps(config))
+    (run / "model" / "adapter_config.json").write_text(json.dumps(config))
 
-    checkpoint = zckpt.open(tmp_path / "run")
+    checkpoint = zckpt.open(run)
     assert {*checkpoint.parameters} == {*tensors}
     for name, one in model.named_parameters():
-        for key, value in optimizer.state[one].items() if one.requires_grad else ():
-            assert torch.equal(checkpoint.read(f"base_model.model.{name}", key), value)
+        if one.requires_grad:
+            assert_state(checkpoint, f"base_model.model.{name}", optimizer.state[one])
     assert not checkpoint.warnings
     assert not take_inventory(checkpoint).left_out
-    assert zckpt.verify(tmp_path / "run", deep=True).sound
+    assert zckpt.verify(run, deep=True).sound
 
-    zckpt.consolidate(tmp_path / "run", tmp_path / "adapter")
-    written = {one.name for one in (tmp_path / "adapter").iterdir()}
-    assert {"adapter_config.json", "adapter_model.safetensors"} <= written
+    zckpt.consolidate(run, tmp_path / "adapter")
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {*names_in(tmp_path / "adapter")}
     again, its = trained(Lora)
-    zckpt.load(tmp_path / "run", model=again, optimizer=its, strict=False)
+    zckpt.load(run, model=again, optimizer=its, strict=False)
     for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=True):
         assert not one.requires_grad or torch.equal(one, other), name
-        assert all(torch.equal(its.state[other][key], value) for key, value in optimizer.state[one].items()), name
+        assert_same_tree(dict(its.state.get(other, {})), dict(optimizer.state.get(one, {})), name)
 
 
 def test_values_with_folders_of_their_own_are_carried(tmp_path):
@@ -83,24 +86,18 @@ def test_values_with_folders_of_their_own_are_carried(tmp_path):
     model, optimizer = trained(lambda: nn.Linear(3, 2))
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     parts = {
-        "model": get_model_state_dict(model),
+        "model": model.state_dict(),
         "optim": get_optimizer_state_dict(model, optimizer, options=options),
         "scheduler": {"last_epoch": 7},
         "trainer": {"iteration": 7, "grad_scaler": {"scale": 2.0}, "rng": torch.arange(5)},
     }
+    source = tmp_path / "checkpoints"
     for name, part in parts.items():
-        dcp.save(part, checkpoint_id=tmp_path / "checkpoints" / "iter_000000007" / name)
-    (tmp_path / "checkpoints" / "latest_checkpoint.txt").write_text("iter_000000007")
-    checkpoint = zckpt.open(tmp_path / "checkpoints")
-    for name, one in model.named_parameters():
-        assert torch.equal(checkpoint.read(name, "weight"), one)
-        assert torch.equal(checkpoint.read(name, "exp_avg"), optimizer.state[one]["exp_avg"])
-    assert {*checkpoint.metadata} == {"scheduler", "trainer"}
-    assert not take_inventory(checkpoint).left_out
-    assert zckpt.verify(tmp_path / "checkpoints", deep=True).sound
-    zckpt.convert(tmp_path / "checkpoints", tmp_path / "dcp", to="dcp")
-    found = zckpt.diff(tmp_path / "checkpoints", tmp_path / "dcp")
-    assert found.equal
+        dcp.save(part, checkpoint_id=source / "iter_000000007" / name)
+    (source / "latest_checkpoint.txt").write_text("iter_000000007")
+    assert {*assert_holds(source, model, optimizer).metadata} == {"scheduler", "trainer"}
+    assert zckpt.verify(source, deep=True).sound
+    converted(source, tmp_path / "dcp", "dcp")
 
 
 def test_iterations_of_megatron_are_not_those_of_cosmos(tmp_path):
@@ -124,42 +121,39 @@ def test_the_order_of_safetensors_tells_no_numbers(made, file, tmp_path):
     assert not any("exp_avg" in one.slots for one in checkpoint.parameters.values())
     assert "keeps its number" in checkpoint.warnings[0]
     told = zckpt.open(tmp_path / "run", names=names)
-    for name, one in model.named_parameters():
-        if name in names:
-            assert torch.equal(told.read(name, "exp_avg"), optimizer.state[one]["exp_avg"])
+    for name in names:
+        assert_state(told, name, optimizer.state[model.get_parameter(name)])
 
 
 def test_a_shape_that_one_parameter_has_tells_its_number(tmp_path):
-    model, optimizer = trained(lambda: nn.Linear(4, 4, bias=False))
+    model, optimizer = trained()
     model["o"] = nn.Linear(4, 5, bias=False)
     optimizer.add_param_group({"params": list(model["o"].parameters())})
     model["o"].weight.grad = torch.ones(5, 4)
     optimizer.step()
-    save(tmp_path / "run", "model.safetensors", model.state_dict(), optimizer.state_dict())
-    checkpoint = zckpt.open(tmp_path / "run")
-    assert torch.equal(checkpoint.read("o.weight", "exp_avg"), optimizer.state[model["o"].weight]["exp_avg"])
+    checkpoint = zckpt.open(save(tmp_path / "run", "model.safetensors", model.state_dict(), optimizer.state_dict()))
+    assert_state(checkpoint, "o.weight", optimizer.state[model["o"].weight])
     assert [name for name, one in checkpoint.parameters.items() if "exp_avg" in one.slots] == ["o.weight"]
 
 
-def test_a_damaged_model_beside_it_is_all_that_verify_finds(tmp_path):
-    model, optimizer = trained(lambda: nn.Linear(4, 4, bias=False))
-    save(tmp_path / "run", "model.safetensors", model.state_dict(), by_name(model, optimizer))
-    file = tmp_path / "run" / "model" / "model.safetensors"
+def test_a_damaged_model_beside_it_is_all_that_verify_finds(run):
+    file = run / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    assert [one.file for one in zckpt.verify(tmp_path / "run").findings] == [str(file)]
+    assert [one.file for one in zckpt.verify(run).findings] == [str(file)]
 
 
-def test_the_mark_of_another_program_is_no_part_of_it(tmp_path):
-    model, optimizer = trained(lambda: nn.Linear(4, 4, bias=False))
-    save(tmp_path / "run", "model.safetensors", model.state_dict(), by_name(model, optimizer))
-    (tmp_path / "run" / "COMPLETED").write_text("COMPLETED")
-    assert not take_inventory(zckpt.open(tmp_path / "run")).left_out
+def test_the_mark_of_another_program_is_no_part_of_it(run):
+    (run / "COMPLETED").write_text("COMPLETED")
+    assert not take_inventory(zckpt.open(run)).left_out
 
 
 def test_parts_of_megatrons_are_not_a_pair(tmp_path):
     """verl 0.9 has `model/dist_ckpt`, `optimizer/dist_ckpt` and more, each as Megatron-Core saves it."""
-    model, optimizer = trained(lambda: nn.Linear(4, 4, bias=False))
-    for name, state in (("model", model.state_dict()), ("optimizer", {"optimizer": by_name(model, optimizer)})):
+    model, optimizer = trained()
+    for name, state in (
+        ("model", model.state_dict()),
+        ("optimizer", {"optimizer": get_optimizer_state_dict(model, optimizer)}),
+    ):
         dcp.save(state, checkpoint_id=tmp_path / "run" / name / "dist_ckpt")
         torch.save({"iteration": 1}, tmp_path / "run" / name / "dist_ckpt" / "common.pt")
     with refusing(UnknownFormatError, "did you mean .*/dist_ckpt"):

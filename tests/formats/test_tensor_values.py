@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import zckpt
-from tests.live import trained
+from tests.live import save_both, trained
+from tests.logical import assert_same_tree
 from tests.refusals import refusing
 from zckpt.errors import UnsupportedError
 from zckpt.formats import open_checkpoint
@@ -44,12 +46,18 @@ def resolved(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.resolve_conj().resolve_neg().contiguous().clone() for name, tensor in tensors.items()}
 
 
+def assert_read(path: Path, expected: dict[str, torch.Tensor]) -> zckpt.OpenedCheckpoint:
+    checkpoint = zckpt.open(path)
+    for name, tensor in expected.items():
+        assert_bits(checkpoint.read(name, WEIGHT), tensor)
+    return checkpoint
+
+
 def assert_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Assert the same type, shape and bits; a NaN and a signed zero count as what they are."""
     assert not found.is_conj()
     assert not found.is_neg()
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-    assert found.contiguous().reshape(-1).view(torch.uint8).equal(expected.contiguous().reshape(-1).view(torch.uint8))
+    assert_same_tree(found, expected)
 
 
 @pytest.fixture
@@ -58,18 +66,11 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "lazy.pt"
 
 
-def test_lazy_views_are_read_resolved(source):
-    checkpoint = zckpt.open(source)
+def test_lazy_views_are_read_resolved(source, tmp_path):
+    checkpoint = assert_read(source, resolved(lazy_views()))
     assert all(one.tied_to is None for one in checkpoint.parameters.values())
-    for name, expected in resolved(lazy_views()).items():
-        assert_bits(checkpoint.read(name, WEIGHT), expected)
-
-
-def test_lazy_views_of_a_legacy_file_are_read_resolved(tmp_path):
     torch.save(lazy_views(), tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
-    checkpoint = zckpt.open(tmp_path / "legacy.pt")
-    for name, expected in resolved(lazy_views()).items():
-        assert_bits(checkpoint.read(name, WEIGHT), expected)
+    assert_read(tmp_path / "legacy.pt", resolved(lazy_views()))
 
 
 def test_lazy_views_are_consolidated_resolved(tmp_path):
@@ -86,9 +87,7 @@ def test_lazy_views_are_consolidated_resolved(tmp_path):
 def test_lazy_views_are_converted_resolved(to, source, tmp_path):
     target = tmp_path / ("whole.pt" if to == "consolidated" else "target")
     zckpt.convert(source, target, to=to, verify=True)
-    checkpoint = zckpt.open(target)
-    for name, expected in resolved(lazy_views()).items():
-        assert_bits(checkpoint.read(name, WEIGHT), expected)
+    assert_read(target, resolved(lazy_views()))
     if to == "consolidated":
         root = torch.load(target)
         assert root["zckpt"]["metadata"]["note"].equal(torch.load(source)["note"])
@@ -111,24 +110,18 @@ def test_lazy_views_are_loaded_resolved(tmp_path):
 
 def test_lazy_views_are_sliced_resolved(tmp_path):
     """Items of DCP are torch files, whose tensors may be lazy too."""
-    import torch.distributed.checkpoint as dcp
-
     tensors = {name: one for name, one in lazy_views().items() if one.numel() > 1}
     dcp.save(dict(tensors), checkpoint_id=tmp_path / "dcp")
     loaded = {name: torch.zeros_like(one).resolve_conj().resolve_neg() for name, one in tensors.items()}
     dcp.load(loaded, checkpoint_id=tmp_path / "dcp")
-    checkpoint = zckpt.open(tmp_path / "dcp")
-    for name, expected in loaded.items():
-        assert_bits(checkpoint.read(name, WEIGHT), expected)
+    assert_read(tmp_path / "dcp", loaded)
 
 
 def test_step_counts_may_be_lazy(tmp_path):
     model, optimizer = trained(torch.nn.Linear(3, 2))
-    state = optimizer.state_dict()
-    for one in state["state"].values():
+    for one in optimizer.state.values():
         one["step"] = torch._neg_view(torch.tensor(-5.0))
-    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "x.pt")
-    assert open_checkpoint(tmp_path / "x.pt").step == 5
+    assert open_checkpoint(save_both(model, optimizer, tmp_path / "x.pt")).step == 5
 
 
 class Packed(torch.Tensor):
