@@ -14,7 +14,7 @@ import torch
 from tests.cli.console import FIXTURES
 from tests.damage import edit, optimizer_file
 
-__all__ = ["FIXTURES", "address", "copy", "edit", "model_file", "optimizer_file", "recut"]
+__all__ = ["FIXTURES", "address", "copy", "edit", "edit_all", "model_file", "optimizer_file", "recut"]
 
 
 def address(numel: int, start: int) -> Any:
@@ -29,6 +29,11 @@ def copy(name: str, directory: Path) -> Path:
     run = Path(shutil.copytree(FIXTURES / name, directory / Path(name).name))
     (run / "truth.safetensors").unlink()
     return run / (run / "latest").read_text().strip()
+
+
+def edit_all(tag: Path, change: Callable[[Any], Any], files: str = "*optim_states.pt") -> None:
+    for path in sorted(tag.glob(files)):
+        edit(path, change)
 
 
 def model_file(tag: Path, rank: int | None = None) -> Path:

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 import zckpt
 import zckpt.formats.deepspeed.shards as shards
 from tests.cli.console import command, environment
-from tests.formats.deepspeed.shards import FIXTURES, address, copy, edit, model_file, optimizer_file, recut
+from tests.damage import swap
+from tests.formats.deepspeed.shards import FIXTURES, address, copy, edit, edit_all, model_file, optimizer_file, recut
 from tests.pairwise import each, some
 from tests.refusals import refusing
 from tests.truth import Truth, assert_consolidated, assert_state
@@ -112,9 +113,9 @@ def tag(tmp_path):
     return copy("s2_bf16_dp2", tmp_path)
 
 
-def limited(tag: Path) -> subprocess.CompletedProcess[str]:
-    """Inspect with little memory: what a file claims must not decide how much is taken."""
-    return subprocess.run(
+def assert_refused_with_little_memory(tag: Path) -> None:
+    """What a file claims must not decide how much is taken."""
+    done = subprocess.run(
         command("inspect", tag),
         capture_output=True,
         text=True,
@@ -122,27 +123,21 @@ def limited(tag: Path) -> subprocess.CompletedProcess[str]:
         check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)),
     )
+    assert done.returncode == 3, done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("size", some([0, 10**9], [-1, 1 << 40, 1 << 70]))
 def test_number_of_ranks_that_cannot_be_is_refused(size, tag):
     edit(model_file(tag), lambda content: content.update(dp_world_size=size))
-    for rank in (0, 1):
-        edit(
-            optimizer_file(tag, rank),
-            lambda content: content["optimizer_state_dict"].update(partition_count=[size] * 3),
-        )
-    done = limited(tag)
-    assert done.returncode == 3, done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    edit_all(tag, lambda content: content["optimizer_state_dict"].update(partition_count=[size] * 3))
+    assert_refused_with_little_memory(tag)
 
 
 @pytest.mark.parametrize("size", some([1 << 70], [10**9]))
 def test_number_of_model_parallel_ranks_that_cannot_be_is_refused(size, tag):
     edit(model_file(tag), lambda content: content.update(mp_world_size=size))
-    done = limited(tag)
-    assert done.returncode == 3, done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert_refused_with_little_memory(tag)
 
 
 # --- several roots
@@ -157,10 +152,8 @@ def test_two_roots_are_merged(tmp_path):
             path.rename(node / path.name)
     opened = zckpt.open(tag.parent, roots=[node.parent])
     assert opened.topology.dp == 4
-    output = tmp_path / "output"
-    output.mkdir()
-    zckpt.consolidate(tag.parent, output / "model.safetensors", roots=[node.parent])
-    model = load_file(output / "model.safetensors")
+    zckpt.consolidate(tag.parent, tmp_path / "model.safetensors", roots=[node.parent])
+    model = load_file(tmp_path / "model.safetensors")
     for name, value in Truth(FIXTURES / "s3_bf16_dp4").masters.items():
         assert torch.equal(model[name], value)
 
@@ -203,10 +196,9 @@ def test_files_that_are_links_are_followed(tag, tmp_path):
 # --- leftovers and stale files
 
 
-@pytest.mark.parametrize("larger", ["s2_bf16_dp4"])
-def test_ranks_left_over_from_a_larger_run_are_named_and_not_used(larger, tag, tmp_path):
+def test_ranks_left_over_from_a_larger_run_are_named_and_not_used(tag, tmp_path):
     for rank in (2, 3):
-        shutil.copy(optimizer_file(FIXTURES / larger / "global_step5", rank), tag)
+        shutil.copy(optimizer_file(FIXTURES / "s2_bf16_dp4" / "global_step5", rank), tag)
     (warning,) = zckpt.open(tag).warnings
     assert "ranks 2, 3" in warning
     assert_still_the_truth(tag, "s2_bf16_dp2", tmp_path)
@@ -224,6 +216,12 @@ def test_file_of_an_earlier_step_is_named(rank, tmp_path):
     refused(ShardError, tag, str(optimizer_file(tag, rank)), f"rank {rank} ", "step")
 
 
+def states_of(content):
+    z = content["optimizer_state_dict"]
+    base = z["optimizer_state_dict"] if "fp32_flat_groups" in z else z["base_optimizer_state"]
+    return base["state"].values()
+
+
 @pytest.mark.parametrize("rank", [0, 2, 3])
 @pytest.mark.parametrize("name", ["s2_bf16_dp4", "s1_bf16_dp4", "s3_bf16_dp4"])
 @pytest.mark.every(2)
@@ -231,9 +229,7 @@ def test_rank_with_another_step_is_named_among_many(name, rank, tmp_path):
     tag = copy(name, tmp_path)
 
     def one_step_back(content):
-        z = content["optimizer_state_dict"]
-        base = z["optimizer_state_dict"] if "fp32_flat_groups" in z else z["base_optimizer_state"]
-        for state in base["state"].values():
+        for state in states_of(content):
             state["step"] = torch.tensor(4.0)
 
     edit(optimizer_file(tag, rank), one_step_back)
@@ -245,12 +241,6 @@ def test_all_optimizer_files_of_an_earlier_step_than_the_model_are_an_error(tmp_
     for rank in (0, 1):
         shutil.copy(optimizer_file(tag.parent / "global_step3", rank), tag)
     refused(SourceError, tag)
-
-
-def test_model_file_of_another_step_in_stage_3_is_named(tmp_path):
-    tag = copy("s3_bf16_dp2", tmp_path)
-    edit(model_file(tag, 1), lambda content: content.update(global_steps=4))
-    refused(ShardError, tag, "rank 1")
 
 
 def test_without_zero_masters_tell_the_names_in_whatever_order_the_groups_have_them(tmp_path):
@@ -280,9 +270,8 @@ def test_without_zero_masters_tell_the_names_in_whatever_order_the_groups_have_t
 ])  # fmt: skip
 def test_zero3_groups_have_numbers_of_sub_groups(params, words, tmp_path):
     tag = copy("s3_bf16_dp2", tmp_path)
-    for rank in range(2):
-        edit(optimizer_file(tag, rank), lambda content: content["optimizer_state_dict"]["optimizer_state_dict"][
-            "param_groups"][0].update(params=params))  # fmt: skip
+    edit_all(tag, lambda content: content["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"][0].update(
+        params=params))  # fmt: skip
     refused(LayoutError, tag, words)
 
 
@@ -337,21 +326,55 @@ def test_weight_check_samples_every_parameter(parameter, position, tmp_path):
 @pytest.mark.every(3)
 def test_swapped_ranks_are_refused(name, tmp_path):
     tag = copy(name, tmp_path)
-    first, second = optimizer_file(tag, 0), optimizer_file(tag, 1)
-    aside = first.rename(tmp_path / "aside")
-    second.rename(first)
-    aside.rename(second)
+    swap(optimizer_file(tag, 0), optimizer_file(tag, 1))
     refused(SourceError, tag)
 
 
-def test_param_shapes_in_another_order_are_refused(tag):
+def of_optimizer(change):
+    return lambda content: change(content["optimizer_state_dict"])
 
-    def swap(content):
-        shapes = content["param_shapes"][0]
-        shapes.move_to_end("fc1.weight")
 
-    edit(model_file(tag), swap)
-    refused(LayoutError, tag, "param_slice_mappings disagree on", any_of(Truth(FIXTURES / "s2_bf16_dp2").masters))
+def fc1_last(content):
+    content["param_shapes"][0].move_to_end("fc1.weight")
+
+
+def pad(by):
+    return of_optimizer(lambda state: state["group_paddings"].__setitem__(0, state["group_paddings"][0] + by))
+
+
+def shorten(state):
+    masters = state["single_partition_of_fp32_groups"]
+    masters[0] = masters[0][:-10].clone()
+
+
+MODELS = "*model_states.pt"
+OF_ALL = any_of(Truth(FIXTURES / "s2_bf16_dp2").masters)
+CONTRADICTIONS = {
+    "another order": ("s2_bf16_dp2", "mp_rank*", fc1_last, LayoutError, "slice_mappings disagree on", OF_ALL),
+    "another order, round robin": ("s2_bf16_dp2_rr", "mp_rank*", fc1_last, WeightMismatchError),
+    **{f"padding of rank {rank}, {by}": ("s2_bf16_dp2", f"*rank_{rank}_mp*", pad(by), LayoutError, f"rank {rank}",
+                                         "padding") for rank in (0, 1) for by in (-2, 2, 1000)},
+    "a short partition": ("s2_bf16_dp2", "*rank_0_mp*", of_optimizer(shorten), LayoutError),
+    "shards of ZeRO-3 that do not add up": (
+        "s3_bf16_dp2", MODELS, lambda content: content["param_shapes"][0].update(odd3d=torch.Size([1, 1, 9])),
+        LayoutError, "rank 0",
+    ),
+    "another step": (
+        "s3_bf16_dp2", f"*rank_1_mp{MODELS}", lambda content: content.update(global_steps=4), ShardError, "rank 1",
+    ),
+    **{f"no shapes, {name}": (name, MODELS, lambda content: content.pop("param_shapes"), kind, word)
+       for name, kind, word in (("s2_bf16_dp2_rr", SourceError, "round_robin"), ("s3_bf16_dp2", LayoutError,
+                                                                                 "param_shapes"))},
+}  # fmt: skip
+"""By what is changed: the fixture, its files, the change, and the error with its words."""
+
+
+@pytest.mark.parametrize(("name", "files", "change", "kind", "words"),
+                         [(*one[:4], one[4:]) for one in CONTRADICTIONS.values()], ids=CONTRADICTIONS)  # fmt: skip
+def test_files_that_contradict_each_other_are_refused(name, files, change, kind, words, tmp_path):
+    tag = copy(name, tmp_path)
+    edit_all(tag, change, files)
+    refused(kind, tag, *words)
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s2_bf16_dp4", "s1_fp32_dp3", "s2_bf16_dp2_palign"])
@@ -373,8 +396,7 @@ def test_wrong_slice_mapping_names_the_parameter_and_the_rank(name, tmp_path):
 def test_experts_of_which_old_versions_list_only_the_first_are_told_apart_from_damage(name, tmp_path):
     tag = copy(name, tmp_path)
 
-    def as_before(content):  # took a rank's partition for as many times smaller as experts are spread over ranks
-        state = content["optimizer_state_dict"]
+    def as_before(state):  # took a rank's partition for as many times smaller as experts are spread over ranks
         state.pop("param_alignment_paddings", None)
         for mapping, master in zip(
             state["param_slice_mappings"], state["single_partition_of_fp32_groups"], strict=True
@@ -387,8 +409,7 @@ def test_experts_of_which_old_versions_list_only_the_first_are_told_apart_from_d
                 )
 
     edit(model_file(tag), lambda content: content.pop("param_shapes"))
-    for file in sorted(tag.glob("*zero_pp_rank_*")):
-        edit(file, as_before)
+    edit_all(tag, of_optimizer(as_before), "*zero_pp_rank_*")
     refused(UnsupportedError, tag, "DeepSpeed up to 0.14.0", "load it with DeepSpeed 0.14.5 or newer")
 
 
@@ -396,64 +417,17 @@ def test_wrong_mapping_under_round_robin_is_what_deepspeed_writes(tmp_path):
     assert_still_the_truth(copy("s2_bf16_dp2_rr", tmp_path), "s2_bf16_dp2_rr", tmp_path)
 
 
-def test_param_shapes_in_another_order_under_round_robin_are_found_by_the_weights(tmp_path):
-    tag = copy("s2_bf16_dp2_rr", tmp_path)
-    edit(model_file(tag), lambda content: content["param_shapes"][0].move_to_end("fc1.weight"))
-    refused(WeightMismatchError, tag)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("change", [-2, 2, 1000])
-def test_wrong_padding_is_refused(change, rank, tag):
-
-    def pad(content):
-        content["optimizer_state_dict"]["group_paddings"][0] += change
-
-    edit(optimizer_file(tag, rank), pad)
-    refused(LayoutError, tag, f"rank {rank}", "padding")
-
-
-def test_partition_that_is_too_short_is_refused(tag):
-
-    def shorten(content):
-        masters = content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
-        masters[0] = masters[0][:-10].clone()
-
-    edit(optimizer_file(tag, 0), shorten)
-    refused(LayoutError, tag)
-
-
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp2"])
 def test_optimizer_state_that_is_too_short_is_refused(name, tmp_path):
     tag = copy(name, tmp_path)
 
-    def shorten(content):
-        z = content["optimizer_state_dict"]
-        base = z["optimizer_state_dict"] if "fp32_flat_groups" in z else z["base_optimizer_state"]
-        for state in base["state"].values():
+    def halve(content):
+        for state in states_of(content):
             state["exp_avg"] = state["exp_avg"][: len(state["exp_avg"]) // 2].clone()
 
-    edit(optimizer_file(tag, 0), shorten)
+    edit(optimizer_file(tag, 0), halve)
     with refusing(SourceError, "exp_avg"):
         zckpt.consolidate(tag, tmp_path / "m.safetensors", slots="all")
-
-
-def test_masters_may_be_stored_without_their_padding(tag, tmp_path):
-
-    def clone(content):
-        masters = content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
-        masters[:] = [master.detach().clone() for master in masters]
-
-    for rank in (0, 1):
-        edit(optimizer_file(tag, rank), clone)
-    assert_still_the_truth(tag, "s2_bf16_dp2", tmp_path)
-
-
-def test_shards_of_stage_3_that_do_not_add_up_are_refused(tmp_path):
-    tag = copy("s3_bf16_dp2", tmp_path)
-    for rank in (0, 1):
-        edit(model_file(tag, rank), lambda content: content["param_shapes"][0].update(odd3d=torch.Size([1, 1, 9])))
-    refused(LayoutError, tag, "rank 0")
 
 
 # --- damage
@@ -562,8 +536,7 @@ def test_model_entry_of_another_kind_is_an_error_or_does_no_crash(name, key, val
 
 def unharmed_or_refused(tag: Path, name: str, tmp_path: Path) -> None:
     """Either an error, or every master as it was."""
-    error = outcome(lambda: zckpt.inspect(zckpt.open(tag)), lambda: zckpt.consolidate(tag, tmp_path / "m.safetensors"))
-    if error is not None:
+    if outcome(lambda: zckpt.inspect(zckpt.open(tag)), lambda: zckpt.consolidate(tag, tmp_path / "m.safetensors")):
         return
     model = load_file(tmp_path / "m.safetensors")
     for parameter, value in Truth(FIXTURES / name).masters.items():
@@ -592,25 +565,19 @@ def test_many_missing_ranks_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("old", "new", "ranks"),
     [
-        ("_optim_states.pt", "optim_states.pt"),
-        ("bf16_", "fp16_"),
-        ("bf16_", ""),
+        ("_optim_states.pt", "optim_states.pt", (0, 1)),
+        ("bf16_", "fp16_", (0, 1)),
+        ("bf16_", "", (0, 1)),
+        ("bf16_", "", (1,)),
     ],
 )
-def test_old_names_are_known(old, new, tag, tmp_path):
-    for rank in (0, 1):
+def test_old_names_are_known_and_may_be_mixed(old, new, ranks, tag, tmp_path):
+    for rank in ranks:
         path = optimizer_file(tag, rank)
         path.rename(path.with_name(path.name.replace(old, new)))
     assert_still_the_truth(tag, "s2_bf16_dp2", tmp_path)
-
-
-def test_prefixes_may_be_mixed(tmp_path):
-    tag = copy("s2_bf16_dp3", tmp_path)
-    path = optimizer_file(tag, 1)
-    path.rename(path.with_name(path.name.removeprefix("bf16_")))
-    assert_still_the_truth(tag, "s2_bf16_dp3", tmp_path)
 
 
 def test_other_files_are_let_be(tag, tmp_path):
@@ -658,30 +625,22 @@ def test_keys_that_older_versions_lack_are_not_needed(key, name, tmp_path):
     assert_still_the_truth(tag, name, tmp_path)
 
 
-def test_without_param_shapes_round_robin_is_refused(tmp_path):
-    tag = copy("s2_bf16_dp2_rr", tmp_path)
-    edit(model_file(tag), lambda content: content.pop("param_shapes"))
-    refused(SourceError, tag, "round_robin")
-
-
-def test_without_param_shapes_stage_3_is_refused(tmp_path):
-    tag = copy("s3_bf16_dp2", tmp_path)
-    for rank in (0, 1):
-        edit(model_file(tag, rank), lambda content: content.pop("param_shapes"))
-    refused(LayoutError, tag, "param_shapes")
+def without_padding(state):
+    masters = state["single_partition_of_fp32_groups"]
+    masters[:] = [master.detach().clone() for master in masters]
 
 
 OLD_OPTIMIZERS = [
     *(lambda state, key=key: state.pop(key, None)
       for key in ("group_paddings", "param_alignment_paddings", "param_slice_mappings", "ds_version")),
     lambda state: state.update(partition_count=2),
+    without_padding,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", OLD_OPTIMIZERS)
 def test_optimizers_of_older_versions_are_read(change, tag, tmp_path):
-    for rank in (0, 1):
-        edit(optimizer_file(tag, rank), lambda content: change(content["optimizer_state_dict"]))
+    edit_all(tag, of_optimizer(change))
     assert_still_the_truth(tag, "s2_bf16_dp2", tmp_path)
 
 
@@ -689,17 +648,12 @@ def test_optimizers_of_older_versions_are_read(change, tag, tmp_path):
 def test_padding_may_be_written_for_the_last_rank_only(name, tmp_path):
     tag = copy(name, tmp_path)
     world = int(name[-1])
-    shapes = Truth(FIXTURES / name).facts["shapes"]
-    groups = Truth(FIXTURES / name).facts["order"]
+    facts = Truth(FIXTURES / name).facts
+    totals = [sum(math.prod(facts["shapes"][one]) for one in names) for names in facts["order"]]
+    last = [-total % (2 * world) for total in totals]
     for rank in range(world):
-
-        def change(content, rank=rank):
-            for group, names in enumerate(groups):
-                total = sum(math.prod(shapes[n]) for n in names)
-                padding = -total % (2 * world)
-                content["optimizer_state_dict"]["group_paddings"][group] = padding if rank == world - 1 else 0
-
-        edit(optimizer_file(tag, rank), change)
+        paddings = last if rank == world - 1 else [0] * len(last)
+        edit(optimizer_file(tag, rank), of_optimizer(lambda state: state.update(group_paddings=paddings)))  # noqa: B023
     assert_still_the_truth(tag, name, tmp_path)
 
 
