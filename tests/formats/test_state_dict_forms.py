@@ -28,6 +28,7 @@ from tests.cli.console import refused
 from tests.formats.holding import assert_goes_on, assert_holds, assert_state, converted
 from tests.fsdp_training.training import STEPS, made, step, truth
 from tests.gloo import run
+from tests.pairwise import each
 from tests.refusals import refusing
 from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
 from zckpt.formats.torch_files.attach import further_keys
@@ -639,8 +640,9 @@ def test_a_model_that_is_carried_is_told_and_no_part_of_the_model_in_dcp(more, t
     assert_goes_on(converted(path, tmp_path / "dcp", "dcp"), models["G"], optimizers["G"], again["G"], others["G"])
 
 
-@pytest.mark.parametrize("is_dcp", [False, True])
-@pytest.mark.parametrize("key", ["fp32_from_fp16_params", "fp32_from_fp16", "fp32_groups"])
+@pytest.mark.parametrize(
+    ("key", "is_dcp"), each(["fp32_from_fp16_params", "fp32_from_fp16", "fp32_groups"], [False, True])
+)
 def test_masters_beside_an_optimizer_are_its_parameters(key, is_dcp, tmp_path):
     """Of Megatron's and Apex's optimizers of 16 bits. Where shapes leave a choice, masters tell which is which."""
     path, model, masters, optimizer = mixed(tmp_path, key, is_dcp=is_dcp)
