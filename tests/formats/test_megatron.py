@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import zckpt
 from tests.engine.test_plan import each_once, hole_of, run
+from tests.formats.holding import converted
 from tests.refusals import refusing
 from tests.truth import Truth, assert_same
 from zckpt.codes import OTHER_RUN, WEIGHT_MISMATCH
@@ -148,8 +149,7 @@ def test_state_of_no_known_group_is_kept_or_refused(flat, tmp_path):
     checkpoint = zckpt.open(tmp_path / "run")
     assert (checkpoint.param_groups, take_inventory(checkpoint).left_out) == ([], [])
     assert "param_groups" in checkpoint.optimizer_metadata
-    zckpt.convert(tmp_path / "run", tmp_path / "own", to="zckpt", verify=True)
-    assert zckpt.diff(tmp_path / "run", tmp_path / "own").equal
+    converted(tmp_path / "run", tmp_path / "own", "zckpt", verify=True)
     zckpt.consolidate(tmp_path / "run", tmp_path / "model.safetensors")
     for to in ("dcp", "consolidated", "universal", "accelerate", "fsdp-rank-files", "zero-redundancy", "megatron"):
         with refusing(UnsupportedError, "unknown which parameters each param group has.*`zckpt consolidate` writes"):
@@ -315,8 +315,7 @@ def test_state_of_modules_is_carried_where_there_is_any(tmp_path):
     assert list(opened.metadata["decoder.layers.mlp.linear_fc2._extra_state"]) == ["1_2"]
     assert list(opened.metadata["rng_state"]) == ["0.0_1.1"]
     assert take_inventory(opened).left_out == []
-    zckpt.convert(opened, tmp_path / "own", to="zckpt")
-    assert zckpt.diff(opened, tmp_path / "own").equal
+    converted(opened, tmp_path / "own", "zckpt")
 
 
 # --- what is not read, and what is wrong

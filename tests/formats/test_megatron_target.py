@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import zckpt
+from tests.formats.holding import converted
 from tests.refusals import refusing
 from zckpt.errors import TargetExistsError, UnsupportedError, UsageError
 from zckpt.formats.account import take_inventory
@@ -71,8 +72,7 @@ DECAYED, UNDECAYED = {"keys": is_matrix, "weight_decay": 0.1}, {"keys": is_bias,
 @pytest.mark.every(2)
 def test_megatrons_own_checkpoints_arrive_whole(name, tmp_path):
     source = OTHER / name / "ckpt"
-    zckpt.convert(source, tmp_path / "out", to="megatron", world_size=2)
-    assert zckpt.diff(source, tmp_path / "out").equal
+    converted(source, tmp_path / "out", "megatron", world_size=2)
     found, expected = zckpt.open(tmp_path / "out"), zckpt.open(source)
     assert [list(one.parameters) for one in found.param_groups] == [list(g.parameters) for g in expected.param_groups]
     assert set(expected.metadata) <= set(found.metadata) | {"content_metadata"}
@@ -112,8 +112,7 @@ def test_keys_and_common_values_are_megatrons(tmp_path):
 def test_flattened_slices_are_what_megatron_core_0_13_cuts_on_one_rank(name, tmp_path):
     """Each tensor is a slice, but for gated layers, of which each half is. 0.13 itself has loaded such files."""
     source = OTHER / name / "ckpt"
-    zckpt.convert(source, tmp_path / "out", to="megatron", optimizer="flattened")
-    assert zckpt.diff(source, tmp_path / "out").equal
+    converted(source, tmp_path / "out", "megatron", optimizer="flattened")
     about = dcp.FileSystemReader(tmp_path / "out" / "iter_0000004").read_metadata()
     theirs = {key: one["nd_reformulated_orig_global_shape"] for key, one in about.mcore_data.items()}
     cut = {key: tuple(about.state_dict_metadata[key].size) for key in theirs}
