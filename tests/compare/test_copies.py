@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from tests.formats.deepspeed.shards import copy, edit, optimizer_file
 TIED = "tied_modules.embed.weight"
 
 
-def _moved(content: dict[str, Any]) -> None:
+def _moved(content):
     z = content["optimizer_state_dict"]
     for masters, shares in zip(z["single_partition_of_fp32_groups"], z["param_slice_mappings"], strict=True):
         if TIED in shares:
@@ -23,7 +22,7 @@ def _moved(content: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def drifted(tmp_path: Path) -> Path:
+def drifted(tmp_path) -> Path:
     """A pipeline whose last stage has trained its copy of the embedding to other values."""
     run = copy("pp2_s1_fp32_dp2", tmp_path).parent
     for rank in range(2):

@@ -17,16 +17,16 @@ BITWISE = Tolerance()
 FLOATS = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 
 
-def measured(a: np.ndarray, b: np.ndarray, dtype: str = "float32", tolerance: Tolerance = BITWISE) -> Figures:
+def measured(a, b, dtype="float32", tolerance: Tolerance = BITWISE) -> Figures:
     return figures(a, b, 0, (dtype, dtype), tolerance)
 
 
-def float_arrays(numel: int) -> st.SearchStrategy[np.ndarray]:
+def float_arrays(numel) -> st.SearchStrategy[np.ndarray]:
     return hnp.arrays(np.float32, numel, elements=st.floats(width=32))
 
 
 @st.composite
-def two(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+def two(draw) -> tuple[np.ndarray, np.ndarray]:
     """Draw two arrays that are alike in some elements."""
     numel = draw(st.integers(1, 40))
     a, b = draw(float_arrays(numel)), draw(float_arrays(numel))

@@ -10,7 +10,7 @@ from torch import nn
 import zckpt
 
 
-def written(path: Path, factor: float, *, apart: bool = False) -> Path:
+def written(path, factor, *, apart=False) -> Path:
     """An optimizer that keeps a list of factors of each parameter, which may lie far apart in memory."""
     torch.manual_seed(0)
     net = nn.Linear(4, 3)

@@ -17,7 +17,7 @@ from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, Spa
 WORDS = hnp.arrays(np.uint32, st.integers(0, 50), elements=st.integers(0, 2**32 - 1))
 
 
-def expected(master: np.ndarray, weight: np.ndarray) -> list[int]:
+def expected(master, weight) -> list[int]:
     """What torch says, one element at a time."""
     rounded = torch.from_numpy(master).to(torch.bfloat16)
     found = torch.from_numpy(weight.view(np.int16)).view(torch.bfloat16)

@@ -12,7 +12,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -36,14 +36,14 @@ BUDGETS = [1, 4 << 10, 1 << 20, 64 << 20]
 MEBIBYTE = 1 << 20
 
 
-def stored(path: Path, array: np.ndarray, *, before: int = 0) -> Slot:
+def stored(path, array, *, before=0) -> Slot:
     """Write an array after some other bytes; return the slot that it is."""
     path.write_bytes(b"\xaa" * before + array.tobytes())
     span = Span(Extent.whole(array.shape), str(path), before, array.dtype.name)
     return Slot("weight", array.dtype.name, array.shape, (span,))
 
 
-def tiled(path: Path, array: np.ndarray, tiles: list[Extent]) -> Slot:
+def tiled(path, array, tiles: list[Extent]) -> Slot:
     """Write an array to one file, tile by tile; return the slot that it is."""
     spans = []
     with path.open("wb") as file:
@@ -69,12 +69,12 @@ class Found(NamedTuple):
     first: int | None
 
 
-def found_in(pairs: list[SlotSet], **options: Any) -> list[Found]:
+def found_in(pairs: list[SlotSet], **options) -> list[Found]:
     found = differences(pairs, **options)
     return [Found(one.label, one.figures.num_different, one.figures.numel, one.figures.first) for one in found]
 
 
-def compared(a: Slot, b: Slot, **options: Any) -> list[Found]:
+def compared(a, b, **options) -> list[Found]:
     return found_in([pair("w", a, b, b.dtype)], **options)
 
 
@@ -275,26 +275,26 @@ def test_end_is_reported_after_a_failure(tmp_path):
     assert counter.told == [("begin", 400), ("end", 0)]
 
 
-def large_run(directory: Path) -> tuple[Slot, Slot]:
+def large_run(directory) -> tuple[Slot, Slot]:
     slot = Slot("w", "float32", (16 * MEBIBYTE,), (Span(Extent.whole((16 * MEBIBYTE,)), "", 0, "float32"),))
-    return tuple(  # type: ignore[return-value]
+    return tuple(
         replace(slot, spans=(replace(slot.spans[0], path=sparse(directory / name, 64 * MEBIBYTE)),)) for name in "ab"
     )
 
 
-def large_cast(directory: Path) -> tuple[Slot, Slot]:
+def large_cast(directory) -> tuple[Slot, Slot]:
     a, b = large_run(directory)
     return a, replace(b, dtype="bfloat16", spans=(replace(b.spans[0], dtype="bfloat16"),))
 
 
-def large_columns(directory: Path) -> tuple[Slot, Slot]:
+def large_columns(directory) -> tuple[Slot, Slot]:
     rows, columns = 1 << 18, 64
     whole = Span(Extent.whole((rows, columns)), sparse(directory / "whole", rows * columns * 2), 0, "bfloat16")
     spans = [
         Span(Extent((0, 8 * i), (rows, 8), 0, rows * 8), sparse(directory / f"s{i}", rows * 16), 0, "bfloat16")
         for i in range(8)
     ]
-    return tuple(Slot("w", "bfloat16", (rows, columns), one) for one in ((whole,), tuple(spans)))  # type: ignore[return-value]
+    return tuple(Slot("w", "bfloat16", (rows, columns), one) for one in ((whole,), tuple(spans)))
 
 
 @pytest.mark.parametrize("made", [large_run, large_cast, large_columns], ids=lambda made: made.__name__)

@@ -22,7 +22,7 @@ Tensors = Mapping[tuple[str, str], np.ndarray]
 """What a file holds, by parameter and slot."""
 
 
-def checkpoint(directory: Path, *files: Tensors, head: tuple[int, ...] = ()) -> Checkpoint:
+def checkpoint(directory, *files: Tensors, head: tuple[int, ...] = ()) -> Checkpoint:
     """A checkpoint of files, each of which has its own elements of what it holds.
 
     Parameters
@@ -48,11 +48,11 @@ def checkpoint(directory: Path, *files: Tensors, head: tuple[int, ...] = ()) -> 
     return found
 
 
-def pairs(found: Checkpoint) -> list[tuple[str | None, str]]:
+def pairs(found) -> list[tuple[str | None, str]]:
     return [(Path(str(one.path)).name, str(one.found)) for one in files_twice(found)]
 
 
-def slices(a: np.ndarray, b: np.ndarray, key: str = "master") -> Tensors:
+def slices(a, b, key="master") -> Tensors:
     return {("a", key): a, ("b", key): b}
 
 
@@ -84,7 +84,7 @@ def test_what_is_one_value_or_few_tells_nothing(values, tmp_path):
     assert not pairs(checkpoint(tmp_path, slices(values, values, "exp_avg"), slices(values, values, "exp_avg")))
 
 
-def of_expert(number: int, values: np.ndarray, moments: np.ndarray) -> Tensors:
+def of_expert(number, values, moments) -> Tensors:
     name = f"experts.{number}.weight"
     return {(name, "weight"): values, (name, "master"): values, (name, "exp_avg"): moments}
 
@@ -105,7 +105,7 @@ def test_masters_that_were_stepped_apart_are_not_alike(step, rate, told, tmp_pat
     assert pairs(found) == ([("rank_2", "rank_0")] if told else [])
 
 
-def named(*archives: str, role: str = "model") -> Checkpoint:
+def named(*archives, role="model") -> Checkpoint:
     files = [SourceFile(f"/run/rank_{n}.pt", 9, role, n, archive=name) for n, name in enumerate(archives)]
     return Checkpoint("/run", "of a test", files=files)
 

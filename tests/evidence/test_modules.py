@@ -14,7 +14,7 @@ from zckpt.evidence.modules import MOST_DEPTH, TooManyOrdersError, possible, tre
 NAMES = ["a", "b.c", "b.d", "b.e.f", "g.0.h", "g.0.i", "g.1.h", "g.1.i", "g.10.h"]
 
 
-def orders(names: list[str], prefix: str = "") -> Iterator[list[str]]:
+def orders(names: list[str], prefix="") -> Iterator[list[str]]:
     """Yield all orders that `named_parameters` may have, by going through them."""
     own = [name for name in names if "." not in name[len(prefix) :]]
     children = list(dict.fromkeys(name[len(prefix) :].partition(".")[0] for name in names if name not in own))
@@ -25,7 +25,7 @@ def orders(names: list[str], prefix: str = "") -> Iterator[list[str]]:
                 yield from _joined(names, list(first), prefix, list(order))
 
 
-def _joined(names: list[str], first: list[str], prefix: str, children: list[str]) -> Iterator[list[str]]:
+def _joined(names: list[str], first: list[str], prefix, children: list[str]) -> Iterator[list[str]]:
     if not children:
         yield first
         return
@@ -42,7 +42,7 @@ def test_possible_names_are_those_of_all_orders_that_fit(data):
     every = list(orders(names))
     real = data.draw(st.sampled_from(every))
     shapes = [[shape[name] for name in real if group_of[name] == group] for group in (0, 1)]
-    expected: dict[tuple[int, int], set[str]] = {}
+    expected = {}
     for order in every:
         members = [[name for name in order if group_of[name] == group] for group in (0, 1)]
         if [[shape[name] for name in one] for one in members] == shapes:

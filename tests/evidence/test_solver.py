@@ -158,7 +158,7 @@ def test_names_of_an_optimizer_that_was_made_of_the_model_are_never_wrong(data, 
     assert_sound(model, groups)
 
 
-def assert_sound(model: Model, groups: Sequence[Sequence[int]]) -> None:
+def assert_sound(model: Model, groups: Sequence[Sequence[int]]):
     kinds = [kind for group in groups for kind in group]
     every = list(assignments(kinds, numbered(groups), model))
     assume(every)
@@ -170,7 +170,7 @@ def assert_sound(model: Model, groups: Sequence[Sequence[int]]) -> None:
 @given(models, st.lists(st.integers(0, 3), min_size=1, max_size=6), st.booleans(), st.sets(st.sampled_from("abcdefg")))
 def test_single_group_gets_every_name_that_is_certain(model, kinds, sorted_too, last):
     group = list(range(len(kinds)))
-    orders: Orders = (
+    orders = (
         list,
         *([sorted] if sorted_too else []),
         *([lambda names: sorted(names, key=last.__contains__)] if last else []),
@@ -225,7 +225,7 @@ def test_given_names_that_cannot_be(names, message):
 
 
 def test_factored_state_is_of_parameters_with_its_dimensions_only_where_that_is_said():
-    said: Evidence[int] = Evidence([[0]], {"a": (3, 4), "b": (5, 6)}, {0: (5,)})
+    said = Evidence([[0]], {"a": (3, 4), "b": (5, 6)}, {0: (5,)})
     assert said.certain() == {}
     assert replace(said, factored=True).certain() == {0: "b"}
     for shape, names in (((5, 1), {0: "b"}), ((5, 2), {})):  # summed along a dimension, or of neither

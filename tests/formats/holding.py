@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import zckpt
 from tests.logical import assert_same_tree
@@ -18,7 +17,7 @@ Optimizers = torch.optim.Optimizer | Mapping[str | None, torch.optim.Optimizer]
 
 
 def assert_holds(
-    source: Path | zckpt.OpenedCheckpoint, model: nn.Module, optimizers: Optimizers | None = None, prefix: str = ""
+    source: Path | zckpt.OpenedCheckpoint, model, optimizers: Optimizers | None = None, prefix=""
 ) -> zckpt.OpenedCheckpoint:
     """Hold what is read against a live model and its optimizers, bit for bit, and nothing is left out.
 
@@ -44,7 +43,7 @@ def assert_holds(
     return checkpoint
 
 
-def assert_state(checkpoint: zckpt.OpenedCheckpoint, name: str, state: Mapping[str, Any]) -> None:
+def assert_state(checkpoint, name, state: Mapping[str, Any]):
     """Hold all that is read of a parameter besides weight and master against the tensors of its state."""
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     assert {*checkpoint.owner(name).slots} - {"weight", "master"} == tensors.keys(), name
@@ -52,7 +51,7 @@ def assert_state(checkpoint: zckpt.OpenedCheckpoint, name: str, state: Mapping[s
         assert_same_tree(checkpoint.read(name, slot), value, f"{slot}/{name}")
 
 
-def assert_goes_on(source: Path, model: nn.Module, optimizers: Any, again: nn.Module, others: Any) -> None:
+def assert_goes_on(source, model, optimizers, again, others):
     """Load into another model and its optimizers: then they hold what the live ones do."""
     zckpt.load(source, model=again, optimizer=others)
     for mine, its in zip(model.parameters(), again.parameters(), strict=True):
@@ -61,13 +60,13 @@ def assert_goes_on(source: Path, model: nn.Module, optimizers: Any, again: nn.Mo
             assert_same_tree(dict(other.state.get(its, {})), dict(optimizer.state.get(mine, {})))
 
 
-def _each(optimizers: Any) -> list[torch.optim.Optimizer]:
+def _each(optimizers) -> list[torch.optim.Optimizer]:
     if isinstance(optimizers, dict):
         return [one for _, one in sorted(optimizers.items())]
     return optimizers if isinstance(optimizers, list) else [optimizers]
 
 
-def converted(source: Path | zckpt.OpenedCheckpoint, target: Path, to: str, **options: Any) -> Path:
+def converted(source: Path | zckpt.OpenedCheckpoint, target, to, **options) -> Path:
     """Convert, and find no difference."""
     zckpt.convert(source, target, to=to, **options)
     assert zckpt.diff(source, target).equal

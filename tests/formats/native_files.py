@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from itertools import combinations
-from pathlib import Path
 
 
-def exchange_tensors(path: Path) -> tuple[str, str]:
+def exchange_tensors(path) -> tuple[str, str]:
     """Let two tensors of a rank's file, of one type and shape, change places; the file alone stays sound."""
     data = bytearray(path.read_bytes())
     size = int.from_bytes(data[:8], "little")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from zckpt.state import WEIGHT, Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
 
 
-def random_tensor(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+def random_tensor(dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a tensor of random bits: NaNs and subnormals too."""
     kind = getattr(torch, dtype)
     nbytes = itemsize(dtype) * math.prod(shape)
@@ -22,11 +21,11 @@ def random_tensor(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(data).view(kind).reshape(shape)
 
 
-def as_bytes(tensor: torch.Tensor) -> bytes:
+def as_bytes(tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def stored(path: Path, tensor: torch.Tensor, *, before: int = 5) -> Slot:
+def stored(path, tensor, *, before=5) -> Slot:
     """Put a tensor's bytes in a file of their own, after `before` others, and return a slot of it."""
     path.write_bytes(bytes(before) + as_bytes(tensor))
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
@@ -34,7 +33,7 @@ def stored(path: Path, tensor: torch.Tensor, *, before: int = 5) -> Slot:
     return Slot(WEIGHT, dtype, shape, spans)
 
 
-def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_same(found, expected):
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
     assert as_bytes(found) == as_bytes(expected)
@@ -44,10 +43,10 @@ class Wrapped(torch.Tensor):
     """A tensor that is to be cast in some way, as torchao's training in 8 bits has weights."""
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> torch.Tensor:
+    def __new__(cls, inner) -> torch.Tensor:
         return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, strides=inner.stride())
 
-    def __init__(self, inner: torch.Tensor) -> None:
+    def __init__(self, inner):
         self.inner, self.cast_to = inner, torch.float8_e4m3fn
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:

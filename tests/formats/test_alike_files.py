@@ -22,7 +22,7 @@ NAMES = [f"layer.{i}.weight" for i in range(FEWEST_RECORDS)]
 
 
 @pytest.fixture(autouse=True, params=["bytes", "pickles", "directories"])
-def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def held(request, monkeypatch) -> Iterator[str]:
     """As bytes from the first file on; by its pickle and places of records, as small files are; by what is stated."""
     monkeypatch.setattr(alike_files, "ENOUGH_RECORDS", 1 << 30 if request.param == "pickles" else 0)
     with glanced() if request.param == "directories" else nullcontext():
@@ -30,13 +30,13 @@ def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def save(
-    path: Path,
+    path,
     *,
-    step: int = 3,
-    value: float = 1.0,
+    step=3,
+    value=1.0,
     shape: tuple[int, ...] = (0,),
-    numel: int = 50,
-    many: bool = False,
+    numel=50,
+    many=False,
 ) -> Path:
     content = {"module": OrderedDict((name, torch.empty(shape)) for name in NAMES)}
     if many:  # names, more than are looked at
@@ -74,7 +74,7 @@ def test_a_file_with_other_values_shares_the_tree(tmp_path, name, numel):
 def test_a_file_with_another_pickle_is_read_by_itself(tmp_path, changes):
     reader = AlikeReader()
     first = reader.read(save(tmp_path / "rank_1.pt"))
-    path = save(tmp_path / "rank_2.pt", **changes)  # type: ignore[arg-type]
+    path = save(tmp_path / "rank_2.pt", **changes)
     found = reader.read(path)
     assert found.root is not first.root
     assert same(found, read_torchfile(path))
@@ -107,7 +107,7 @@ def test_each_byte_of_the_structure_matters_as_it_does_to_a_file_alone(step, tmp
         assert outcome(lambda: reader.read(changed)) == outcome(lambda: read_torchfile(changed)), at
 
 
-def outcome(read):  # type: ignore[no-untyped-def]
+def outcome(read):
     try:
         found = read()
     except SourceError as error:

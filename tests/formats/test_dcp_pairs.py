@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,13 +26,13 @@ NAMES = ("q", "k", "v", "o")  # which no file of safetensors has in this order
 class Lora(nn.Module):
     """As a program has it that puts an adapter into a model itself."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 4), requires_grad=False)
         self.lora_A, self.lora_B = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
 
 
-def trained(made: Any = lambda: nn.Linear(4, 4, bias=False)) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(made=lambda: nn.Linear(4, 4, bias=False)) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.ModuleDict({name: made() for name in NAMES})
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.1)
     for group in optimizer.param_groups:
@@ -43,7 +42,7 @@ def trained(made: Any = lambda: nn.Linear(4, 4, bias=False)) -> tuple[nn.Module,
     return model, optimizer
 
 
-def save(run: Path, file: str, tensors: dict[str, torch.Tensor], optimizer: dict[str, Any]) -> Path:
+def save(run, file, tensors, optimizer) -> Path:
     dcp.save({"optim": optimizer, "sched": {"last_epoch": 1}}, checkpoint_id=run / "optim")
     (run / "model").mkdir()
     save_file(tensors, run / "model" / file)

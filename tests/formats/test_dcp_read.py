@@ -69,20 +69,20 @@ NUMBERED = ("dcp_from_torchsave", "dcp_fsdp2_dp2_raw")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def read(path: Path, names: list[str] | None = None) -> OpenedCheckpoint:
+def read(path, names: list[str] | None = None) -> OpenedCheckpoint:
     return opened(adapter.read(find(path), names=names))
 
 
-def source(name: str) -> Path:
+def source(name) -> Path:
     (only,) = [path for path in (OTHER / name).iterdir() if not path.name.startswith("truth.")]
     return only
 
 
-def copied(name: str, directory: Path) -> Path:
+def copied(name, directory) -> Path:
     return Path(shutil.copytree(source(name), directory / "ckpt"))
 
 
-def assert_model_is(checkpoint: OpenedCheckpoint, truth: Truth) -> None:
+def assert_model_is(checkpoint, truth):
     assert {p.name for p in checkpoint.tensors()} == {*truth.weights, *truth.tied, *truth.buffers}
     for parameter, weight in truth.weights.items():
         assert_same(checkpoint.read(parameter, "weight"), weight, parameter)
@@ -223,18 +223,18 @@ def test_shard_that_says_nonsense_of_its_pieces_is_refused(found, tmp_path):
 # --- on the spot: the same state under whatever keys ---------------------------------------------------------------
 
 
-def trained(kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> tuple[torch.nn.Module, Any]:
+def trained(kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **options) -> tuple[torch.nn.Module, Any]:
     """A model with a batch norm and its optimizer after three steps."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
     return live.trained(model, kind, steps=3, **{"lr": 0.1, **options})
 
 
-def names_of(model: torch.nn.Module) -> list[str]:
+def names_of(model) -> list[str]:
     return [name for name, _ in model.named_parameters()]
 
 
-def saved(path: Path, state: dict[str, Any], writer: Callable[[Path], FileSystemWriter] = FileSystemWriter) -> Path:
+def saved(path, state, writer: Callable[[Path], FileSystemWriter] = FileSystemWriter) -> Path:
     dcp.save(state, storage_writer=writer(path), no_dist=True)
     return path
 
@@ -591,7 +591,7 @@ def test_dicts_that_are_one_pickle_each_are_read(form, tmp_path):
         converted(path, tmp_path / "own", "zckpt")
 
 
-def saved_by_ranks(rank: int, world_size: int, path: Path) -> torch.Tensor:
+def saved_by_ranks(rank, world_size, path) -> torch.Tensor:
     """Save two rows, of which a third rank has none, in every form; return the whole."""
     model = nn.Linear(4, 2)
     fully_shard(model, mesh=dist.init_device_mesh("cpu", (world_size,)))
@@ -633,7 +633,7 @@ def test_items_of_a_known_kind_are_where_their_archives_say(monkeypatch, tmp_pat
 # --- damaged and hostile directories -------------------------------------------------------------------------------
 
 
-def changed(path: Path, change: Callable[[Any], object]) -> Path:
+def changed(path, change: Callable[[Any], object]) -> Path:
     """Rewrite `.metadata` with a change made to it."""
     content = pickle.loads((path / ".metadata").read_bytes())
     change(content)
@@ -641,7 +641,7 @@ def changed(path: Path, change: Callable[[Any], object]) -> Path:
     return path
 
 
-def index_of(metadata: Any, key: str) -> Any:
+def index_of(metadata, key):
     return next(index for index in metadata.storage_data if index.fqn == key)
 
 
@@ -652,10 +652,10 @@ def small(tmp_path) -> Path:
     return saved(tmp_path / "small", {"model": model, "note": {"x": 1}})
 
 
-def setting(of: Callable[[Any], Any], **values: Any) -> Callable[[Any], None]:
+def setting(of: Callable[[Any], Any], **values) -> Callable[[Any], None]:
     """Set attributes of a part of the metadata."""
 
-    def change(metadata: Any) -> None:
+    def change(metadata):
         for key, value in values.items():
             setattr(of(metadata), key, value)
 
@@ -667,7 +667,7 @@ entry = partial(setting, lambda metadata: metadata.state_dict_metadata["model.a"
 properties = partial(setting, lambda metadata: metadata.state_dict_metadata["model.a"].properties)
 
 
-def at(key: str, path: object) -> Callable[[Any], None]:
+def at(key, path) -> Callable[[Any], None]:
     """Give a key another path in the saved dict."""
     return lambda metadata: metadata.planner_data.update({key: path})
 
@@ -675,7 +675,7 @@ def at(key: str, path: object) -> Callable[[Any], None]:
 def chunks(*pairs: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[[Any], None]:
     """Chunks (offsets, sizes) of the tensor, each with the place of its only one."""
 
-    def change(metadata: Any) -> None:
+    def change(metadata):
         where = metadata.storage_data[index_of(metadata, "model.a")]
         listed = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in pairs]
         metadata.state_dict_metadata["model.a"].chunks = listed
@@ -836,7 +836,7 @@ def test_blob_that_is_not_what_it_should_be_is_refused(old, new, tmp_path):
 class Payload:
     """Runs code when it is unpickled."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return exec, ("import sys; sys.zckpt_was_here = True",)
 
 
@@ -878,7 +878,7 @@ def test_names_of_one_optimizer_stay_certain_beside_numbers_of_another(tmp_path)
 
 
 def test_object_that_contains_itself(small, tmp_path):
-    loop: list[Any] = [1]
+    loop = [1]
     loop.append({"again": loop, "too": (loop,)})
     checkpoint = read(saved(tmp_path / "ckpt", {"model": {"a": torch.ones(2)}, "loop": (loop,)}))
     assert isinstance(checkpoint.metadata["loop"], FromFile)
@@ -906,7 +906,7 @@ def test_object_that_is_no_torch_file_is_refused(small):
     ],
 )  # fmt: skip
 def test_optimizer_that_contradicts_itself_is_refused(change, message, tmp_path):
-    optimizer: dict[str, Any] = {"state": {"a": {"m": torch.ones(2)}}, "param_groups": [{"lr": 1.0, "params": ["a"]}]}
+    optimizer = {"state": {"a": {"m": torch.ones(2)}}, "param_groups": [{"lr": 1.0, "params": ["a"]}]}
     change(optimizer)
     model = {"a": torch.ones(2), "b": torch.ones(4)}
     with refusing(ZckptError, message):

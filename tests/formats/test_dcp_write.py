@@ -60,16 +60,16 @@ def world_size(request, monkeypatch):
     return request.param
 
 
-def written(checkpoint: Checkpoint, directory: Path, *, world_size: int = 1, **options: Any) -> Path:
+def written(checkpoint, directory, *, world_size=1, **options) -> Path:
     write_directory(plan(writer.lay_out(checkpoint, world_size=world_size, **options)), directory)
     return directory
 
 
-def metadata_of(directory: Path) -> Any:
+def metadata_of(directory):
     return pickle.loads((directory / ".metadata").read_bytes())
 
 
-def blank(directory: Path) -> dict[str, Any]:
+def blank(directory) -> dict[str, Any]:
     """The state dict of a directory, as nested dicts and lists with wrong values, into which torch loads."""
     from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -84,13 +84,13 @@ def blank(directory: Path) -> dict[str, Any]:
     return unflatten_state_dict(flat, metadata.planner_data)
 
 
-def loaded(directory: Path) -> dict[str, Any]:
+def loaded(directory) -> dict[str, Any]:
     state = blank(directory)
     dcp.load(state, checkpoint_id=directory, no_dist=True)
     return state
 
 
-def trained(*, seed: int = 0, **options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def trained(*, seed=0, **options) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
     decayed = [p for p in model.parameters() if p.dim() > 1]
@@ -99,20 +99,20 @@ def trained(*, seed: int = 0, **options: Any) -> tuple[torch.nn.Module, torch.op
     return live.trained(model, torch.optim.AdamW(groups, lr=0.01), steps=2)
 
 
-def of_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path, **more: Any) -> Checkpoint:
+def of_torch(model, optimizer, path, **more) -> Checkpoint:
     """What zckpt reads of a file that a program saved."""
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}, path)
     names = {p: name for name, p in model.named_parameters()}
     return torch_reader.read(path, names=[names[p] for group in optimizer.param_groups for p in group["params"]])
 
 
-def of_model(tensors: dict[str, torch.Tensor], directory: Path) -> Checkpoint:
+def of_model(tensors, directory) -> Checkpoint:
     """What zckpt reads of a file with these tensors."""
     torch.save(tensors, directory / "m")
     return torch_reader.read(directory / "m")
 
 
-def state_dict_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def state_dict_of(model, optimizer) -> dict[str, Any]:
     return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 
@@ -299,12 +299,12 @@ def test_what_torch_can_read_by_itself_is_in_the_state_dict(tmp_path):
 
 def test_what_only_others_can_read_is_beside_it(tmp_path):
     """Foreign classes, what torch cannot tell apart once it is flat, and trees that are none or have no end."""
-    loop: list[Any] = []
+    loop = []
     loop.append(loop)
-    laughs: list[Any] = ["ha"]
+    laughs = ["ha"]
     for _ in range(30):
         laughs = [laughs] * 10
-    deep: list[Any] = [{}]
+    deep = [{}]
     for _ in range(100):
         deep = [deep, {}]
     foreign = Object(Global("some.library", "Thing"))
@@ -328,7 +328,7 @@ def test_steps_taken_are_in_the_state_dict(tmp_path):
 # --- and back -------------------------------------------------------------------------------------------------------
 
 
-def assert_comes_back(checkpoint: Checkpoint, directory: Path, world_size: int) -> OpenedCheckpoint:
+def assert_comes_back(checkpoint, directory, world_size) -> OpenedCheckpoint:
     back = opened(read(find(written(checkpoint, directory, world_size=world_size))))
     prove(checkpoint, back)
     assert_same_state(back, opened(checkpoint))
@@ -364,7 +364,7 @@ def test_two_leaves_with_one_key_are_refused(tmp_path):
 
 def test_hyperparameters_without_end_are_refused(tmp_path):
     checkpoint = open_checkpoint(FIXTURES / "s2_bf16_dp4")
-    endless: dict[str, Any] = {}
+    endless = {}
     checkpoint.param_groups[0].hyperparameters["endless"] = endless | {"x": endless}
     endless["x"] = endless
     with refusing(UnsupportedError, r"nested too deeply|too many"):
@@ -413,7 +413,7 @@ def test_tensors_beside_the_model_are_there_once(world_size, tmp_path):
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def flat_state_dict_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def flat_state_dict_of(model, optimizer) -> dict[str, Any]:
     """What torchtitan saves: the model's names at the top, the optimizer's flattened."""
     model_state, optimizer_state = get_state_dict(model, optimizer, options=FLAT)
     return {**model_state, "optimizer": optimizer_state}
@@ -497,10 +497,10 @@ def test_values_of_one_dict_that_lie_in_several_files_are_written(tmp_path):
 class Counting(torch.nn.Linear):
     kept: Any = 0
 
-    def get_extra_state(self) -> Any:
+    def get_extra_state(self):
         return self.kept
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state):
         self.kept = state
 
 
@@ -510,7 +510,7 @@ class Bare(torch.nn.Identity):
     get_extra_state, set_extra_state = Counting.get_extra_state, Counting.set_extra_state
 
 
-def counting(kept: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def counting(kept) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = torch.nn.Sequential(Counting(3, 4), torch.nn.Sequential(Counting(4, 2), Bare()))
     model[1][1].kept = model[0].kept = model[1][0].kept = kept
     return live.trained(model)

@@ -21,8 +21,8 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 STATES = "*/*model_states.pt"
 
 
-def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+def nested(flat) -> dict[str, Any]:
+    made = {}
     for name, value in flat.items():
         front, _, rest = name.partition(".")
         if rest:
@@ -32,8 +32,8 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def joined(tree: dict[str, Any], front: str = "") -> dict[str, Any]:
-    made: dict[str, Any] = {}
+def joined(tree, front="") -> dict[str, Any]:
+    made = {}
     for key, value in tree.items():
         made |= joined(value, f"{front}{key}.") if isinstance(value, dict) else {f"{front}{key}": value}
     return made
@@ -66,18 +66,18 @@ def test_what_is_none_of_the_model_stays_where_it_was(tmp_path):
     assert flattened(file.root, {"b"}, is_listed=True)[0] == {}
     assert list(flattened(file.root, {"b"}, is_listed=False)[0]) == ["a.w"]
     whole = renested(file.root, {"a.w": "new"}, file)
-    assert whole["a"]["w"] == "new"  # type: ignore[index]
+    assert whole["a"]["w"] == "new"
     assert list(whole) == ["a", "empty", "n"]
     torch.save({"a": {"w": torch.ones(2)}, "a.w": torch.ones(2)}, tmp_path / "twice")
     twice = read_torchfile(tmp_path / "twice")
     with refusing(DamagedFileError, r"two tensors are named a\.w"):
-        flattened(twice.root, {"a.w"}, is_listed=True)  # type: ignore[arg-type]
+        flattened(twice.root, {"a.w"}, is_listed=True)
 
 
 class Megatron(torch.nn.Module):
     """Modules named as those of Megatron-DeepSpeed's GPTModel, whose state dict has dicts."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         embedding, layer = torch.nn.Module(), torch.nn.Module()
         embedding.word_embeddings = torch.nn.Embedding(16, 8)
@@ -87,13 +87,13 @@ class Megatron(torch.nn.Module):
         self.language_model.encoder.layers = torch.nn.ModuleList([layer])
         self.language_model.encoder.final_layernorm = torch.nn.LayerNorm(8)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens) -> torch.Tensor:
         its = self.language_model
         words, layer = its.embedding.word_embeddings, its.encoder.layers[0]
         hidden = layer.dense_h_to_4h(layer.input_layernorm(words(tokens)))
         return (its.encoder.final_layernorm(hidden) @ words.weight.T).float().square().mean()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args, **kwargs):
         flat = super().state_dict(*args, **kwargs)
         its = {"embedding": {"word_embeddings": {}}, "encoder": {}, "moe_state_dict": {}}
         for name, value in flat.items():
@@ -102,12 +102,12 @@ class Megatron(torch.nn.Module):
             place[rest.removeprefix("word_embeddings.")] = value
         return {"language_model": its}
 
-    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, state, *args, **kwargs):
         assert set(state["language_model"]) == {"embedding", "encoder", "moe_state_dict"}
         return super().load_state_dict(joined(state), *args, **kwargs)
 
 
-def _engine(source: Path | None, target: Path) -> list[float]:
+def _engine(source: Path | None, target) -> list[float]:
     """Train from a checkpoint or from the start, and save; return the losses."""
     import deepspeed
 
@@ -131,7 +131,7 @@ def _engine(source: Path | None, target: Path) -> list[float]:
     return losses
 
 
-def resumed(rank: int, world: int, source: Path | None, target: Path) -> list[float]:
+def resumed(rank, world, source: Path | None, target) -> list[float]:
     return _engine(source, target)
 
 

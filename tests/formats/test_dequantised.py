@@ -33,11 +33,11 @@ IN_DCP = ["dcp_ao_8bit", "dcp_ao_4bit"]
 KINDS = [*ADAM, *IN_DCP, "bnb_lion8bit"]
 
 
-def source(kind: str) -> Path:
+def source(kind) -> Path:
     return FIXTURES / "other" / f"quantised_{kind}" / ("ckpt" if kind in IN_DCP else "ckpt.pt")
 
 
-def truth(kind: str) -> dict[tuple[str, str], str]:
+def truth(kind) -> dict[tuple[str, str], str]:
     """The digest of each slot of each parameter, as the program has its values."""
     told = json.loads((source(kind).parent / "truth.json").read_text())
     parts = [(*key.split("/"), digest) for key, digest in told.items()]
@@ -45,12 +45,12 @@ def truth(kind: str) -> dict[tuple[str, str], str]:
     return {(name, own.get(slot, slot)): digest for slot, name, digest in parts}
 
 
-def digest(tensor: torch.Tensor) -> str:
+def digest(tensor) -> str:
     assert tensor.dtype in (torch.float32, torch.bfloat16)  # small states have the parameter's type
     return hashlib.sha256(tensor.float().contiguous().numpy().tobytes()).hexdigest()
 
 
-def assert_is_truth(path: Path, kind: str) -> zckpt.OpenedCheckpoint:
+def assert_is_truth(path, kind) -> zckpt.OpenedCheckpoint:
     opened = zckpt.open(path)
     for (name, slot), wanted in truth(kind).items():
         assert digest(opened.read(name, slot)) == wanted, (name, slot)
@@ -92,11 +92,11 @@ def test_codes_of_dcp_stay_codes_and_all_is_accounted_for(kind, tmp_path):
         zckpt.strip(source(kind), tmp_path / "s", optimizer=True)
 
 
-def chunk(row: int, column: int = 0, cls: str = "OptimState8bit", scales: int = 4) -> Chunk:
+def chunk(row, column=0, cls="OptimState8bit", scales=4) -> Chunk:
     """A chunk of 16 rows of a slot of (32, 128), or of the half of these."""
     sizes = 16, 64 if column else 128
     tensors = {"codes": ("uint8", sizes), "scale": ("float32", (scales,)), "qmap": ("float32", (256,))}
-    nodes: dict[object, object] = {
+    nodes = {
         name: Tensor(Storage(name, dtype, 4096, "cpu", 0), dtype, shape, row_major(shape), 0, "little")
         for name, (dtype, shape) in tensors.items()
     }
@@ -133,11 +133,11 @@ def test_a_plain_adamw_resumes_from_the_file_and_from_load(kind, tmp_path):
     assert_loaded(kind, net, optimizer)
 
 
-def model(kind: str) -> nn.Sequential:
+def model(kind) -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 72 if kind.startswith("ao") else 67))
 
 
-def assert_loaded(kind: str, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def assert_loaded(kind, net, optimizer):
     for (name, slot), wanted in truth(kind).items():
         assert digest(optimizer.state[net.get_parameter(name)][slot]) == wanted, (name, slot)
     for parameter in net.parameters():
@@ -153,7 +153,7 @@ def test_a_plain_adamw_resumes_from_deepspeeds():
         *path, last = one.name.split(".")
         module = net
         for step in path:
-            module = module._modules.setdefault(step, nn.Module())  # type: ignore[assignment]
+            module = module._modules.setdefault(step, nn.Module())
         if one.tied_to is None:
             module.register_parameter(last, nn.Parameter(torch.zeros(one.shape), requires_grad=one.group is not None))
     groups = [{"params": [net.get_parameter(name) for name in one.parameters]} for one in opened.param_groups]
@@ -167,7 +167,7 @@ def test_a_plain_adamw_resumes_from_deepspeeds():
     assert optimizer.state
 
 
-def shares(rank: int, world_size: int) -> None:
+def shares(rank, world_size):
     """ZeRO's partitions and the rows of `fully_shard` are read of their blocks."""
     for kind in ("bnb_adamw8bit", "ao_adamw4bit"):
         wanted = {key: zckpt.open(source(kind)).read(*key).float() for key in truth(kind)}
@@ -192,19 +192,19 @@ def test_ranks_read_their_shares():
 NESTED = "__bnb_optimizer_quant_state__"
 
 
-def partitions_of(opened: zckpt.Checkpoint) -> list[dict[str, Any]]:
+def partitions_of(opened) -> list[dict[str, Any]]:
     """What each rank's file has, in the order of ranks."""
     paths = sorted(Path(opened.source).glob("*optim_states.pt"))
     return [torch.load(path, weights_only=False)["optimizer_state_dict"]["optimizer_state_dict"] for path in paths]
 
 
-def in_file_order(opened: zckpt.Checkpoint, group: int) -> list[str]:
+def in_file_order(opened, group) -> list[str]:
     """The parameters of a group in the order in which ZeRO-3 lays them out: that of `param_shapes`."""
     [path] = Path(opened.source).glob("zero_pp_rank_0_*model_states.pt")
     return list(torch.load(path, weights_only=False)["param_shapes"][group])
 
 
-def values(state: dict[str, torch.Tensor], key: str) -> torch.Tensor:
+def values(state, key) -> torch.Tensor:
     codes, number = state[key], key[-1]
     if codes.dtype == torch.float32:
         return codes
@@ -218,7 +218,7 @@ def test_blocks_of_each_ranks_partition(tmp_path):
     opened = zckpt.open(run_directory)
     with refusing(UnsupportedError, "each rank has its own"):
         zckpt.convert(run_directory, tmp_path / "t", to="zckpt")
-    wanted: dict[tuple[str, str], torch.Tensor] = {}
+    wanted = {}
     for number, group in enumerate(opened.param_groups):
         ranks = [one["state"][number][NESTED] for one in partitions_of(opened)]
         at = 0
@@ -233,7 +233,7 @@ def test_blocks_of_each_ranks_partition(tmp_path):
         assert sorted(in_file_order(opened, number)) == sorted(group.parameters)
     for key, value in wanted.items():
         assert torch.equal(opened.read(*key), value), key
-    targets: dict[str, dict[str, Any]] = {
+    targets = {
         "zckpt": {"world_size": 3}, "universal": {}, "deepspeed": {"world_size": 3, "stage": 2},
     }  # fmt: skip
     for to, options in targets.items():
@@ -243,7 +243,7 @@ def test_blocks_of_each_ranks_partition(tmp_path):
         assert all(torch.equal(written.read(*key), value) for key, value in wanted.items()), to
 
 
-def of_bitsandbytes(numel: int, block: int, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+def of_bitsandbytes(numel, block, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
     count = -(-numel // block)
     return {
         "state1": torch.randint(256, shape, dtype=torch.uint8), "qmap1": torch.linspace(-1, 1, 256),
@@ -252,7 +252,7 @@ def of_bitsandbytes(numel: int, block: int, shape: tuple[int, ...]) -> dict[str,
     }  # fmt: skip
 
 
-def saved(path: Path, weight: torch.Tensor, state: dict[str, Any]) -> Path:
+def saved(path, weight, state) -> Path:
     groups = [{"lr": 0.1, "params": [0]}]
     torch.save({"model": {"w": weight}, "optimizer": {"state": {0: state}, "param_groups": groups}}, path)
     return path
@@ -277,7 +277,7 @@ def test_blocks_of_any_size_end_anywhere(numel, block, nested, tmp_path):
 
 def test_what_is_not_known_is_refused_by_name(tmp_path):
     pieces = of_bitsandbytes(5000, 256, (5000,))
-    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+    cases = [
         ({"step": 1, **pieces, "max1": torch.rand(1)}, UnsupportedError, "max1 of w is quantised in an unknown way"),
         ({"step": 1, "x": {**pieces}}, UnsupportedError, "x of w is quantised in an unknown way"),
         ({"step": 1, "x": State8bit(pieces["state1"], pieces["absmax1"], pieces["qmap1"])},

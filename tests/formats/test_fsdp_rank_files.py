@@ -52,7 +52,7 @@ LLAMA = "hf_llama_s2_bf16_dp2"
 
 
 @contextmanager
-def rank_of(rank: int, world_size: int) -> Iterator[None]:
+def rank_of(rank, world_size) -> Iterator[None]:
     """Be one rank of a world whose other ranks are not there."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -64,12 +64,12 @@ def rank_of(rank: int, world_size: int) -> Iterator[None]:
 
 
 def save_cut(
-    folder: Path,
+    folder,
     sizes: tuple[int, ...],
     placements: list[Any],
-    whole: torch.Tensor,
+    whole,
     kind: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone,
-) -> None:
+):
     """Save a tensor as every rank of a mesh has it, by torch's own account of who has what."""
     folder.mkdir(parents=True)
     count = int(torch.tensor(sizes).prod())
@@ -144,11 +144,11 @@ def test_copies_that_differ_are_found(tmp_path):
     assert any("ZC-2" in one.code or "ZC-3" in one.code or "ZC-1" in one.code for one in found.findings)
 
 
-def mesh_of(**state: object) -> Object:
+def mesh_of(**state) -> Object:
     return Object(Global("torch.distributed.device_mesh", "DeviceMesh"), how="newobj", state=state, has_state=True)
 
 
-def layout_of(**state: object) -> Object:
+def layout_of(**state) -> Object:
     return Object(Global("torch.distributed._mesh_layout", "_MeshLayout"), how="newobj", state=state, has_state=True)
 
 
@@ -177,11 +177,11 @@ def test_meshes_of_older_torch_are_read():
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def written(tmp_path_factory) -> Callable[..., Path]:
     """Files of ranks as a training leaves them: what zckpt writes, without `zckpt.pt`."""
     base = tmp_path_factory.mktemp("ranks")
 
-    def make(name: str, **options: Any) -> Path:
+    def make(name, **options) -> Path:
         folder = base / "-".join([name, *(f"{key}{value}" for key, value in options.items())]).replace("*", "")
         if not folder.exists():
             zckpt.convert(FIXTURES / name, folder, to="fsdp-rank-files", device="cpu", **options)
@@ -191,18 +191,18 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
-def copied(source: Path, target: Path) -> Path:
+def copied(source, target) -> Path:
     shutil.copytree(source, target)
     return target
 
 
-def resaved(folder: Path, kind: str, change: Callable[[Any], Any], rank: int | str = "*") -> None:
+def resaved(folder, kind, change: Callable[[Any], Any], rank: int | str = "*"):
     """Change what every rank's file of a kind holds, or one rank's; torch loads and saves it."""
     for path in folder.glob(f"{kind}_world_size_*_rank_{rank}.pt"):
         torch.save(change(torch.load(path, weights_only=False)), path)
 
 
-def assert_same_parameters(found: Path | zckpt.OpenedCheckpoint, expected: zckpt.OpenedCheckpoint) -> None:
+def assert_same_parameters(found: Path | zckpt.OpenedCheckpoint, expected):
     """Every parameter has the same slots, and nothing is left out."""
     found = zckpt.open(found) if isinstance(found, Path) else found
     for name in expected.parameters:
@@ -210,7 +210,7 @@ def assert_same_parameters(found: Path | zckpt.OpenedCheckpoint, expected: zckpt
     assert not take_inventory(found).left_out
 
 
-def assert_sound(path: Path) -> None:
+def assert_sound(path):
     """Nothing is left out, and nothing is wrong."""
     assert not take_inventory(zckpt.open(path)).left_out
     assert zckpt.verify(path, deep=True).sound
@@ -436,7 +436,7 @@ def test_a_file_of_one_rank_is_refused_under_any_name(holds, written, tmp_path):
         zckpt.open(tmp_path)
 
 
-def with_more(folder: Path, more: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
+def with_more(folder, more: Callable[[dict[str, Any], Path], dict[str, Any]]):
     """Save in each file what it has and more."""
     for path in folder.iterdir():
         tree = torch.load(path, weights_only=False)
@@ -449,7 +449,7 @@ def free(written, tmp_path) -> Path:
     folder = tmp_path / "free"
     folder.mkdir()
     for rank in range(3):
-        tree: dict[str, Any] = {"step": 5, "args": {"lr": 0.1}, "rng": torch.tensor([rank])}
+        tree = {"step": 5, "args": {"lr": 0.1}, "rng": torch.tensor([rank])}
         for kind, key in (("model", "model"), ("optim", "optimizer")):
             path = written(LLAMA, world_size=3) / f"{kind}_world_size_3_rank_{rank}.pt"
             tree[key] = torch.load(path, weights_only=False)
@@ -544,7 +544,7 @@ def test_what_ranks_share_beside_the_model_is_carried_whole(free, tmp_path):
     expected = zckpt.open(copied(free, tmp_path / "without"))
 
     def averages(tree, path):
-        loop: list[Any] = [dict(tree["model"])]
+        loop = [dict(tree["model"])]
         loop.append(loop)
         more = {"shadow": [dict(tree["model"]), path.name], "decay": 0.5}
         return {"ema": dict(tree["model"]), "more": more, "loop": loop}
@@ -589,7 +589,7 @@ def test_what_a_lost_rank_shared_beside_the_model_is_left_out(free, tmp_path):
     with_more(free, lambda tree, _: {"ema": dict(tree["model"])})
     whole = copied(free, tmp_path / "whole")
     (free / "checkpoint-500.rank1.pt").unlink()
-    options: dict[str, Any] = {"salvage": True, "fill_from": whole, "fill_masters": True}
+    options = {"salvage": True, "fill_from": whole, "fill_masters": True}
     done = zckpt.convert(free, tmp_path / "to", to="zckpt", **options)
     assert "ema is incomplete, and left out" in done.warnings
     found, expected = zckpt.open(tmp_path / "to"), zckpt.open(whole)
@@ -623,7 +623,7 @@ def test_the_model_that_verl_saves_once_more_is_a_copy(dtype, run):
 FLAT = {"fsdp_version": 1, "groups": "one", "units": "model.layers.*"}
 
 
-def assert_slots_are_those_of(folder: Path, name: str, names: list[str] | None = None, *, ties: bool = True) -> None:
+def assert_slots_are_those_of(folder, name, names: list[str] | None = None, *, ties=True):
     found, expected = zckpt.open(folder, names=names), zckpt.open(FIXTURES / name)
     for parameter in expected.parameters.values():
         for slot in ("exp_avg", "exp_avg_sq"):
@@ -744,7 +744,7 @@ def test_what_tensors_of_a_file_share_is_one_object_once_it_is_loaded(kind, opti
         assert len({one[4] for one in shared[0]}) == len(shared[0]) - (kind == "model")  # which has a tied one
 
 
-def sharing(root: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+def sharing(root) -> Iterator[tuple[Any, ...]]:
     """Yield of each DTensor its shape and type, and which mesh, spec and storage it has, as numbers in their order."""
     waiting, seen = [root], dict[int, int]()
     while waiting:

@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import shutil
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ DAILY = (
 WHICH = [r"\d+$", r"\d+", r"(?<=\.)\d+(?=\.(?!\d))"]
 
 
-def lengthened(node: Any, pattern: re.Pattern[str]) -> Any:
+def lengthened(node, pattern: re.Pattern[str]):
     """Return a tree with a long number in the place of one in every key and text."""
     if isinstance(node, dict):
         made = {lengthened(key, pattern): lengthened(value, pattern) for key, value in node.items()}
@@ -98,7 +97,7 @@ def test_what_names_a_checkpoint_may_be_no_number(text, tmp_path):
         assert run("inspect", path.parent).returncode in (2, 3)
 
 
-def replaced(node: Any, key: str, value: object) -> Any:
+def replaced(node, key, value):
     """Return a tree with another number wherever one is under a key."""
     if isinstance(node, dict):
         for one in node:

@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {
 SCALED = [kind for kind, (tensors, _) in KINDS.items() if len(tensors) > 1]
 
 
-def made(folder: Path, kind: str, *, config: bool) -> Path:
+def made(folder, kind, *, config) -> Path:
     folder.mkdir()
     tensors, settings = KINDS[kind]
     save_file({**tensors, "norm.weight": torch.ones(4).bfloat16()}, folder / "model.safetensors")

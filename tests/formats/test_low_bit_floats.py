@@ -6,7 +6,6 @@ Matrices have more elements than are computed at once.
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from tests.refusals import refusing
 FP8 = torch.float8_e4m3fn
 
 
-def made(folder, tensors, **settings: Any):
+def made(folder, tensors, **settings):
     folder.mkdir(exist_ok=True)
     save_file({**tensors, "norm.weight": torch.ones(4).bfloat16()}, folder / "model.safetensors")
     config = {"model_type": "llama", "torch_dtype": "bfloat16", "quantization_config": settings}

@@ -39,7 +39,7 @@ EXPERTS = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
 GROUP = {"lr": 0.5, "wd_mult": 1.0, "is_expert_parallel": False}
 
 
-def write(folder: Path, tensors: dict[str, Any], **common: Any) -> Path:
+def write(folder, tensors, **common) -> Path:
     """Write a directory as Megatron-Core does: the keys are flat."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=True)
@@ -48,15 +48,15 @@ def write(folder: Path, tensors: dict[str, Any], **common: Any) -> Path:
     return folder
 
 
-def optimizer(*groups: dict[str, Any], step: float = 3.0) -> dict[str, Any]:
+def optimizer(*groups, step=3.0) -> dict[str, Any]:
     return {"optimizer": {"param_groups": [{**one, "step": step} for one in groups]}, "param_state_sharding_type": "x"}
 
 
-def counted(*shape: int) -> torch.Tensor:
+def counted(*shape) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
-def read_all(checkpoint: zckpt.OpenedCheckpoint, slot: str = "weight") -> dict[str, torch.Tensor]:
+def read_all(checkpoint, slot="weight") -> dict[str, torch.Tensor]:
     return {one.name: checkpoint.read(one.name, slot) for one in checkpoint.tensors()}
 
 
@@ -138,7 +138,7 @@ def test_state_of_no_known_group_is_kept_or_refused(flat, tmp_path):
     if flat:  # where the groups lie beside buffers
         source = OTHER / "mcore_bf16_buckets_tp2_dp2" / "ckpt"
         [folder] = source.glob("iter_*")
-        tensors: dict[str, Any] = {}
+        tensors = {}
         _load_state_dict(tensors, dcp.FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
         for key in (one for one in tensors if ".optimizer/shard_" in one):
             tensors[key][0]["param_groups"] += [{**tensors[key][0]["param_groups"][0], "lr_mult": 0.5}]
@@ -352,11 +352,11 @@ def test_master_of_another_place_is_noticed_and_nothing_is_written(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def _drop(name: str) -> Any:
+def _drop(name):
     return lambda at: (at / name).unlink()
 
 
-def _say(**values: Any) -> Any:
+def _say(**values):
     return lambda at: (at / "metadata.json").write_text(json.dumps(MARK | values))
 
 

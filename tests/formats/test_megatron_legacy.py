@@ -36,11 +36,11 @@ KINDS = {
 ITERATION = "iter_0000003"
 
 
-def copied(name: str, tmp_path: Path) -> Path:
+def copied(name, tmp_path) -> Path:
     return Path(shutil.copytree(OTHER / name / "ckpt" / ITERATION, tmp_path / "run"))
 
 
-def edit(path: Path, change: Callable[[dict], None]) -> None:  # type: ignore[type-arg]
+def edit(path, change: Callable[[dict], None]):
     content = torch.load(path, weights_only=False)
     change(content)
     torch.save(content, path)
@@ -151,11 +151,11 @@ def test_orders_of_parameters_put_the_input_norm_before_attention_or_into_it():
 def test_masters_that_are_not_the_weights_are_refused(tmp_path):
     run = copied("mcore_legacy_dist_ep2", tmp_path)
 
-    def shift(content):  # type: ignore[type-arg]
+    def shift(content):
         flat = next(iter(content[1][0].values()))["param"]
         flat.copy_(flat.roll(1))
 
-    edit(run / "mp_rank_00_001" / "distrib_optim.pt", shift)  # type: ignore[arg-type]
+    edit(run / "mp_rank_00_001" / "distrib_optim.pt", shift)
     with refusing(UnsupportedError, r"not proven: that of .* does not round to its weight at element"):
         zckpt.open(run)
 
@@ -212,7 +212,7 @@ def test_a_rank_of_another_step_is_refused(tmp_path):
 def test_numbers_that_may_be_several_parameters_are_refused(tmp_path):
     run = copied("mcore_legacy_tp2_pp2", tmp_path)
 
-    def thin(content):  # type: ignore[type-arg]
+    def thin(content):
         inner = content["optimizer"].pop("optimizer")
         content["optimizer"] = inner  # no masters
         for group in inner["param_groups"]:
@@ -251,7 +251,7 @@ def test_a_rank_alone_is_no_checkpoint():
 HEADS, WIDTH, HIDDEN = 4, 3, 8
 
 
-def old_model(version: float, tp: int, whole: torch.Tensor) -> list[torch.Tensor]:
+def old_model(version, tp, whole) -> list[torch.Tensor]:
     """Cut rows [heads, 3, width] for ranks and bring each rank's into the order of an old version."""
     found = []
     for part in whole.view(HEADS, 3, WIDTH, -1).chunk(tp, 0):
@@ -337,7 +337,7 @@ def test_a_model_that_is_none_is_damage(tmp_path):
     (torch.zeros(5, 8), LayoutError, "does not have its router's experts"),
 ])  # fmt: skip
 def test_experts_in_one_parameter_are_as_many_as_the_router_has(router, error, said, tmp_path):
-    def change(content):  # type: ignore[type-arg]
+    def change(content):
         model = content["model"]
         model["decoder.layers.0.mlp.router.weight"] = router
         if router is None:
@@ -354,7 +354,7 @@ def test_experts_in_one_parameter_are_as_many_as_the_router_has(router, error, s
 def test_experts_that_are_cut_otherwise_than_the_rest_are_refused(tmp_path):
     run = copied("mcore_legacy_dist_ep2", tmp_path)
 
-    def other(content):  # type: ignore[type-arg]
+    def other(content):
         content["args"].expert_tensor_parallel_size = 2
 
     for folder in ("mp_rank_00_000", "mp_rank_00_001"):

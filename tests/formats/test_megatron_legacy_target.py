@@ -29,17 +29,17 @@ from zckpt.torchfile import read_torchfile
 ALONE = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "expert_parallel_size": 1}
 
 
-def sizes(name: str) -> dict[str, int]:
+def sizes(name) -> dict[str, int]:
     tp, pp, ep = KINDS[name]
     return {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "expert_parallel_size": ep}
 
 
-def content(directory: Path) -> dict[str, Any]:
+def content(directory) -> dict[str, Any]:
     return {str(one.relative_to(directory)): torch.load(one, weights_only=False)
             for one in sorted(directory.glob("mp_rank_*/*.pt"))}  # fmt: skip
 
 
-def assert_same(found: Any, expected: Any, at: str = "") -> None:
+def assert_same(found, expected, at=""):
     """Every value, but for what is in the gaps of buffers, which is not known to be zero, and random states."""
     if isinstance(expected, torch.Tensor):
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype), at
@@ -116,7 +116,7 @@ def test_another_format_becomes_legacy_files(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def grouped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def grouped(tmp_path_factory) -> Path:
     target = tmp_path_factory.mktemp("grouped") / "one"
     zckpt.reshard(OTHER / "mcore_legacy_grouped_tp2_ep2" / "ckpt", target, world_size=1, **ALONE)
     return target
@@ -135,7 +135,7 @@ def test_grouped_experts_are_what_the_arguments_say(legacy, engine, name, groupe
         content["args"].moe_use_legacy_grouped_gemm = legacy
     torch.save(content, file)
     zckpt.convert(tmp_path / "one", tmp_path / "dist", to="megatron")
-    options: dict[str, Any] = {"to": "megatron", "ckpt_format": "torch", "expert_parallel_size": 2,
+    options = {"to": "megatron", "ckpt_format": "torch", "expert_parallel_size": 2,
                                "transformer_impl": "transformer_engine" if engine else "local"}  # fmt: skip
     if not name:
         with refusing(UnsupportedError, "their names there are unknown"):
@@ -195,7 +195,7 @@ def test_a_vocabulary_gets_rows_of_zeros_for_a_model_that_has_more(tmp_path):
     source = OTHER / "mcore_legacy_tp2_pp2" / "ckpt"
     zckpt.reshard(source, tmp_path / "out", world_size=1, verify=True, padded_vocab_size=20, **ALONE)
     content = as_mapping(read_torchfile(tmp_path / "out" / ITERATION / "mp_rank_00" / "model_optim_rng.pt").root, "")
-    assert as_mapping(content["model"], "")["output_layer.weight"].shape == (20, 12)  # type: ignore[attr-defined]
+    assert as_mapping(content["model"], "")["output_layer.weight"].shape == (20, 12)
     opened = zckpt.open(tmp_path / "out")
     assert (opened.parameters["output_layer.weight"].shape, opened.details["padded vocabulary"]) == ((16, 12), 20)
     assert zckpt.diff(source, tmp_path / "out").equal
@@ -344,7 +344,7 @@ def test_transformer_engine_has_the_norm_in_the_layer_behind_it():
     front = "decoder.layers.0."
     merged = [f"{front}self_attention.linear_qkv.layer_norm_weight", f"{front}self_attention.linear_proj.weight"]
     assert order_of(merged, engine=True) == merged[::-1]
-    assert order_of([f"{front}input_layernorm.weight", merged[1]], engine=False)[1] == merged[1]  # type: ignore[index]
+    assert order_of([f"{front}input_layernorm.weight", merged[1]], engine=False)[1] == merged[1]
     grouped = [f"{front}mlp.experts.linear_fc{at}.weight{n}" for at in (1, 2) for n in range(11)]
     assert order_of(reversed(grouped), engine=True) == grouped
     assert order_of(["vision.patch.weight"], engine=True) is None

@@ -33,13 +33,13 @@ MAPPED: dict[str, Any] = {
 FC1 = "decoder.layers.{}.mlp.linear_fc1.weight"
 
 
-def model(layers: int = 2) -> dict[str, torch.nn.Parameter]:
+def model(layers=2) -> dict[str, torch.nn.Parameter]:
     names = {FC1.format(i): (4, 6) for i in range(layers)} | {"decoder.layers.0.mlp.linear_fc1.bias": (4,)}
     names |= {f"decoder.layers.{i}.mlp.linear_fc1.bias": (4,) for i in range(1, layers)}
     return {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in names.items()}
 
 
-def trained(at: Path, weights: dict[str, torch.nn.Parameter], *groups: dict[str, Any], of: Any = None) -> list[str]:
+def trained(at, weights: dict[str, torch.nn.Parameter], *groups, of=None) -> list[str]:
     """Write a file of torch; each group is `keys` (a test of names) and hyperparameters. Return the names in order."""
     listed = [{**{k: v for k, v in one.items() if k != "keys"}, "params": [n for n in weights if one["keys"](n)]}
               for one in groups]  # fmt: skip
@@ -51,11 +51,11 @@ def trained(at: Path, weights: dict[str, torch.nn.Parameter], *groups: dict[str,
     return names
 
 
-def is_matrix(name: str) -> bool:
+def is_matrix(name) -> bool:
     return name.endswith("weight")
 
 
-def is_bias(name: str) -> bool:
+def is_bias(name) -> bool:
     return not is_matrix(name)
 
 

@@ -35,7 +35,7 @@ def llama() -> Tensors:
     return {**found, "rope.freqs": torch.rand(head // 2)}
 
 
-def write(folder: Path, whole: Tensors, ranks: int, *, embedding: int, params: dict[str, object] | None = None) -> Path:
+def write(folder, whole: Tensors, ranks, *, embedding, params: dict[str, object] | None = None) -> Path:
     folder.mkdir()
     for rank in range(ranks):
         mine = {}
@@ -65,7 +65,7 @@ def test_slices_are_the_whole_model(ranks, embedding, tmp_path):
     assert there.metadata["params"]["n_kv_heads"] == KEYS
 
 
-def changed(folder: Path, rank: int, name: str, tensor: torch.Tensor | None) -> None:
+def changed(folder, rank, name, tensor: torch.Tensor | None):
     path = folder / f"consolidated.{rank:02d}.pth"
     content = torch.load(path)
     content.pop(name)

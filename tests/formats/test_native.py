@@ -82,23 +82,23 @@ OTHERS = [
 ]
 
 
-def written(checkpoint: Checkpoint, directory: Path, world_size: int = 1) -> Path:
+def written(checkpoint, directory, world_size=1) -> Path:
     write_directory(plan(lay_out(checkpoint, world_size=world_size)), directory)
     return directory
 
 
-def same_bits(found: Slot, expected: Slot) -> bool:
+def same_bits(found, expected) -> bool:
     assert (found.name, found.dtype, found.shape) == (expected.name, expected.dtype, expected.shape)
     return read_slot(found).tobytes() == read_slot(expected).tobytes()
 
 
-def as_torch_file(tree: object, path: Path) -> bytes:
+def as_torch_file(tree, path) -> bytes:
     """The bytes of a torch file: equal only for trees of equal objects, of which the same ones are one and the same."""
     write_target(plan([torch_writer.lay_out("tree.pt", tree)]), path, overwrite=True)
     return path.read_bytes()
 
 
-def assert_same_parameter(found: Parameter, expected: Parameter) -> None:
+def assert_same_parameter(found, expected):
     assert list(found.slots) == list(expected.slots)
     for name, slot in expected.slots.items():
         assert same_bits(found.slots[name], slot), f"{name} of {expected.name}"
@@ -108,12 +108,12 @@ def assert_same_parameter(found: Parameter, expected: Parameter) -> None:
             assert getattr(found, field.name) == getattr(expected, field.name), field.name
 
 
-def stand_in(node: object) -> object:
+def stand_in(node) -> object:
     """Pickles tell Scalars apart by their bits and types."""
     return Object(Global("zckpt", "Scalar"), (node.value, node.dtype)) if isinstance(node, Scalar) else None
 
 
-def assert_same_checkpoint(found: Checkpoint, expected: Checkpoint, directory: Path) -> None:
+def assert_same_checkpoint(found, expected, directory):
     """Every field: all but those that say what was read, which are the new files'."""
     for section in ("parameters", "buffers", "unnamed"):
         mine, its = getattr(found, section), getattr(expected, section)
@@ -231,7 +231,7 @@ leaves = st.one_of(
 keys = st.recursive(hashable, lambda inner: st.lists(inner, max_size=2).map(tuple), max_leaves=3)
 
 
-def mapping(made: Any, pairs: list[tuple[Any, Any]], state: object = None) -> Any:
+def mapping(made, pairs: list[tuple[Any, Any]], state=None):
     made.update(pairs)
     if state is not None:
         made.state = state
@@ -242,9 +242,9 @@ CONTAINERS = ["list", "tuple", "dict", "text_dict", "set", "frozenset", "ordered
 
 
 @st.composite
-def trees(draw: st.DrawFn) -> object:
+def trees(draw) -> object:
     """Draw a tree of any nodes in which some objects occur several times, and some lead back to themselves."""
-    made: list[Any] = []
+    made = []
     for _ in range(draw(st.integers(1, 12))):
         parts = st.one_of(leaves, st.sampled_from(made)) if made else leaves
         many = st.lists(parts, max_size=3)
@@ -252,7 +252,7 @@ def trees(draw: st.DrawFn) -> object:
         kind = draw(st.sampled_from(CONTAINERS))
         match kind:
             case "list":
-                one: Any = draw(many)
+                one = draw(many)
             case "tuple":
                 one = tuple(draw(many))
             case "dict":
@@ -279,7 +279,7 @@ def trees(draw: st.DrawFn) -> object:
     return made
 
 
-def through_json(root: object) -> object:
+def through_json(root) -> object:
     """What comes back from the text of a document that holds a value."""
     nodes = NodeWriter([root])
     value = nodes.write(root)
@@ -290,7 +290,7 @@ def through_json(root: object) -> object:
     return NodeReader(document["objects"], [], "none", len(text)).read(document["value"])
 
 
-def deepest(text: str) -> int:
+def deepest(text) -> int:
     level = most = 0
     for character in text:
         level += (character in "[{") - (character in "]}")
@@ -331,7 +331,7 @@ def test_large_integers_and_scalars_of_every_type(tmp_path):
 
 
 def test_deep_trees_are_written_flat_up_to_the_depth_that_readers_take(tmp_path):
-    tree: object = "bottom"
+    tree = "bottom"
     for _ in range(150):
         tree = [(tree,)] if isinstance(tree, str) else [tree]
     assert dump(through_json(tree)).data == dump(tree).data
@@ -358,7 +358,7 @@ def test_what_the_format_cannot_say_is_refused(tmp_path):
 # --- tensors --------------------------------------------------------------------------------------------------------
 
 
-def of_tensors(tensors: dict[str, torch.Tensor], directory: Path) -> Checkpoint:
+def of_tensors(tensors, directory) -> Checkpoint:
     directory.mkdir(exist_ok=True)
     checkpoint = Checkpoint("x", "torch")
     for number, (name, tensor) in enumerate(tensors.items()):
@@ -468,9 +468,9 @@ def test_boxes_and_ranges_of_any_layout_are_read(data, shape, dtype, tmp_path_fa
 # --- the specification: a reader written from docs/formats.md, of json and safetensors only ---------------------------
 
 
-def lie_where_the_document_says(document: Any, directory: Path) -> None:
+def lie_where_the_document_says(document, directory):
     """Hold the headers against what follows from the document: see "A rank's file" in docs/formats.md."""
-    rows: list[list[tuple[int, str, int]]] = [[] for _ in document["files"]]
+    rows = [[] for _ in document["files"]]
     rows[0] += [(-1, f"storage/{n}", one["nbytes"]) for n, one in enumerate(document["storages"])]
     for parameter in document["parameters"] + document["buffers"] + document["unnamed"]:
         for slot in parameter["slots"]:
@@ -492,7 +492,7 @@ def lie_where_the_document_says(document: Any, directory: Path) -> None:
         assert offsets == expected
 
 
-def independently(directory: Path) -> dict[tuple[str, str], torch.Tensor]:
+def independently(directory) -> dict[tuple[str, str], torch.Tensor]:
     """Every slot of every parameter, buffer and unnamed parameter."""
     document = json.loads((directory / "checkpoint.json").read_text())
     assert (document["format"], document["version"]) == ("zckpt", 2)
@@ -580,7 +580,7 @@ def test_table_of_kinds_says_the_same_as_sums_one_by_one(name, world_size, tmp_p
         assert found.within(()) == ()
 
 
-def reading_of(directory: Path) -> Reading:
+def reading_of(directory) -> Reading:
     document, nbytes = read_document(directory)
     return Reading(directory, document, nbytes, headers=False)
 
@@ -623,7 +623,7 @@ def test_many_slots_by_many_files_have_no_object_for_each(tmp_path, monkeypatch)
     )
 
 
-def every_slot(checkpoint: Checkpoint) -> list[tuple[tuple[str, str], Slot]]:
+def every_slot(checkpoint) -> list[tuple[tuple[str, str], Slot]]:
     every = [*checkpoint.tensors(), *checkpoint.unnamed.values()]
     return [((parameter.name, name), slot) for parameter in every for name, slot in parameter.slots.items()]
 
@@ -632,12 +632,12 @@ def every_slot(checkpoint: Checkpoint) -> list[tuple[tuple[str, str], Slot]]:
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(tmp_path_factory) -> Path:
     return written(open_checkpoint(FIXTURES / "s2_bf16_dp2_client"), tmp_path_factory.mktemp("original") / "native", 2)
 
 
 @pytest.fixture
-def directory(original: Path, tmp_path: Path) -> Path:
+def directory(original, tmp_path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "native"))
 
 
@@ -763,7 +763,7 @@ def test_a_tag_may_have_slashes(directory, tmp_path):
         zckpt.open(tmp_path / "epoch1")
 
 
-def changed(directory: Path, change: Callable[[Any], object]) -> None:
+def changed(directory, change: Callable[[Any], object]):
     path = directory / "checkpoint.json"
     document = json.loads(path.read_bytes())
     del document["crc32"]
@@ -782,18 +782,18 @@ def test_later_version_is_refused(directory):
         read(directory)
 
 
-def nested(levels: int) -> Any:
-    found: Any = 0
+def nested(levels):
+    found = 0
     for _ in range(levels):
         found = [found]
     return found
 
 
-def first(document: Any) -> Any:
+def first(document):
     return document["parameters"][0]
 
 
-def chain(count: int) -> list[Any]:
+def chain(count) -> list[Any]:
     return [{"$": "tuple", "items": [{"$": "ref", "id": n - 1}] if n else []} for n in range(count)]
 
 

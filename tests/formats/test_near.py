@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from tests.refusals import refusing
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 123456\n"
 
 
-def foreign(path: Path, *words: str) -> None:
+def foreign(path, *words):
     """Refused as intact, but not supported."""
     with pytest.raises(zckpt.UnsupportedError) as caught:
         zckpt.open(path)

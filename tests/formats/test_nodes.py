@@ -36,7 +36,7 @@ def whole(request, tmp_path) -> tuple[Path, str]:
     return target, OF_SECOND.get(name, "*rank_1*")
 
 
-def parted(whole: Path, node: Path, pattern: str) -> list[Path]:
+def parted(whole, node, pattern) -> list[Path]:
     """Move files to another node, where they lie in the same folders."""
     moved = sorted(whole.rglob(pattern))
     assert moved

@@ -17,9 +17,9 @@ PLAIN = {"a.weight": torch.randn(3, 3), "b.weight": torch.randn(3, 3)}
 EYE = torch.eye(4)
 
 
-def odd(kind: str) -> object:
+def odd(kind) -> object:
     quantised = torch.quantize_per_tensor(EYE, 0.1, 0, torch.qint8)
-    made: dict[str, object] = {
+    made = {
         "sparse": EYE.to_sparse(),
         "compressed": EYE.to_sparse_csr(),
         "parameter": torch.nn.Parameter(EYE.to_sparse()),

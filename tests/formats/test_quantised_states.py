@@ -26,27 +26,27 @@ class State8bit(torch.Tensor):
     """A slot as torchao has it: a tensor without elements, with codes and scales in it."""
 
     @staticmethod
-    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, qmap: torch.Tensor) -> State8bit:
+    def __new__(cls, codes, scale, qmap) -> State8bit:
         return torch.Tensor._make_wrapper_subclass(cls, codes.shape, device=codes.device)
 
-    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, qmap: torch.Tensor) -> None:
+    def __init__(self, codes, scale, qmap):
         self.codes, self.scale, self.qmap = codes, scale, qmap
 
     def __tensor_flatten__(self) -> tuple[list[str], list[Any]]:
         return ["codes", "scale", "qmap"], []
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> State8bit:
+    def __tensor_unflatten__(cls, inner, context, size, stride) -> State8bit:
         return cls(**inner)
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         if function is torch.ops.aten.detach.default:
             return cls(args[0].codes, args[0].scale, args[0].qmap)
         raise NotImplementedError(function)
 
 
-def pieces(shape: torch.Size) -> dict[str, torch.Tensor]:
+def pieces(shape) -> dict[str, torch.Tensor]:
     return {
         "codes": torch.randint(256, shape, dtype=torch.uint8),
         "scale": torch.rand(-(-shape.numel() // BLOCK)),
@@ -54,21 +54,21 @@ def pieces(shape: torch.Size) -> dict[str, torch.Tensor]:
     }
 
 
-def as_torchao(shape: torch.Size, small: bool) -> dict[str, Any]:
+def as_torchao(shape, small) -> dict[str, Any]:
     slots = ("exp_avg", "exp_avg_sq")
     values = {slot: torch.rand(shape) if small else State8bit(**pieces(shape)) for slot in slots}
     return {"step": torch.tensor(3.0), **values}
 
 
-def as_bitsandbytes(shape: torch.Size, small: bool) -> dict[str, Any]:
+def as_bitsandbytes(shape, small) -> dict[str, Any]:
     return {"step": 3, NESTED: of_bitsandbytes(shape, small)}
 
 
-def as_old_bitsandbytes(shape: torch.Size, small: bool) -> dict[str, Any]:
+def as_old_bitsandbytes(shape, small) -> dict[str, Any]:
     return {"step": 3, **of_bitsandbytes(shape, small)}
 
 
-def of_bitsandbytes(shape: torch.Size, small: bool) -> dict[str, Any]:
+def of_bitsandbytes(shape, small) -> dict[str, Any]:
     if small:
         return {"state1": torch.rand(shape), "state2": torch.rand(shape)}
     found = {}
@@ -86,7 +86,7 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 67), nn.Linear(67, 64), nn.Linear(64, 3))
 
 
-def written(path: Path, kind: str) -> dict[str, dict[str, Any]]:
+def written(path, kind) -> dict[str, dict[str, Any]]:
     """Write a file as torch does with the optimizer's state dict; return the state by name."""
     net = model()
     names = [name for name, _ in net.named_parameters()]
@@ -96,7 +96,7 @@ def written(path: Path, kind: str) -> dict[str, dict[str, Any]]:
     return dict(zip(names, state.values(), strict=True))
 
 
-def leaves(value: Any) -> list[bytes]:
+def leaves(value) -> list[bytes]:
     """Return the bytes of each tensor below a value that was read."""
     found = []
     with Path(value.path).open("rb") as file:
@@ -106,16 +106,16 @@ def leaves(value: Any) -> list[bytes]:
     return sorted(found)
 
 
-def raw(value: Any) -> list[bytes]:
+def raw(value) -> list[bytes]:
     every = value.values() if isinstance(value, dict) else (value.codes, value.scale, value.qmap)
     return sorted(one.numpy().tobytes() for one in every)
 
 
-def is_quantised(value: Any) -> bool:
+def is_quantised(value) -> bool:
     return isinstance(value, dict) or type(value) is State8bit
 
 
-def assert_carried(path: Path, expected: dict[str, dict[str, Any]]) -> None:
+def assert_carried(path, expected: dict[str, dict[str, Any]]):
     opened = zckpt.open(path)
     assert opened.unnamed == {}
     for name, slots in expected.items():

@@ -7,7 +7,6 @@ in `copies` the file of rank 2 of 4. Whether these versions load what is written
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ GROUPS = {"_dim_group_infos", "_dim_group_names"}
 """Of meshes of several dimensions torch numbers them anew in every run; zckpt writes none."""
 
 
-def about(path: Path) -> dict[tuple[object, ...], object]:
+def about(path) -> dict[tuple[object, ...], object]:
     """Return what a file says of the tensor `a`, all but its elements: values by their place."""
     file = read_torchfile(path)
     node = file.root["a"]
@@ -34,7 +33,7 @@ def about(path: Path) -> dict[tuple[object, ...], object]:
     return leaves([node.subclass, node.dtype, node.shape, node.strides, node.get("_spec")], file, ())
 
 
-def leaves(node: Any, file: TorchFile, place: tuple[object, ...]) -> dict[tuple[object, ...], object]:
+def leaves(node, file: TorchFile, place: tuple[object, ...]) -> dict[tuple[object, ...], object]:
     if isinstance(node, Object):
         found = {place: node.qualified, **leaves(node.args, file, place)}
         return found | {at: one for key, value in (node.state or {}).items()
@@ -48,7 +47,7 @@ def leaves(node: Any, file: TorchFile, place: tuple[object, ...]) -> dict[tuple[
     return {place: repr(node)}
 
 
-def assert_written_as(theirs: Path, ours: Path, but: set[str]) -> None:
+def assert_written_as(theirs, ours, but: set[str]):
     """Compare a file with torch's own; it may say more, which that torch makes nothing of, but name no more."""
     expected, found = about(theirs), about(ours)
     for place, value in expected.items():
@@ -57,7 +56,7 @@ def assert_written_as(theirs: Path, ours: Path, but: set[str]) -> None:
     assert {name for name in named[0] if ".distributed." in name} <= named[1]
 
 
-def assert_whole(checkpoint: zckpt.Checkpoint) -> None:
+def assert_whole(checkpoint):
     for name, whole in WHOLE.items():
         found = checkpoint.read(name, "weight")
         assert (found.dtype, found.shape) == (whole.dtype, whole.shape)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -18,11 +16,11 @@ from zckpt.storage.files import Sources
 Tensors = dict[str, torch.Tensor]
 
 
-def model(seed: int = 0) -> Tensors:
+def model(seed=0) -> Tensors:
     """Experts, a gate, vectors that are alike, a matrix in bfloat16's range, and a matrix of which all is zero."""
     given = torch.Generator().manual_seed(seed)
 
-    def drawn(*shape: int) -> torch.Tensor:
+    def drawn(*shape) -> torch.Tensor:
         return torch.randn(shape, generator=given)
 
     return {
@@ -52,7 +50,7 @@ def saved(live: Tensors) -> Tensors:
     return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}
 
 
-def found(live: Tensors, file: Tensors, folder: Path) -> Tensors:
+def found(live: Tensors, file: Tensors, folder) -> Tensors:
     """Return the copies that are found, as tensors; all of them are equal to what they are copies of."""
     save_file(live, folder / "live.safetensors")
     save_file(file, folder / "file.safetensors")
@@ -104,7 +102,7 @@ def test_long_tensors_of_one_value_tell_nothing(tmp_path):
 
 def test_few_places_are_looked_at(monkeypatch, tmp_path):
     """A vector could be any row of each matrix: there are too many, once the matrices themselves are not found."""
-    looked: list[int] = []
+    looked = []
     seen = module._seen
     monkeypatch.setattr(
         module, "_seen", lambda slots, places, dtype: looked.append(len(places)) or seen(slots, places, dtype)

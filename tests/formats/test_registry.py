@@ -161,7 +161,7 @@ finally:
 
 
 @pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def example(tmp_path_factory) -> Path:
     """Where the example package is installed."""
     path = tmp_path_factory.mktemp("installed")
     source = path / "source"
@@ -183,7 +183,7 @@ print(json.dumps([[one.returncode, one.stdout, one.stderr] for one in done]))
 """
 
 
-def run_with(packages: Path, *commands: Sequence[object], after: str = "") -> list[tuple[int, str, str]]:
+def run_with(packages, *commands: Sequence[object], after="") -> list[tuple[int, str, str]]:
     """Run commands, and then a program, in a process that has the packages of a directory; exit status, output, errors.
 
     A command that is refused says so in one line.
@@ -194,13 +194,13 @@ def run_with(packages: Path, *commands: Sequence[object], after: str = "") -> li
     done = subprocess.run([sys.executable, "-c", PROGRAM + after], input=listed, capture_output=True, text=True,
                           env=found, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    said: list[tuple[int, str, str]] = json.loads(done.stdout)
+    said = json.loads(done.stdout)
     assert all(len(errors.splitlines()) == 1 for status, _, errors in said if status)
     return said
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path) -> Path:
     torch.manual_seed(1)
     tensors = {"a.weight": torch.randn(3, 5), "a.bias": torch.randn(3).bfloat16(), "n": torch.arange(7)}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -284,7 +284,7 @@ FORMAT = Claims()
 """
 
 
-def add_package(packages: Path, name: str, content: str) -> None:
+def add_package(packages, name, content):
     """A package of one module, which is said to have a format in it."""
     about = packages / f"of_{name}-1.dist-info"
     about.mkdir(parents=True)

@@ -29,13 +29,13 @@ from zckpt.state.dtypes import DTYPES
 CODES = [info.name for info in DTYPES.values() if info.safetensors]
 
 
-def entry(path: Path, name: str, tensor: torch.Tensor) -> Entry:
+def entry(path, name, tensor) -> Entry:
     """Put a tensor's bytes in a file of their own and return the entry that writes them."""
     slot = stored(path, tensor)
     return Entry(name, slot, slot.dtype)
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_equal(found, expected):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert_same(found[name], tensor)
@@ -61,7 +61,7 @@ def test_library_reads_what_is_written(tmp_path):
     assert_equal(load_file(written(tmp_path / "m", *entries)), tensors)
 
 
-def written(path: Path, *entries: Entry, metadata: dict[str, str] | None = None) -> Path:
+def written(path, *entries: Entry, metadata: dict[str, str] | None = None) -> Path:
     write_target(plan([lay_out("m", entries, metadata or {})]), path)
     return path
 
@@ -144,7 +144,7 @@ def test_tensor_larger_than_a_shard_has_one_to_itself():
 # --- what the library writes zckpt reads ------------------------------------------------------------------------
 
 
-def loaded(path: Path) -> dict[str, torch.Tensor]:
+def loaded(path) -> dict[str, torch.Tensor]:
     """Read all tensors of a file or directory with zckpt."""
     checkpoint = opened(read(path))
     return {one.name: checkpoint.read(one.name) for one in checkpoint.tensors()}
@@ -186,14 +186,14 @@ def test_other_files_are_not_taken_for_safetensors(tmp_path):
 # --- files that are not what they should be ---------------------------------------------------------------------
 
 
-def made(path: Path, header: object, data: bytes = b"", *, length: int | None = None) -> Path:
+def made(path, header, data=b"", *, length: int | None = None) -> Path:
     """Write a file with a header of one's own, given as data, text or bytes."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
     return path
 
 
-def one(begin: object, end: object, shape: object = (1,), dtype: object = "F32") -> dict[str, object]:
+def one(begin, end, shape=(1,), dtype="F32") -> dict[str, object]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
@@ -283,7 +283,7 @@ def test_bytes_after_the_last_tensor_are_refused(tmp_path):
 # --- an index that is not what it should be ---------------------------------------------------------------------
 
 
-def write_index(directory: Path, places: dict[str, str]) -> None:
+def write_index(directory, places: dict[str, str]):
     (directory / INDEX_NAME).write_text(json.dumps({"weight_map": places}))
 
 

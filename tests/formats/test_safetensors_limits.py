@@ -12,7 +12,7 @@ from zckpt.errors import DamagedFileError
 from zckpt.formats.safetensors.file import MAXIMUM_DIMENSIONS, read_header
 
 
-def written(path: Path, header: dict[str, object], data: bytes = b"") -> Path:
+def written(path, header: dict[str, object], data=b"") -> Path:
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
     return path

@@ -36,7 +36,7 @@ ALONE = AlikeReader.read
 
 
 @pytest.fixture(params=["bytes", "pickles", "directories"])
-def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def held(request, monkeypatch) -> Iterator[str]:
     """What files are held against each other by: see `test_alike_files`."""
     monkeypatch.setattr(alike_files, "FEWEST_RECORDS", 1)
     monkeypatch.setattr(alike_files, "ENOUGH_RECORDS", 1 << 30 if request.param == "pickles" else 0)
@@ -44,10 +44,10 @@ def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield request.param
 
 
-def save(path: Path, rank: int, *, ranks: int = RANKS, sizes: tuple[int, ...] = (RANKS,), **changes: Any) -> Path:
+def save(path, rank, *, ranks=RANKS, sizes: tuple[int, ...] = (RANKS,), **changes) -> Path:
     """Save what a rank has of some matrices, of which the last ranks have fewer rows, as torch does."""
     cuts = [Replicate()] * (len(sizes) - 1) + [Shard(0)]
-    content: dict[str, Any] = {}
+    content = {}
     with rank_of(rank, ranks):
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(f"d{at}" for at in range(len(sizes))))
         for number, name in enumerate(NAMES):
@@ -118,7 +118,7 @@ def test_a_file_that_says_anything_else_is_read_by_itself(changes, tmp_path, hel
     assert said(found) == said(read_torchfile(path))
 
 
-def with_pickle(data: bytearray, change: Callable[[bytearray], None]) -> bytes:
+def with_pickle(data, change: Callable[[bytearray], None]) -> bytes:
     """Change the pickle of a file, whose headers then state its new CRC-32."""
     start = data.find(b"\x80\x02}")
     old = pickle_of(data)
@@ -150,7 +150,7 @@ def test_each_byte_of_the_pickle_matters_as_it_does_to_a_file_alone(step, tmp_pa
     for at in {*own, *range(min(own) - 40, max(own) + 41, step), *range(0, size, 61 * step)}:
         for flip in (1, 0x80) if at in own or step == 1 else (1 << at % 8,):
 
-            def change(new: bytearray, at: int = at, flip: int = flip) -> None:
+            def change(new, at=at, flip=flip):
                 new[at] ^= flip
 
             path.write_bytes(with_pickle(bytearray(data), change))
@@ -222,7 +222,7 @@ def test_nothing_takes_a_blank_for_a_number():
             use(Blank(0))
 
 
-def content(folder: Path) -> object:
+def content(folder) -> object:
     """Return all that a directory is read as, or why it is not."""
     try:
         checkpoint = zckpt.open(folder)
@@ -243,17 +243,17 @@ def content(folder: Path) -> object:
 
 
 @cache
-def alone(folder: Path) -> object:
+def alone(folder) -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AlikeReader, "read", lambda _, path: read_torchfile(path))
         return content(folder)
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def written(tmp_path_factory) -> Callable[..., Path]:
     base = tmp_path_factory.mktemp("shared")
 
-    def make(**options: Any) -> Path:
+    def make(**options) -> Path:
         folder = base / "-".join(f"{key}{value}" for key, value in options.items()).replace("*", "")
         if not folder.exists():
             zckpt.convert(FIXTURES / "hf_llama_s2_bf16_dp2", folder, to="fsdp-rank-files", device="cpu", **options)
@@ -292,7 +292,7 @@ def test_an_inventory_is_the_same_where_there_are_too_many_spans_to_list(form, w
 
 
 def saved_again(change: Callable[[Any], object]) -> Callable[[Path], None]:
-    def again(path: Path) -> None:
+    def again(path):
         tree = torch.load(path, weights_only=False)
         change(tree)
         torch.save(tree, path)
@@ -300,11 +300,11 @@ def saved_again(change: Callable[[Any], object]) -> Callable[[Path], None]:
     return again
 
 
-def other(path: Path) -> None:
+def other(path):
     shutil.copy(path.with_name(path.name.replace("rank_5", "rank_6")), path)
 
 
-def one_step(path: Path) -> None:
+def one_step(path):
     """Change the value of one step: nothing in the file but four bytes of elements."""
     steps = list(torch.load(path, weights_only=False)["state"].values())
     data = bytearray(path.read_bytes())
@@ -315,7 +315,7 @@ def one_step(path: Path) -> None:
     path.write_bytes(data)
 
 
-def first_dtensor(tree: Any) -> Any:
+def first_dtensor(tree):
     return next(one for one in tree.values() if isinstance(one, DTensor))
 
 

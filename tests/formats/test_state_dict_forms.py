@@ -34,15 +34,15 @@ from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
 from zckpt.formats.torch_files.attach import further_keys
 
 
-def body(*sizes: int) -> nn.Sequential:
+def body(*sizes) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
 
 
-def trained(*sizes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(*sizes) -> tuple[nn.Module, torch.optim.Optimizer]:
     return live.trained(body(*sizes), torch.optim.Adam, lr=0.1)
 
 
-def several(**models: nn.Module) -> tuple[nn.ModuleDict, dict[str | None, torch.optim.Optimizer]]:
+def several(**models) -> tuple[nn.ModuleDict, dict[str | None, torch.optim.Optimizer]]:
     """Return models by their keys, and the optimizer that trained each."""
     return nn.ModuleDict(models), {key: live.trained(one, torch.optim.Adam, lr=0.1)[1] for key, one in models.items()}
 
@@ -56,7 +56,7 @@ def states(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
 def test_get_state_dict_has_names_that_nothing_has_to_be_deduced_of(flat, tmp_path):
-    def made(rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def made(rate) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = body(5, 4, 4, 4)  # three shapes that fit several parameters
         model[1].requires_grad_(requires_grad=False)
         groups = [{"params": [p for p in model.parameters() if p.dim() == dim], "lr": rate / dim} for dim in (2, 1)]
@@ -77,7 +77,7 @@ def test_get_state_dict_has_names_that_nothing_has_to_be_deduced_of(flat, tmp_pa
     assert zckpt.open(tmp_path / "n.pt").slot_names() == ["weight"]
 
 
-def gathered(rank: int, world_size: int, wrap: str, folder: Path) -> Any:
+def gathered(rank, world_size, wrap, folder):
     model, optimizer, scheduler = made(wrap, world_size)
     for number in range(STEPS):
         step(model, optimizer, scheduler, number)
@@ -121,7 +121,7 @@ def test_a_warning_where_torch_has_lost_all_slots_but_one(tmp_path):
     assert any("all slots but the last are lost" in text for text in zckpt.open(tmp_path / "by_id.pt").warnings)
 
 
-def named_file(tmp_path: Path, state: dict[str, Any], params: list[Any]) -> Path:
+def named_file(tmp_path, state, params: list[Any]) -> Path:
     path = tmp_path / "c.pt"
     optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": params}]}
     torch.save({"model": {"w": torch.ones(3), "v": torch.ones(2)}, "optimizer": optimizer}, path)
@@ -163,7 +163,7 @@ def test_other_names_than_the_files_are_refused(tmp_path):
 # --- several optimizers of a model
 
 
-def muon_and_adamw(seed: int, *, steps: int = 0) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+def muon_and_adamw(seed, *, steps=0) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     torch.manual_seed(seed)
     model = body(5, 7, 3)
     matrices = [p for p in model.parameters() if p.dim() == 2]
@@ -263,7 +263,7 @@ def test_models_and_optimizers_that_lie_deeper(form, tmp_path):
 def test_a_dict_that_lies_in_itself_is_looked_into_once(tmp_path):
     model, optimizer = trained(5, 4)
     state = optimizer.state_dict() | {"seen": 3}
-    root: dict[str, Any] = {"run": {"last": {"net": model.state_dict(), "opt": state}}}
+    root = {"run": {"last": {"net": model.state_dict(), "opt": state}}}
     root |= {f"again{at}": root for at in range(20)}
     torch.save(root, tmp_path / "c.pt")
     opened = assert_holds(tmp_path / "c.pt", model, optimizer)
@@ -334,7 +334,7 @@ def test_one_optimizer_of_an_encoder_and_a_decoder(tmp_path):
     assert_holds(tmp_path / "c.pt", models, optimizer)
 
 
-def composers(*, full: bool) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+def composers(*, full) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
     """Return what is trained, and the layout of composer 0.32 (`State.state_dict`), from its source."""
     model, optimizer = nn.ModuleDict({"model": body(5, 4, 4)}), torch.optim.AdamW
     optimizer = optimizer(model.parameters())
@@ -682,9 +682,7 @@ def test_masters_of_only_some_parameters_are_carried(lacks, is_dcp, tmp_path):
     assert "optimizer" in str(list(opened.metadata))
 
 
-def mixed(
-    tmp_path: Path, key: str, *, is_dcp: bool, lacks: str = ""
-) -> tuple[Path, nn.Module, list[torch.Tensor], torch.optim.Optimizer]:
+def mixed(tmp_path, key, *, is_dcp, lacks="") -> tuple[Path, nn.Module, list[torch.Tensor], torch.optim.Optimizer]:
     """Save a bfloat16 model that an optimizer of masters in two groups has trained."""
     model = body(5, 4, 4, 4, 1).bfloat16()
     masters = [one.detach().float() for one in model.parameters()]

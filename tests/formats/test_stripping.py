@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zipfile
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,7 +61,7 @@ def test_each_byte_is_counted_for_one_owner(kept, owners):
 # --- bytes that no tensor uses
 
 
-def stripped(tmp_path: Path, *, weights_only: bool = True, **options: Any) -> tuple[Any, Any]:
+def stripped(tmp_path, *, weights_only=True, **options) -> tuple[Any, Any]:
     """Strip `whole.pt`, and return what torch loads and what was said, which is what is saved."""
     source, target = tmp_path / "whole.pt", tmp_path / "thin.pt"
     done = strip(source, target, **options)
@@ -70,7 +69,7 @@ def stripped(tmp_path: Path, *, weights_only: bool = True, **options: Any) -> tu
     return torch.load(target, weights_only=weights_only), done
 
 
-def unreferenced(tree: Any, tmp_path: Path, **options: Any) -> tuple[Any, Any]:
+def unreferenced(tree, tmp_path, **options) -> tuple[Any, Any]:
     """Save a tree, strip it, and return what torch loads and what was said."""
     torch.save(tree, tmp_path / "whole.pt", **options)
     loaded, done = stripped(tmp_path, unreferenced=True, weights_only=False)
@@ -124,7 +123,7 @@ def test_tensors_are_found_wherever_they_are(tmp_path):
     parameter.note = {"inner": buffer[20:22]}
     linear = torch.nn.Linear(2, 1)
     linear.weight = torch.nn.Parameter(buffer[40:42].view(1, 2))
-    loop: list[Any] = [buffer[30:31]]
+    loop = [buffer[30:31]]
     loop.append(loop)
     tree = {
         "tuples": (shared, (shared,)),
@@ -196,7 +195,7 @@ def test_bytes_of_the_other_order_come_out_right(tmp_path):
     assert done.saved["unreferenced"] == 97 * 4  # an untyped storage is not cut up
 
 
-def swapped(tensor: torch.Tensor) -> torch.Tensor:
+def swapped(tensor) -> torch.Tensor:
     return torch.from_numpy(tensor.numpy().byteswap().copy())
 
 
@@ -212,7 +211,7 @@ def test_plain_files_lose_nothing_that_counts(name, tmp_path):
 # --- optimizer state
 
 
-def training(directory: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def training(directory) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """A model after three steps, saved with its optimizer."""
     model, optimizer = trained(torch.nn.Linear(3, 2), lr=0.25, steps=3)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
@@ -306,7 +305,7 @@ def test_files_of_a_zero_redundancy_optimizer(name, tmp_path):
             assert one["param_groups"] == other["param_groups"]
 
 
-def optimizers(node: Any) -> list[Any]:
+def optimizers(node) -> list[Any]:
     if isinstance(node, dict) and {"state", "param_groups"} <= node.keys():
         return [node]
     below = node.values() if isinstance(node, dict) else node if isinstance(node, list) else []

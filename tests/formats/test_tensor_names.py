@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ HELD = ["", "\0", "a/b", "..", "\n", "é" * 300, "__Metadata__", "a b"]
 """Names that every format but universal holds."""
 
 
-def saved(path: Path, name: str) -> dict[str, torch.Tensor]:
+def saved(path, name) -> dict[str, torch.Tensor]:
     tensors = {name: torch.arange(3.0), "other": torch.ones(2)}
     torch.save(tensors, path)
     return tensors

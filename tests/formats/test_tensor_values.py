@@ -42,18 +42,18 @@ def lazy_views() -> dict[str, torch.Tensor]:
     }
 
 
-def resolved(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def resolved(tensors) -> dict[str, torch.Tensor]:
     return {name: tensor.resolve_conj().resolve_neg().contiguous().clone() for name, tensor in tensors.items()}
 
 
-def assert_read(path: Path, expected: dict[str, torch.Tensor]) -> zckpt.OpenedCheckpoint:
+def assert_read(path, expected) -> zckpt.OpenedCheckpoint:
     checkpoint = zckpt.open(path)
     for name, tensor in expected.items():
         assert_bits(checkpoint.read(name, WEIGHT), tensor)
     return checkpoint
 
 
-def assert_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_bits(found, expected):
     """Assert the same type, shape and bits; a NaN and a signed zero count as what they are."""
     assert not found.is_conj()
     assert not found.is_neg()
@@ -61,7 +61,7 @@ def assert_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path) -> Path:
     torch.save({"model": lazy_views(), "note": torch.randn(3, dtype=torch.complex64).conj()}, tmp_path / "lazy.pt")
     return tmp_path / "lazy.pt"
 
@@ -156,14 +156,14 @@ def test_a_flat_tensor_with_gaps_is_refused_as_a_partition(tmp_path):
     torch.save(torch.arange(12.0)[::2], tmp_path / "x.pt")
     file = read_torchfile(tmp_path / "x.pt")
     with refusing(UnsupportedError, "not contiguous"):
-        span_of(file.root, file.path, Extent.flat((2, 3), 1, 3), first=1)  # type: ignore[arg-type]
+        span_of(file.root, file.path, Extent.flat((2, 3), 1, 3), first=1)
 
 
 def test_attributes_that_torch_sets_mean_nothing_and_others_are_named(tmp_path):
     model = torch.nn.Module()
     model.cloned, model.buffer = torch.nn.Parameter(torch.ones(3)), torch.nn.Buffer(torch.ones(2))
-    model.cloned._has_been_cloned = model.buffer._fsdp_synced = True  # type: ignore[attr-defined]
-    model.cloned._dynamo_dynamic_indices = {0}  # type: ignore[attr-defined]
+    model.cloned._has_been_cloned = model.buffer._fsdp_synced = True
+    model.cloned._dynamo_dynamic_indices = {0}
     state = dict(model.state_dict(keep_vars=True))
     torch.save(state, tmp_path / "x.pt")
     assert verify(tmp_path / "x.pt", deep=True).sound

@@ -40,16 +40,16 @@ LIMIT = (1 << 32) - 1
 """A number that a zip file's 32 bits cannot hold: all ones say that it is in the zip64 field."""
 
 
-def written(path: Path, root: object) -> Path:
+def written(path, root) -> Path:
     write_target(plan([lay_out(path.name, root)]), path)
     return path
 
 
-def load(path: Path, *, mmap: bool = False) -> object:
+def load(path, *, mmap=False) -> object:
     return torch.load(path, weights_only=True, mmap=mmap)
 
 
-def tensor_of(path: Path, tensor: torch.Tensor) -> SlotTensor:
+def tensor_of(path, tensor) -> SlotTensor:
     slot = stored(path, tensor)
     return SlotTensor(slot, slot.dtype, path.name)
 
@@ -145,7 +145,7 @@ def test_records_are_those_that_torch_writes(tmp_path):
     assert ours == theirs - {".format_version", ".storage_alignment"}  # by which torch would compute offsets
 
 
-def sparse(path: Path, layout: ArchiveLayout) -> Path:
+def sparse(path, layout: ArchiveLayout) -> Path:
     """Write all of an archive but the data of its tensors."""
     with path.open("wb") as file:
         file.truncate(layout.nbytes)
@@ -155,7 +155,7 @@ def sparse(path: Path, layout: ArchiveLayout) -> Path:
     return path
 
 
-def assert_sound(layout: ArchiveLayout, path: Path) -> None:
+def assert_sound(layout: ArchiveLayout, path):
     """Hold the archive that another program reads against what was laid out."""
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         assert [info.filename for info in archive.infolist()] == [placed.record.name for placed in layout.placed]
@@ -175,7 +175,7 @@ def assert_sound(layout: ArchiveLayout, path: Path) -> None:
                 assert int.from_bytes(file.read(4), "little") == info.CRC
 
 
-def records(*sizes: int) -> list[NewRecord]:
+def records(*sizes) -> list[NewRecord]:
     data = [NewRecord(f"m/data/{i}", None, size) for i, size in enumerate(sizes)]
     return [NewRecord("m/data.pkl", b"pickle", 6), *data, NewRecord("m/version", b"3\n", 2)]
 

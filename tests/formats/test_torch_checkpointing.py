@@ -52,7 +52,7 @@ def test_what_is_written_is_what_it_writes(keys, saved, tmp_path):
     assert_is(zckpt.open(tmp_path / "three"), load_file(SAVED / "truth.safetensors"))
 
 
-def shown(node: object) -> object:
+def shown(node) -> object:
     """What a tree holds, as it can be compared."""
     if isinstance(node, dict):
         return {key: shown(one) for key, one in node.items()}
@@ -81,7 +81,7 @@ def test_what_is_one_ranks_only_is_kept(saved):
     assert not take_inventory(checkpoint).left_out
 
 
-def said_otherwise(saved: Path, change) -> None:
+def said_otherwise(saved, change):
     tree = pickle.loads((saved / INDEX).read_bytes())
     change(tree)
     (saved / INDEX).write_bytes(pickle.dumps(tree))

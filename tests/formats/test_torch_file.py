@@ -37,7 +37,7 @@ def network() -> torch.nn.Module:
 
 
 def trained(
-    kind: type[torch.optim.Optimizer] = torch.optim.AdamW, *, named: bool = False, steps: int = 3, **options: object
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW, *, named=False, steps=3, **options
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Return a model and its optimizer after some steps."""
     model = network()
@@ -49,17 +49,17 @@ def trained(
     return model, optimizer
 
 
-def layers(count: int) -> torch.nn.Module:
+def layers(count) -> torch.nn.Module:
     """Return a model of equal layers."""
     return torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False) for _ in range(count)])
 
 
-def saved(path: Path, root: object, **options: object) -> Path:
+def saved(path, root, **options) -> Path:
     torch.save(root, path, **options)
     return path
 
 
-def assert_tensors(path: Path, state: dict[str, torch.Tensor]) -> Checkpoint:
+def assert_tensors(path, state) -> Checkpoint:
     """Assert that a file is read as this model, name by name and bit by bit, and no other tensor."""
     checkpoint = open_checkpoint(path)
     assert {p.name for p in checkpoint.tensors()} == state.keys()
@@ -134,7 +134,7 @@ def test_different_views_of_one_storage_are_not_tied(tmp_path):
 @pytest.mark.parametrize("under", [[], ["model"], ["state", "model"]])
 def test_weights_that_a_class_wraps_are_read_as_in_dcp(under, tmp_path):
     tensors = {"a": torch.randn(2, 3).bfloat16(), "b": torch.randn(3)}
-    root: dict[str, Any] = {name: Wrapped(one) for name, one in tensors.items()}
+    root = {name: Wrapped(one) for name, one in tensors.items()}
     for key in reversed(under):
         root = {key: root, "seed": 1}
     assert not take_inventory(assert_tensors(saved(tmp_path / "m.pt", root), tensors)).left_out
@@ -194,7 +194,7 @@ def test_every_parameter_has_its_own_state(kind, options, named, tmp_path):
 class Listed:
     """As fastcore's lists are pickled."""
 
-    def __init__(self, items: list[Any]) -> None:
+    def __init__(self, items: list[Any]):
         self.items = items
 
 
@@ -203,7 +203,7 @@ def test_state_is_attached_in_other_programs_forms_too(form, tmp_path):
     model, optimizer = live.trained(torch.nn.Linear(5, 3))
     state = optimizer.state_dict()
     groups = state["param_groups"]
-    forms: dict[str, Any] = {
+    forms = {
         "tuple of groups": {**state, "param_groups": tuple(groups)},
         "tuple of optimizers": (state,),
         "fastai": {"state": list(state["state"].values()), "hypers": Listed([{"lr": groups[0]["lr"], "mom": 0.9}])},
@@ -275,7 +275,7 @@ def test_recorded_names_win_where_shapes_leave_doubt(tmp_path):
     assert_holds(save_both(model, optimizer, tmp_path / "c.pt"), model, optimizer)
 
 
-def doubtful(path: Path) -> Path:
+def doubtful(path) -> Path:
     """Save a model of equal layers of which the optimizer has one, without saying which."""
     model = layers(3)
     return save_both(*live.trained(model, torch.optim.AdamW([model[1].weight])), path)
@@ -323,7 +323,7 @@ def test_factors_of_adafactor_tell_a_shape(tmp_path):
     assert [group.parameters for group in checkpoint.param_groups] == [["c"], ["b"]]
 
 
-def named_state(**changes: torch.Tensor) -> dict[str, Any]:
+def named_state(**changes) -> dict[str, Any]:
     """A model of three parameters, and an optimizer that keeps a vector and factors beside a moment, by name."""
     model = {"a": torch.ones(3), "b": torch.ones(2), "c": torch.ones(4, 6)}
     state = {name: {"moment": torch.ones_like(p), "window": torch.arange(3.0)} for name, p in model.items()}

@@ -50,12 +50,12 @@ OTHERS = [
 ]  # fmt: skip
 
 
-def written(checkpoint: Checkpoint, directory: Path) -> Path:
+def written(checkpoint, directory) -> Path:
     write_directory(plan(writer.lay_out(checkpoint)), directory)
     return directory
 
 
-def load(path: Path) -> Any:
+def load(path):
     pytest.importorskip("deepspeed", reason="classes of DeepSpeed are in the file")
     return torch.load(path, weights_only=False)
 
@@ -304,11 +304,11 @@ def test_what_deepspeed_would_load_nothing_of_is_refused():
         writer.lay_out(nowhere)
 
 
-def sample(directory: Path, name: str = "s2_bf16_dp4") -> Path:
+def sample(directory, name="s2_bf16_dp4") -> Path:
     return Path(shutil.copytree(SAMPLES / name, directory / name))
 
 
-def resaved(path: Path, **changes: Any) -> None:
+def resaved(path, **changes):
     """Change entries of a file with torch itself."""
     torch.save({**load(path), **changes}, path)
 
@@ -406,7 +406,7 @@ def test_names_in_a_file_do_not_lead_out_of_the_directory(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kept(tmp_path_factory) -> Path:
     return written(zckpt.open(FIXTURES / "s2_bf16_dp4"), tmp_path_factory.mktemp("kept") / "u")
 
 
@@ -482,7 +482,7 @@ def test_steps_of_their_own_arrive_with_each_parameter(tmp_path):
     assert [float(torch.load(tmp_path / "u" / "zero" / name / "step.pt")) for name in ("late", "early")] == [2, 3]
 
 
-def changed(name: str, tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+def changed(name, tmp_path, change: Callable[[dict[str, Any]], object]) -> Path:
     """A copy of a checkpoint that DeepSpeed converted, with something else in its model files."""
     source = sample(tmp_path, name)
     for path in source.glob("*_model_states.pt"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from zckpt.errors import UnsupportedError
 from zckpt.optim.values import value_of
 
 
-def one_of_all(*models: nn.Module, groups: Any = None) -> torch.optim.Optimizer:
+def one_of_all(*models, groups=None) -> torch.optim.Optimizer:
     """Return an optimizer of all parameters, after two steps."""
     every = [one for model in models for one in model.parameters()]
     optimizer = torch.optim.Adam(groups or every, 0.1)
@@ -31,7 +30,7 @@ def one_of_all(*models: nn.Module, groups: Any = None) -> torch.optim.Optimizer:
     return optimizer
 
 
-def state_of(content: Any) -> Any:
+def state_of(content):
     """Give dicts in the place of models and optimizers."""
     if hasattr(content, "state_dict"):
         return content.state_dict()
@@ -40,17 +39,17 @@ def state_of(content: Any) -> Any:
     return type(content)(map(state_of, content)) if isinstance(content, (list, tuple)) else content
 
 
-def saved(tmp_path: Path, content: dict[str, Any]) -> Path:
+def saved(tmp_path, content) -> Path:
     torch.save(state_of(content), tmp_path / "c.pt")
     return tmp_path / "c.pt"
 
 
-def in_dcp(tmp_path: Path, content: dict[str, Any]) -> Path:
+def in_dcp(tmp_path, content) -> Path:
     dcp.save(state_of(content), checkpoint_id=tmp_path)
     return tmp_path
 
 
-def assert_nothing_is_named(path: Path, numbers: int) -> None:
+def assert_nothing_is_named(path, numbers):
     """No parameter has state, and so many have it by their number."""
     opened = zckpt.open(path)
     assert len(opened.unnamed) == numbers
@@ -154,7 +153,7 @@ def test_optimizers_that_are_called_by_names_of_which_one_ends_like_another(tmp_
     assert_holds(saved(tmp_path, {"model": model, "optimizers": optimizers}), model, optimizers)
 
 
-def each_its_own(model: nn.Module, call: Callable[[str], str]) -> dict[str | None, torch.optim.Optimizer]:
+def each_its_own(model, call: Callable[[str], str]) -> dict[str | None, torch.optim.Optimizer]:
     """Return an optimizer of each parameter, after steps of their own, the last one first."""
     optimizers = {}
     for number, (name, one) in enumerate(reversed([*model.named_parameters()])):
@@ -185,7 +184,7 @@ def test_twins_are_told_apart_by_the_whole_of_their_names(form, tmp_path):
     twins = nn.ModuleDict({key: body(5, 4, 1) for key in ("critic1", "critic2")})
     optimizers = {key: one_of_all(twins[key]) for key in ("critic2", "critic1")}
     called = {f"{key}_optim": one for key, one in optimizers.items()}
-    content: dict[str, Any] = {**twins, **called} if form == "models" else {"model": twins, **called}
+    content = {**twins, **called} if form == "models" else {"model": twins, **called}
     if form == "one model":
         called, content = optimizers, {"model": twins, "optim": optimizers}
     assert_holds(saved(tmp_path, content), twins, called)
@@ -216,7 +215,7 @@ def test_files_of_gpus_may_be_shares_as_files_of_ranks(tmp_path):
 ALIKE = (5, 4, 4)
 
 
-def named(path: Path) -> set[str]:
+def named(path) -> set[str]:
     """What has state under its name, of optimizers that only number it."""
     return {one.name for one in zckpt.open(path).parameters.values() if "exp_avg" in one.slots}
 
@@ -285,7 +284,7 @@ def test_the_model_beside_an_optimizer_is_its_in_dcp(tmp_path):
     assert_holds(tmp_path, model, optimizer, "G.model.")
 
 
-def accelerates(folder: Path, **objects: Any) -> Path:
+def accelerates(folder, **objects) -> Path:
     """As Accelerate saves several."""
     folder.mkdir()
     for kind, its in objects.items():
@@ -314,7 +313,7 @@ def test_a_model_with_its_optimizer_further_in_comes_before_tensors_without_one(
     other = body(5, 4, 1)
     others = {key: {"net": other, "at": torch.ones(4)} if key == "reference" and len(more) > 1 else other
               for key in more}  # fmt: skip
-    app: dict[str, Any] = {"model": model, "optim": optimizer, "note": 7}
+    app = {"model": model, "optim": optimizer, "note": 7}
     for key in deep:
         app = {key: app, "note": 8}
     checkpoint = assert_holds(saved(tmp_path, {**others, "app": app}), model, optimizer)

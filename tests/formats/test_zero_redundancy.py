@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -42,7 +41,6 @@ from zckpt.formats.torch_files import reader as torch_reader
 from zckpt.formats.zero_redundancy import Options, reader, writer
 from zckpt.formats.zero_redundancy.directory import OWNED, find
 from zckpt.operations.open import OpenedCheckpoint
-from zckpt.state import Checkpoint
 from zckpt.state.inventory import COPY
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -50,42 +48,42 @@ ZRO = ["zro_dp2_adamw", "zro_dp3_sgdm_1g"]
 FORMS = [{"world_size": 1, "per_rank": False}, {"world_size": 1, "per_rank": True}, {"world_size": 3, "per_rank": True}]
 
 
-def read(path: Path, names: list[str] | None = None) -> OpenedCheckpoint:
+def read(path, names: list[str] | None = None) -> OpenedCheckpoint:
     directory = find(Search(path))
     assert directory is not None
     return opened(reader.read(directory, names=names))
 
 
-def lay_out(checkpoint: Checkpoint, *, world_size: int, per_rank: bool) -> list[TargetFile]:
+def lay_out(checkpoint, *, world_size, per_rank) -> list[TargetFile]:
     options = choose(Options, {"world_size": world_size if per_rank else None}, "zero-redundancy")
     return list(writer.lay_out(Job(checkpoint, Path("source"), Path("target"), options)).files)
 
 
-def written(checkpoint: Checkpoint, directory: Path, *, world_size: int = 3, per_rank: bool = True) -> Path:
+def written(checkpoint, directory, *, world_size=3, per_rank=True) -> Path:
     write_directory(plan(lay_out(checkpoint, world_size=world_size, per_rank=per_rank)), directory)
     return directory
 
 
-def truth_of(name: str) -> Truth:
+def truth_of(name) -> Truth:
     return Truth(FIXTURES / "other" / name)
 
 
-def names_of(name: str) -> list[str]:
+def names_of(name) -> list[str]:
     return [parameter for group in truth_of(name).facts["param_groups"] for parameter in group["params"]]
 
 
-def known(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+def known(model, optimizer) -> list[str]:
     """Return the names of the optimizer's parameters, in its order."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def consolidated(name: str) -> OpenedCheckpoint:
+def consolidated(name) -> OpenedCheckpoint:
     path = FIXTURES / "other" / name / "ckpt" / "consolidated.pt"
     return opened(torch_reader.read(path, names=names_of(name)))
 
 
-def ranks(name: str, directory: Path, pattern: str = "zero_rank{}.pt", model: str = "model.pt") -> Path:
+def ranks(name, directory, pattern="zero_rank{}.pt", model="model.pt") -> Path:
     """What each rank of the real optimizer saved, under names of one's choice, and the model next to them."""
     source = FIXTURES / "other" / name / "ckpt"
     directory.mkdir()
@@ -96,13 +94,13 @@ def ranks(name: str, directory: Path, pattern: str = "zero_rank{}.pt", model: st
     return directory
 
 
-def changed(path: Path, change: Any) -> None:
+def changed(path, change):
     root = torch.load(path, weights_only=False)
     change(root)
     torch.save(root, path)
 
 
-def assert_truth(checkpoint: OpenedCheckpoint, name: str) -> None:
+def assert_truth(checkpoint, name):
     """Every weight, slot, hyperparameter and name is that of the live optimizer."""
     truth = truth_of(name)
     for parameter, value in truth.weights.items():
@@ -150,7 +148,7 @@ def test_consolidated_state_beside_ranks_files_is_what_is_read(name):
     assert {item.file for item in take_inventory(checkpoint).of(COPY)} == {path.name for path in own}
 
 
-def assert_as_torch_wrote(mine: dict[str, Any], path: Path) -> None:
+def assert_as_torch_wrote(mine, path):
     """The same keys, numbers, groups and bits."""
     its = torch.load(path, weights_only=True)["optimizer"]
     assert mine["param_groups"] == its["param_groups"]
@@ -206,7 +204,7 @@ def test_world_of_one_rank_is_read_where_its_file_says_so(tmp_path):
 # --- names that the model tells -------------------------------------------------------------------------------------
 
 
-def trained(*, tied: bool = False) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def trained(*, tied=False) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """A model of equal layers, all of them trained, in two groups."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)], torch.nn.Linear(4, 3))
@@ -217,9 +215,7 @@ def trained(*, tied: bool = False) -> tuple[torch.nn.Module, torch.optim.Optimiz
     return live.trained(model, optimizer, steps=2)
 
 
-def as_others_save_it(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tmp_path: Path, world_size: int = 2
-) -> Path:
+def as_others_save_it(model, optimizer, tmp_path, world_size=2) -> Path:
     """Each rank's share of an optimizer, as torch assigns it, in files without a word about names."""
     path = save_both(model, optimizer, tmp_path / "c.pt")
     source = torch_reader.read(path, names=known(model, optimizer))
@@ -241,7 +237,7 @@ def test_shares_that_fairscale_assigns_are_read_too(tmp_path):
     layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2), torch.nn.Linear(2, 3))
     model, optimizer = live.trained(layers)
     state = optimizer.state_dict()
-    held: list[list[int]] = [[], []]
+    held = [[], []]
     elements = [0, 0]
     for number, parameter in enumerate(model.parameters()):
         rank = elements.index(min(elements))
@@ -435,7 +431,7 @@ def test_names_are_not_needed_where_they_are_known(tmp_path):
 # --- parameters known by number only --------------------------------------------------------------------------------
 
 
-def unnamed(path: Path, *, model: bool = True, optimizer: Any = torch.optim.AdamW) -> OpenedCheckpoint:
+def unnamed(path, *, model=True, optimizer=torch.optim.AdamW) -> OpenedCheckpoint:
     """Two of three equal layers are trained, and the file does not tell which."""
     torch.manual_seed(0)
     network = torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False) for _ in range(3)], torch.nn.Linear(4, 3))

@@ -11,7 +11,7 @@ LEFT_OUT = {"pp2_s0_fp32_dp2": "optimizer/*"}
 """What is left out of which: without ZeRO, pipeline stages number their optimizers' parameters by themselves."""
 
 
-def _folders(root: Path) -> Iterator[Path]:
+def _folders(root) -> Iterator[Path]:
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
         if folder.name in ("generated", "__pycache__"):
             continue
@@ -21,7 +21,7 @@ def _folders(root: Path) -> Iterator[Path]:
             yield folder
 
 
-def _opened(folder: Path) -> Path:
+def _opened(folder) -> Path:
     """What of a folder is opened: a run's directory itself, of other programs what lies beside the truth."""
     if folder.parent.name != "other":
         return folder

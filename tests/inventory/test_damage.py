@@ -59,15 +59,15 @@ SILENT = {
 """What may be lost without a finding: what is done to which files (`FIXTURE/NAME`), and why nothing can tell."""
 
 
-def files_of(source: Path) -> Iterator[Path]:
+def files_of(source) -> Iterator[Path]:
     return (path for path in sorted(source.rglob("*") if source.is_dir() else [source]) if path.is_file())
 
 
-def is_listed(operation: str, file: str) -> bool:
+def is_listed(operation, file) -> bool:
     return any(done == operation and any(fnmatchcase(file, one) for one in patterns) for done, *patterns in SILENT)
 
 
-def held(source: Path) -> object:
+def held(source) -> object:
     """What a checkpoint has, as far as the loss of a file would show in it."""
     found = zckpt.open(source)
     slots = {one.name: (one.shape, sorted(one.slots), sorted(one.state)) for one in found.tensors()}
@@ -75,14 +75,14 @@ def held(source: Path) -> object:
     return slots, groups, sorted(found.metadata), sorted(found.optimizer_metadata), found.step, found.loss_scale
 
 
-def is_sound(source: Path) -> bool:
+def is_sound(source) -> bool:
     try:
         return zckpt.verify(source, deep=True).sound
     except SourceError:
         return False
 
 
-def is_taken(source: Path, drop: list[str], *, writes: bool) -> bool:
+def is_taken(source, drop: list[str], *, writes) -> bool:
     """Whether a verb writes from it, or would as far as structure and a sample of the weights tell."""
     target = source.with_name("target")
     try:
@@ -92,7 +92,7 @@ def is_taken(source: Path, drop: list[str], *, writes: bool) -> bool:
     return True
 
 
-def failures(name: str, directory: Path, *, writes: bool) -> Iterator[str]:
+def failures(name, directory, *, writes) -> Iterator[str]:
     """Do everything to every file of a fixture; yield what should not be."""
     source = directory / SOURCES[name].name
     if SOURCES[name].is_dir():

@@ -17,7 +17,7 @@ from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.state import Checkpoint, Extent, Parameter, Slot, SourceFile, Span
 from zckpt.state.inventory import CARRIED, COPY, FATES, FILE, FOREIGN, IMPLIED, KINDS, STATE, Inventory, Rule
-from zckpt.torchfile import Tensor, read_torchfile, walk_tensors
+from zckpt.torchfile import read_torchfile, walk_tensors
 
 ONE_OF_EACH = [
     "s0_fp32_dp2", "s1_bf16_dp2_bf16opt", "s1_fp32_dp3_palign", "s2_bf16_dp2_client", "s2_bf16_dp2_elastic",
@@ -28,7 +28,7 @@ ONE_OF_EACH = [
 ]  # fmt: skip
 
 
-def lost(inventory: Inventory, name: str) -> list[str]:
+def lost(inventory: Inventory, name) -> list[str]:
     """What is left out that is not known to be."""
     expected = LEFT_OUT.get(name)
     return [item.name for item in inventory.left_out if expected is None or not item.is_named([f"*:{expected}"])]
@@ -58,9 +58,9 @@ def test_nothing_of_a_real_checkpoint_is_left_out(name):
     assert_tensors_are_accounted_for(checkpoint, inventory, root)
 
 
-def assert_tensors_are_accounted_for(checkpoint: Checkpoint, inventory: Inventory, root: Path) -> None:
+def assert_tensors_are_accounted_for(checkpoint, inventory: Inventory, root):
     """The tensors of torch files are found by another way; implied are their padding and the format's own bytes."""
-    padding: dict[str, int] = {}
+    padding = {}
     for run in (run for runs in checkpoint.padding_spans for run in runs):
         padding[run.path] = padding.get(run.path, 0) + run.nbytes
     trees = {os.path.realpath(file.path): file.tree for file in checkpoint.files}
@@ -75,14 +75,14 @@ def assert_tensors_are_accounted_for(checkpoint: Checkpoint, inventory: Inventor
         assert held <= len(used) <= held + padding.get(str(path), 0) + single, file
 
 
-def _bytes_of(tensor: Tensor) -> range:
+def _bytes_of(tensor) -> range:
     if not tensor.numel:
         return range(0)
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
     return range(tensor.offset, tensor.offset + (last + 1) * tensor.itemsize)
 
 
-def of_another_format(directory: Path) -> Checkpoint:
+def of_another_format(directory) -> Checkpoint:
     """As the docstrings of `SourceFile.tree` and `Rule` say: files that are neither torch's nor safetensors."""
     path, slots = directory / "model.msgpack", {}
     path.write_bytes(bytes(40))
@@ -128,7 +128,7 @@ def test_a_file_that_ends_as_those_that_were_read_is_no_other_programs(tmp_path)
 # --- an adapter that forgets ----------------------------------------------------------------------------------------
 
 
-def forget_a_slot(checkpoint: Checkpoint, chance: random.Random) -> str:
+def forget_a_slot(checkpoint, chance: random.Random) -> str:
     parameters = [p for p in [*checkpoint.tensors(), *checkpoint.unnamed.values()]
                   if any(slot.spans for slot in p.slots.values())]  # fmt: skip
     parameter = chance.choice(parameters)
@@ -143,7 +143,7 @@ def forget_a_slot(checkpoint: Checkpoint, chance: random.Random) -> str:
     return f"{key} of {parameter.name}"
 
 
-def forget_a_span(checkpoint: Checkpoint, chance: random.Random) -> str:
+def forget_a_span(checkpoint, chance: random.Random) -> str:
     found = [
         (parameter, key)
         for parameter in checkpoint.parameters.values()
@@ -161,7 +161,7 @@ def forget_a_span(checkpoint: Checkpoint, chance: random.Random) -> str:
     return f"span {left} of {key} of {parameter.name}"
 
 
-def forget_a_buffer(checkpoint: Checkpoint, chance: random.Random) -> str:
+def forget_a_buffer(checkpoint, chance: random.Random) -> str:
     if not checkpoint.buffers:
         return ""
     name = chance.choice(list(checkpoint.buffers))
@@ -171,7 +171,7 @@ def forget_a_buffer(checkpoint: Checkpoint, chance: random.Random) -> str:
     return name
 
 
-def forget_a_file(checkpoint: Checkpoint, chance: random.Random) -> str:
+def forget_a_file(checkpoint, chance: random.Random) -> str:
     if len(checkpoint.files) < 2 or not Path(checkpoint.opened).is_dir():
         return ""
     shards = [file for file in checkpoint.files if file.role in ("optimizer", "shard", "expert") and file.tensor_nbytes]
@@ -182,7 +182,7 @@ def forget_a_file(checkpoint: Checkpoint, chance: random.Random) -> str:
     return gone.path
 
 
-def forget_metadata(checkpoint: Checkpoint, chance: random.Random) -> str:
+def forget_metadata(checkpoint, chance: random.Random) -> str:
     keys = [key for key, value in checkpoint.metadata.items() if value is not None and value != {}]
     if not keys:
         return ""
@@ -191,7 +191,7 @@ def forget_metadata(checkpoint: Checkpoint, chance: random.Random) -> str:
     return key
 
 
-def forget_padding(checkpoint: Checkpoint, chance: random.Random) -> str:
+def forget_padding(checkpoint, chance: random.Random) -> str:
     stripped = checkpoint.details.get("optimizer_form") == "elastic"  # then no tensor reaches over it
     if stripped or not sum(padding.nbytes for padding in checkpoint.padding):
         return ""
@@ -199,7 +199,7 @@ def forget_padding(checkpoint: Checkpoint, chance: random.Random) -> str:
     return "padding"
 
 
-def forget_copies(checkpoint: Checkpoint, chance: random.Random) -> str:
+def forget_copies(checkpoint, chance: random.Random) -> str:
     owned = {span for p in checkpoint.tensors() for slot in p.slots.values() for span in slot.spans}
     owned |= {span for p in checkpoint.tensors() for slot in p.slots.values() for one in slot.replicas for span in one}
     if not any(span not in owned for one in checkpoint.duplicates for span in one.slot.spans if span.extent.numel):

@@ -6,7 +6,6 @@ import json
 import shutil
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,15 +27,15 @@ from zckpt.state.inventory import CARRIED, COPY, FOREIGN, Inventory
 TARGETS = ["zckpt", "dcp", "consolidated", "zero-redundancy"]
 
 
-def inventory(source: Path) -> Inventory:
+def inventory(source) -> Inventory:
     return take_inventory(zckpt.open(source))
 
 
-def lost(source: Path) -> list[str]:
+def lost(source) -> list[str]:
     return [item.name for item in inventory(source).left_out]
 
 
-def codes(*arguments: object) -> tuple[int, set[str]]:
+def codes(*arguments) -> tuple[int, set[str]]:
     """Exit status of `verify`, and the codes it found."""
     done = run("verify", "--json", *arguments)
     return done.returncode, {finding["code"] for finding in json.loads(done.stdout)["findings"]}
@@ -49,7 +48,7 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 @pytest.fixture
-def trainers(trained: tuple[nn.Module, torch.optim.Optimizer], tmp_path: Path) -> Path:
+def trainers(trained: tuple[nn.Module, torch.optim.Optimizer], tmp_path) -> Path:
     """What Hugging Face's Trainer leaves without DeepSpeed, and a file that nothing reads."""
     model, optimizer = trained
     directory = tmp_path / "checkpoint-1"
@@ -267,7 +266,7 @@ def test_the_end_of_a_long_text_is_looked_at(trainers):
 # --- DeepSpeed -------------------------------------------------------------------------------------------------------
 
 
-def add_tensor(content: dict[str, Any]) -> None:
+def add_tensor(content):
     content["optimizer_state_dict"]["preconditioner"] = torch.ones(5)
 
 
@@ -362,7 +361,7 @@ def test_model_with_more_digits_than_all_else_is_no_copy(tmp_path):
         zckpt.consolidate(source, tmp_path / "out.safetensors")
 
 
-def renamed(node: Any, names: dict[str, str]) -> Any:
+def renamed(node, names: dict[str, str]):
     """A tree with other names in it, be they keys or values."""
     if isinstance(node, dict):
         return type(node)((names.get(key, key), renamed(value, names)) for key, value in node.items())

@@ -40,7 +40,7 @@ def source(request, tmp_path):
     return path, path / own
 
 
-def states(folder: Path) -> dict[str, object]:
+def states(folder) -> dict[str, object]:
     """Return what such files hold, by their names."""
     return {path.name: torch.load(path, weights_only=False) for name in KEPT for path in folder.rglob(Path(name).name)}
 

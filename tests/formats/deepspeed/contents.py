@@ -12,23 +12,23 @@ from zckpt.state import without
 from zckpt.torchfile import FromFile, Object, Tensor, children, read_torchfile
 
 
-def run_of(name: str) -> Path:
+def run_of(name) -> Path:
     """A fixture's run directory."""
     (latest,) = (FIXTURES / name).rglob("latest")
     return latest.parent
 
 
-def tag_of(run: Path) -> Path:
+def tag_of(run) -> Path:
     return run / (run / "latest").read_text().strip()
 
 
-def cut(source: Path, target: Path, world_size: int, **options: Any) -> Path:
+def cut(source, target, world_size, **options) -> Path:
     """Reshard a run directory; return the tag directory that was written."""
     zckpt.reshard(source, target, world_size=world_size, **options)
     return tag_of(target)
 
 
-def alike(found: Path, original: Path, but: Collection[str] = ()) -> list[str]:
+def alike(found, original, but: Collection[str] = ()) -> list[str]:
     """The names of the files of two tag directories, which are the same ones and of the same form, some keys aside."""
     names = sorted(path.name for path in original.glob("*.pt"))
     assert sorted(path.name for path in found.iterdir()) == names
@@ -38,19 +38,19 @@ def alike(found: Path, original: Path, but: Collection[str] = ()) -> list[str]:
     return names
 
 
-def state_of(path: Path) -> dict[str, Any]:
+def state_of(path) -> dict[str, Any]:
     root = read_torchfile(path).root
     assert isinstance(root, dict)
     return root["optimizer_state_dict"]
 
 
-def content_of(path: Path) -> dict[str, Any]:
+def content_of(path) -> dict[str, Any]:
     root = read_torchfile(path).root
     assert isinstance(root, dict)
     return root
 
 
-def form(node: object) -> object:
+def form(node) -> object:
     """What a tree is but for its tensors' bytes: keys in their order, kinds of nodes, values."""
     if isinstance(node, FromFile):
         return form(node.node)
@@ -66,7 +66,7 @@ def form(node: object) -> object:
     return (type(node).__name__, head, below or repr(node))
 
 
-def tensor_bytes(path: Path) -> dict[tuple[object, ...], bytes]:
+def tensor_bytes(path) -> dict[tuple[object, ...], bytes]:
     """The bytes of every tensor of a torch file, padding of its storage aside."""
     data = path.read_bytes()
     found = {}
@@ -76,7 +76,7 @@ def tensor_bytes(path: Path) -> dict[tuple[object, ...], bytes]:
     return found
 
 
-def every_tensor(node: object, where: tuple[object, ...] = ()) -> Iterator[tuple[tuple[object, ...], Tensor]]:
+def every_tensor(node, where: tuple[object, ...] = ()) -> Iterator[tuple[tuple[object, ...], Tensor]]:
     """Every tensor by its path, a tied one under each of its names."""
     if isinstance(node, Tensor):
         yield where, node

@@ -17,45 +17,45 @@ from tests.damage import edit, optimizer_file
 __all__ = ["FIXTURES", "address", "copy", "edit", "edit_all", "model_file", "optimizer_file", "recut"]
 
 
-def address(numel: int, start: int) -> Any:
+def address(numel, start):
     """A `fragment_address`; to be made inside `edit` only."""
     made = sys.modules["deepspeed.utils.tensor_fragment"].fragment_address()
     made.numel, made.start = numel, start
     return made
 
 
-def copy(name: str, directory: Path) -> Path:
+def copy(name, directory) -> Path:
     """A copy of a fixture's tag directory."""
     run = Path(shutil.copytree(FIXTURES / name, directory / Path(name).name))
     (run / "truth.safetensors").unlink()
     return run / (run / "latest").read_text().strip()
 
 
-def edit_all(tag: Path, change: Callable[[Any], Any], files: str = "*optim_states.pt") -> None:
+def edit_all(tag, change: Callable[[Any], Any], files="*optim_states.pt"):
     for path in sorted(tag.glob(files)):
         edit(path, change)
 
 
-def model_file(tag: Path, rank: int | None = None) -> Path:
+def model_file(tag, rank: int | None = None) -> Path:
     prefix = "" if rank is None else f"zero_pp_rank_{rank}_"
     return tag / f"{prefix}mp_rank_00_model_states.pt"
 
 
-def recut(tag: Path, world: int) -> None:
+def recut(tag, world):
     """Cut a stage-2 checkpoint of one rank for more ranks, by the rule of DeepSpeed."""
     only = optimizer_file(tag, 0)
 
-    def cut(rank: int) -> Callable[[dict[str, Any]], None]:
-        def change(content: dict[str, Any]) -> None:
+    def cut(rank) -> Callable[[dict[str, Any]], None]:
+        def change(content):
             z = content["optimizer_state_dict"]
-            mappings: list[dict[str, Any]] = []
+            mappings = []
             for group, whole in enumerate(z["single_partition_of_fp32_groups"]):
                 lengths = {name: a.numel for name, a in z["param_slice_mappings"][group].items()}
                 total = sum(lengths.values())
                 size = 2 * math.ceil(total / (2 * world))
                 low, high = rank * size, (rank + 1) * size
 
-                def part(flat: torch.Tensor, low: int = low, size: int = size, total: int = total) -> torch.Tensor:
+                def part(flat, low=low, size=size, total=total) -> torch.Tensor:
                     padded = torch.zeros(size * world)
                     padded[:total] = flat[:total]
                     return padded[low : low + size].clone()

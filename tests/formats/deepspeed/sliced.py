@@ -66,14 +66,14 @@ RULES: dict[str, Any] = {
 SLOTS = ("master", "exp_avg", "exp_avg_sq")
 
 
-def whole(name: str, slot: str) -> torch.Tensor:
+def whole(name, slot) -> torch.Tensor:
     """The whole parameter or slot; of one that drifts, rank 0's."""
     shape = WAYS[name][0]
     generator = torch.Generator().manual_seed(100 * list(WAYS).index(name) + ["weight", *SLOTS].index(slot))
     return torch.randint(-64, 64, shape, generator=generator).float() * 4
 
 
-def local(name: str, slot: str, rank: int, degree: int) -> torch.Tensor:
+def local(name, slot, rank, degree) -> torch.Tensor:
     """What one rank of so many has."""
     _, dim, parts = WAYS[name]
     value = whole(name, slot)
@@ -84,12 +84,12 @@ def local(name: str, slot: str, rank: int, degree: int) -> torch.Tensor:
     return torch.cat([part.chunk(degree, dim)[rank] for part in value.split(parts, dim)], dim).contiguous()
 
 
-def mean(slot: str, degree: int) -> torch.Tensor:
+def mean(slot, degree) -> torch.Tensor:
     """What becomes of the parameter that drifts."""
     return torch.stack([local(DRIFTING, slot, rank, degree) for rank in range(degree)]).mean(0)
 
 
-def make(run: Path, degree: int, dp: int, *, rules: dict[str, Any] | None = RULES) -> Path:
+def make(run, degree, dp, *, rules: dict[str, Any] | None = RULES) -> Path:
     """Write a run directory for so many tensor- and data-parallel ranks."""
     tag = run / f"global_step{STEP}"
     tag.mkdir(parents=True)
@@ -102,7 +102,7 @@ def make(run: Path, degree: int, dp: int, *, rules: dict[str, Any] | None = RULE
     return run
 
 
-def _model(rank: int, degree: int, dp: int, rules: dict[str, Any] | None) -> dict[str, Any]:
+def _model(rank, degree, dp, rules: dict[str, Any] | None) -> dict[str, Any]:
     module = OrderedDict()
     for group in GROUPS:
         flat = torch.cat([local(name, "master", rank, degree).reshape(-1) for name in group])
@@ -138,7 +138,7 @@ def _model(rank: int, degree: int, dp: int, rules: dict[str, Any] | None) -> dic
     return content if rules is None else content | {"universal_checkpoint_info": rules}
 
 
-def _optimizer(rank: int, degree: int, dp_rank: int, dp: int) -> dict[str, Any]:
+def _optimizer(rank, degree, dp_rank, dp) -> dict[str, Any]:
     masters, states, paddings = [], {}, []
     for index, group in enumerate(GROUPS):
         cut = {}

@@ -14,11 +14,11 @@ from zckpt.formats.deepspeed.axes.tp_rules import AFFINE_KEY, Rules, Share
 NAME = "model.mlp.up_proj.weight"
 
 
-def piece(shape: list[int], source: int, dest: int = 0, *, columns: int = 2, **more: Any) -> dict[str, Any]:
+def piece(shape: list[int], source, dest=0, *, columns=2, **more) -> dict[str, Any]:
     return {"shape": shape, "source": [source, [columns, 1]], "dest": [dest, [shape[1], 1]], "locations": [0], **more}
 
 
-def rules(name: str, shape: list[int], *ranks: tuple[list[int], list[dict[str, Any]]], **more: Any) -> Rules:
+def rules(name, shape: list[int], *ranks: tuple[list[int], list[dict[str, Any]]], **more) -> Rules:
     entry = {
         "logical_shape": shape,
         "ranks": {str(rank): {"shard_shape": local, "pieces": held} for rank, (local, held) in enumerate(ranks)},
@@ -26,7 +26,7 @@ def rules(name: str, shape: list[int], *ranks: tuple[list[int], list[dict[str, A
     return Rules({AFFINE_KEY: {"version": 1, "params": {f"^{re.escape(name)}$": entry}}, **more}, "the file")
 
 
-def two(name: str, rows: int, **more: Any) -> Rules:
+def two(name, rows, **more) -> Rules:
     first, second = -(-rows // 2), rows // 2
     halves = ([first, 2], [piece([first, 2], 0)]), ([second, 2], [piece([second, 2], 2 * first)])
     return rules(name, [rows, 2], *halves, **more)

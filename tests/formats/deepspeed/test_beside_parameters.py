@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,10 +22,10 @@ BESIDE = {
 }
 
 
-def with_quantisation(tag: Path) -> None:
+def with_quantisation(tag):
     """Put beside a frozen weight what bitsandbytes' 4-bit layers do: in every rank's file, in no list."""
 
-    def add(content: dict[str, Any]) -> None:
+    def add(content):
         module = content["module"]
         named = {name: value for name, value in module.items() if name != QUANTISED}
         before = list(named)[: list(module).index(QUANTISED)]
@@ -41,7 +40,7 @@ def with_quantisation(tag: Path) -> None:
         edit(path, add)
 
 
-def assert_has_quantisation(source: Path) -> None:
+def assert_has_quantisation(source):
     found = zckpt.open(source)
     assert found.warnings == []
     assert QUANTISED in found.parameters
@@ -185,7 +184,7 @@ def test_alias_of_a_parameter_that_was_not_saved_has_its_own_weight(tmp_path):
     assert torch.equal(found.read("alias", "weight"), zckpt.open(run_of("s2_bf16_dp2")).read("frozen_odd", "weight"))
 
 
-def in_levels(tmp_path: Path) -> Path:
+def in_levels(tmp_path) -> Path:
     """A run whose tag has slashes and a blank."""
     run = tmp_path / "run"
     shutil.copytree(copy("s2_bf16_dp2", tmp_path), run / "runs/a/step 5")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from zckpt.torchfile import read_torchfile
 
 
 def layers(
-    tmp_path: Path, *of: tuple[int, int], names: Sequence[str] | None = None, **groups: list[int]
+    tmp_path, *of: tuple[int, int], names: Sequence[str] | None = None, **groups: list[int]
 ) -> dict[int, set[int]]:
     """Over how many ranks layers are found to be: how many experts each has, how wide, and what is in which group."""
     model = [f"{i}.deepspeed_experts.{number}.w" for i, (count, _) in enumerate(of) for number in range(count)]

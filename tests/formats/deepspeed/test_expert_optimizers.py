@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,15 +21,15 @@ ONLY_IN_019 = (
 )  # fmt: skip
 
 
-def experts_file(tag: Path, rank: int) -> Path:
+def experts_file(tag, rank) -> Path:
     return tag / f"expp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
-def before_019(name: str, directory: Path) -> Path:
+def before_019(name, directory) -> Path:
     """A checkpoint under ZeRO as DeepSpeed 0.14 and 0.16 write it: fewer keys, and files that hold nothing."""
     tag = copy(name, directory)
 
-    def drop(content: dict[str, Any]) -> None:
+    def drop(content):
         for key in ONLY_IN_019:
             content.pop(key, None)
 
@@ -129,7 +128,7 @@ def test_a_layer_of_more_experts_than_any_model_has_is_unreadable():
 def test_degree_is_what_the_groups_say(tmp_path):
     tag = copy("moe_ep2_s0_fp32_dp4", tmp_path)
 
-    def name(group, value, **others: Any):
+    def name(group, value, **others):
         for rank in range(2):
             edit(experts_file(tag, rank), lambda content: content["optimizer"]["param_groups"][group].update(
                 name=value, **others))  # fmt: skip

@@ -25,14 +25,14 @@ from zckpt.torchfile import Object, plain
 STAGE0 = {"cur_scale": 512.0, "cur_iter": 5, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 3}
 
 
-def converted(source: Path, target: Path, stage: int) -> tuple[dict[str, Any], tuple[str, ...]]:
+def converted(source, target, stage) -> tuple[dict[str, Any], tuple[str, ...]]:
     """What the first rank's optimizer file holds, and the notes."""
     done = zckpt.convert(source, target, to="deepspeed", world_size=3, stage=stage)
     (path,) = tag_of(target).glob("*zero_pp_rank_0_mp_rank_00_optim_states.pt")
     return state_of(path), done.notes
 
 
-def values_of(scaler: object) -> dict[str, Any]:
+def values_of(scaler) -> dict[str, Any]:
     assert isinstance(scaler, Object)
     assert isinstance(scaler.state, dict)
     return {str(key): plain(value) for key, value in scaler.state.items()}
@@ -77,7 +77,7 @@ def test_fixed_loss_scale_of_stage_0_goes_on(stage, tmp_path):
     assert any("cur_iter" in note for note in notes)
 
 
-def model_and_optimizer(path: Path, *, dtype: torch.dtype = torch.float32, unused: bool = False) -> Path:
+def model_and_optimizer(path, *, dtype=torch.float32, unused=False) -> Path:
     """A file of torch.save after a step, in which a layer may not have had a part."""
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 5), "b": torch.nn.Linear(5, 2)}).to(dtype)
@@ -180,7 +180,7 @@ def test_order_of_parameters_without_any_state_is_not_guessed(tmp_path):
     assert torch.equal(flat[:20], torch.cat([model.bias, model.weight.flatten()]))
 
 
-def nadam(folder: Path, form: str, *, late: bool = False) -> Path:
+def nadam(folder, form, *, late=False) -> Path:
     """A checkpoint of NAdam, which has two numbers for each parameter; a parameter is a number itself."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2))
@@ -217,7 +217,7 @@ def test_numbers_that_all_parameters_of_a_group_have_alike_are_the_groups(form, 
         assert zckpt.diff(source, tmp_path / f"{stage}").as_dict()["different"] == []
 
 
-def nadam_of_ranks(rank, world_size, folder: Path) -> float:
+def nadam_of_ranks(rank, world_size, folder) -> float:
     """Save from an optimizer of which a rank has a parameter that is a number, and no other; load into flat ones."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2, bias=False)
@@ -255,7 +255,7 @@ def test_none_that_all_parameters_have_is_one_for_a_group(tmp_path):
     assert state["momentum_buffer"] is None
 
 
-def states_of(source: Path) -> list[dict[str, Any]]:
+def states_of(source) -> list[dict[str, Any]]:
     found = zckpt.open(source)
     return [{key: single(v) for key, v in parameter_values(found, one).items()} for one in found.parameters.values()]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ ELASTIC, RIGID = "s2_bf16_dp2_elastic", "s2_bf16_dp2"
 
 
 @pytest.fixture
-def given(tmp_path: Path) -> Path:
+def given(tmp_path) -> Path:
     file = tmp_path / "groups.json"
     file.write_text(json.dumps(Truth(run_of(ELASTIC)).facts["param_groups"]))
     return file
@@ -69,7 +68,7 @@ def test_a_pipeline_that_becomes_one_model_takes_them_too(tmp_path):
     file.write_text(json.dumps(Truth(source).facts["param_groups"]))
     named = zckpt.open(source)
     rename = [(one.name, f"model.{one.name.replace('tied_modules.', 'tied_')}") for one in named.tensors()]
-    how: dict[str, Any] = {"world_size": 2, "rename": rename, "pipeline_parallel_size": 1}
+    how = {"world_size": 2, "rename": rename, "pipeline_parallel_size": 1}
     zckpt.reshard(elastic, tmp_path / "one", elastic=False, hyperparameters=str(file), **how)
     expected = [group.hyperparameters for group in named.param_groups]
     assert [group.hyperparameters for group in zckpt.open(tmp_path / "one").param_groups] == expected

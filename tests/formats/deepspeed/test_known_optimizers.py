@@ -38,7 +38,7 @@ def _of_torch() -> Iterator[tuple[str, Make]]:
     yield "RMSprop-all", lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.9, centered=True)
 
 
-def _of_transformers(parameters: list[torch.nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+def _of_transformers(parameters: list[torch.nn.Parameter], **options) -> torch.optim.Optimizer:
     from transformers.optimization import Adafactor
 
     return Adafactor(parameters, **options)

@@ -16,13 +16,12 @@ from tests.refusals import refusing
 from zckpt.errors import LeftOutError, ShardError, UnsupportedError
 
 
-def state_in(content: dict[str, Any]) -> dict[int, dict[str, Any]]:
+def state_in(content) -> dict[int, dict[str, Any]]:
     z = content["optimizer_state_dict"]
-    found: dict[int, dict[str, Any]] = (z.get("base_optimizer_state") or z["optimizer_state_dict"])["state"]
-    return found
+    return (z.get("base_optimizer_state") or z["optimizer_state_dict"])["state"]
 
 
-def changed(name: str, directory: Path, change: Callable[[dict[str, Any]], object], pattern: str = "*") -> Path:
+def changed(name, directory, change: Callable[[dict[str, Any]], object], pattern="*") -> Path:
     """A copy of a fixture with other content of its optimizer files; returns the run directory."""
     tag = copy(name, directory)
     for path in tag.glob(f"{pattern}optim_states.pt"):
@@ -30,13 +29,13 @@ def changed(name: str, directory: Path, change: Callable[[dict[str, Any]], objec
     return tag.parent
 
 
-def loaded(run: Path, rank: int) -> dict[int, dict[str, Any]]:
-    found: list[dict[int, dict[str, Any]]] = []
+def loaded(run, rank) -> dict[int, dict[str, Any]]:
+    found = []
     edit(optimizer_file(tag_of(run), rank), lambda content: found.append(state_in(content)))
     return found[0]
 
 
-def _again(content: dict[str, Any]) -> None:
+def _again(content):
     for state in state_in(content).values():
         state["again"] = state["exp_avg"]
 
@@ -52,7 +51,7 @@ def test_two_keys_of_one_tensor_stay_one(name, options, tmp_path):
     assert zckpt.diff(run, tmp_path / "cut").equal
 
 
-def _one_step(content: dict[str, Any]) -> None:
+def _one_step(content):
     states = state_in(content)
     for state in states.values():
         state["step"] = states[0]["step"]
@@ -72,7 +71,7 @@ def test_a_number_that_groups_share_stays_one_or_is_refused(tmp_path):
         cut(sub, tmp_path / "subs", 3)
 
 
-def _factored(content: dict[str, Any]) -> None:
+def _factored(content):
     state_in(content)[1]["exp_avg"] = torch.arange(3.0)
 
 
@@ -93,7 +92,7 @@ def test_a_key_may_be_in_full_in_some_groups_only(tmp_path):
         zckpt.open(run)
 
 
-def _strided(content: dict[str, Any]) -> None:
+def _strided(content):
     state = state_in(content)[0]
     state["exp_avg"] = torch.zeros(1).expand(state["exp_avg"].numel())
 
@@ -112,11 +111,11 @@ def test_computed_numbers_of_a_single_rank_are_its_own(value, tmp_path):
         cut(run, tmp_path / "cut", 2)
 
 
-def _other_rate(content: dict[str, Any]) -> None:
+def _other_rate(content):
     content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]["lr"] = 0.5
 
 
-def _other_step(content: dict[str, Any]) -> None:
+def _other_step(content):
     for state in state_in(content).values():
         state["step"] = torch.tensor(99.0)
 
@@ -162,7 +161,7 @@ def test_single_values_that_slices_have_otherwise_are_each_ones_own(tmp_path):
         cut(run, tmp_path / "cut", 2, tensor_parallel_size=1)
 
 
-def _moved_padding(content: dict[str, Any], *, eps: bool) -> None:
+def _moved_padding(content, *, eps):
     z = content["optimizer_state_dict"]
     if not eps:
         for group in z["base_optimizer_state"]["param_groups"]:
@@ -189,7 +188,7 @@ def test_a_number_in_the_place_of_a_slot_is_sound(tmp_path):
     assert "ZC-123" not in {one.code for one in zckpt.verify(tag).findings}
 
 
-def _sized(content: dict[str, Any]) -> None:
+def _sized(content):
     for state in state_in(content).values():
         state["numel"] = state["exp_avg"].numel()
 
@@ -204,7 +203,7 @@ def test_the_size_of_a_partition_is_not_that_of_others(tmp_path):
     cut(run, tmp_path / "cut", 3, drop=["numel"])
 
 
-def _of_texts(content: dict[str, Any]) -> None:
+def _of_texts(content):
     state_in(content)["global"] = {"step": 7, "count": 3}
 
 
@@ -223,7 +222,7 @@ def test_state_under_a_text_at_stage_0_is_refused_as_such(tmp_path):
         zckpt.open(tag)
 
 
-def _listed(content: dict[str, Any]) -> None:
+def _listed(content):
     for state in state_in(content).values():
         state["window"], state["last"] = (1, 2.5, None), [1, {"of": (2,)}]
 

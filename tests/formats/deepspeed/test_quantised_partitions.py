@@ -28,19 +28,19 @@ class Held(torch.Tensor):
     """A tensor without elements of its own, as torchao has them, with codes and scales in it."""
 
     @staticmethod
-    def __new__(cls, numel: int, **_: torch.Tensor) -> Held:
+    def __new__(cls, numel, **_) -> Held:
         return torch.Tensor._make_wrapper_subclass(cls, (numel,))
 
-    def __init__(self, _: int, **pieces: torch.Tensor) -> None:
+    def __init__(self, _, **pieces):
         vars(self).update(pieces)
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         return cls(args[0].numel(), **vars(args[0]))
 
 
 @pytest.fixture
-def torchao(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Held]]:
+def torchao(monkeypatch) -> dict[str, type[Held]]:
     """Classes under the names that torchao's have."""
     found = {}
     for part in ("torchao", "torchao.optim"):
@@ -53,7 +53,7 @@ def torchao(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Held]]:
     return found
 
 
-def quantised(cls: type[Held], numel: int) -> tuple[Held, torch.Tensor]:
+def quantised(cls: type[Held], numel) -> tuple[Held, torch.Tensor]:
     """A tensor of random codes, and what they stand for."""
     scale = torch.rand(numel // BLOCK)
     if cls.__name__ == "OptimStateFp8":
@@ -66,12 +66,12 @@ def quantised(cls: type[Held], numel: int) -> tuple[Held, torch.Tensor]:
     return cls(numel, codes=stored, scale=scale, qmap=qmap), qmap[codes.long()] * scale.repeat_interleave(BLOCK)
 
 
-def state_in(content: dict[str, Any]) -> dict[int, dict[str, Any]]:
+def state_in(content) -> dict[int, dict[str, Any]]:
     z = content["optimizer_state_dict"]
     return (z.get("base_optimizer_state") or z["optimizer_state_dict"])["state"]
 
 
-def assert_alike(codes: Path, floats: Path, scratch: Path, **options: Any) -> None:
+def assert_alike(codes, floats, scratch, **options):
     """Read one by one, and cut for other ranks."""
     one, other = zckpt.open(codes), zckpt.open(floats)
     for name, parameter in other.parameters.items():
@@ -87,7 +87,7 @@ def assert_alike(codes: Path, floats: Path, scratch: Path, **options: Any) -> No
 def test_state_of_torchao(cls, torchao, tmp_path):
     codes, floats = (copy("s2_fp32_dp2", tmp_path / kind) for kind in ("codes", "floats"))
     for rank in range(2):
-        made: dict[tuple[int, str], tuple[Held, torch.Tensor]] = {}
+        made = {}
 
         def replace(content, which, made=made):
             for slot in SLOTS:
@@ -111,11 +111,11 @@ def test_state_of_torchao(cls, torchao, tmp_path):
     assert zckpt.diff(codes, tmp_path / "same").equal
 
 
-def _small_sub_groups(content: dict[str, Any]) -> None:
+def _small_sub_groups(content):
     content["ds_config"]["zero_optimization"]["sub_group_size"] = 600
 
 
-def _as_floats(content: dict[str, Any]) -> None:
+def _as_floats(content):
     for state in state_in(content).values():
         pieces = state.pop(NESTED)
         for number, slot in zip("12", SLOTS, strict=True):
@@ -147,14 +147,14 @@ def test_sub_groups_of_zero_3(tmp_path):
     assert zckpt.verify(again, deep=True).sound
 
 
-def copy_of(tag: Path, directory: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+def copy_of(tag, directory, change: Callable[[dict[str, Any]], object]) -> Path:
     run = Path(shutil.copytree(tag.parent, directory))
     for rank in range(2):
         edit(optimizer_file(tag_of(run), rank), change)
     return tag_of(run)
 
 
-def _all_codes(content: dict[str, Any], cls: type[Held], *, floats: bool) -> None:
+def _all_codes(content, cls: type[Held], *, floats):
     """Make each state of a rank's partitions codes, or the floats that these stand for; the same ones each time."""
     for state in state_in(content).values():
         for slot in SLOTS:
@@ -162,10 +162,10 @@ def _all_codes(content: dict[str, Any], cls: type[Held], *, floats: bool) -> Non
             state[slot] = quantised(cls, state[slot].numel())[floats]
 
 
-def _blocks(content: dict[str, Any]) -> None:
+def _blocks(content):
     """Make codes of each state that is not small, in blocks as bitsandbytes has them."""
     for state in state_in(content).values():
-        nested: dict[str, torch.Tensor] = {}
+        nested = {}
         for number, slot in zip("12", SLOTS, strict=True):
             value = state.pop(slot)
             nested[f"state{number}"] = value
@@ -176,7 +176,7 @@ def _blocks(content: dict[str, Any]) -> None:
         state[NESTED] = nested
 
 
-def _blocks_as_floats(content: dict[str, Any]) -> None:
+def _blocks_as_floats(content):
     for state in state_in(content).values():
         nested = state.pop(NESTED)
         for number, slot in zip("12", SLOTS, strict=True):

@@ -68,7 +68,7 @@ def test_everything_arrives_and_files_say_how_they_are_cut(name, world_size, tmp
     (assert_cut_by_parameters if "s3" in name else assert_cut_flat)(name, tag, world_size)
 
 
-def without_config(metadata: dict[str, Any]) -> dict[str, Any]:
+def without_config(metadata) -> dict[str, Any]:
     return {key: value for key, value in metadata.items() if key != "ds_config"}
 
 
@@ -94,7 +94,7 @@ def test_state_is_the_same_at_another_stage(name, stage, tmp_path):
     assert argument == stage
 
 
-def assert_same_bits_of_frozen(found: zckpt.OpenedCheckpoint, expected: zckpt.OpenedCheckpoint) -> None:
+def assert_same_bits_of_frozen(found, expected):
     assert {name: set(one.slots) - {"weight"} for name, one in found.parameters.items()} == {
         name: set(one.slots) - {"weight"} for name, one in expected.parameters.items()
     }
@@ -121,7 +121,7 @@ def test_there_and_back_gives_the_same_files(name, tmp_path):
         assert mine == theirs, one
 
 
-def without_group_padding(found: dict[tuple[object, ...], bytes], path: Path) -> dict[tuple[object, ...], bytes]:
+def without_group_padding(found: dict[tuple[object, ...], bytes], path) -> dict[tuple[object, ...], bytes]:
     """The tensors of a flat file without the elements that the file itself says are padding."""
     paddings = state_of(path)["group_paddings"]
     shown = {}
@@ -133,9 +133,7 @@ def without_group_padding(found: dict[tuple[object, ...], bytes], path: Path) ->
     return shown
 
 
-def without_shard_padding(
-    found: dict[tuple[object, ...], bytes], path: Path, ranks: int
-) -> dict[tuple[object, ...], bytes]:
+def without_shard_padding(found: dict[tuple[object, ...], bytes], path, ranks) -> dict[tuple[object, ...], bytes]:
     """The tensors of a ZeRO-3 file without the last elements of each parameter's last shards."""
     rank = int(path.name.split("zero_pp_rank_")[1].split("_")[0])
     shapes = content_of(model_file(path.parent, rank))["param_shapes"]
@@ -164,7 +162,7 @@ def without_shard_padding(
 # --- the form of the files
 
 
-def assert_cut_flat(name: str, tag: Path, world_size: int) -> None:
+def assert_cut_flat(name, tag, world_size):
     model = content_of(model_file(tag))
     assert model["dp_world_size"] == world_size
     itemsize = 4 if "fp32" in name or "gpt2" in name else 2
@@ -207,8 +205,8 @@ def assert_cut_flat(name: str, tag: Path, world_size: int) -> None:
             assert {tensor.shape for tensor in tensors} <= {(length,)}
 
 
-def assert_cut_by_parameters(_name: str, tag: Path, world_size: int) -> None:
-    numels: dict[str, int] = {}
+def assert_cut_by_parameters(_name, tag, world_size):
+    numels = {}
     for rank in range(world_size):
         model = content_of(model_file(tag, rank))
         state = state_of(optimizer_file(tag, rank))
@@ -318,12 +316,12 @@ def test_client_keys_that_are_numbers_and_sparse_tensors_arrive(tmp_path):
 # --- what every rank of ZeRO-3 saved for itself
 
 
-def personal(tmp_path: Path) -> Path:
+def personal(tmp_path) -> Path:
     """A checkpoint of four ranks, each with a random state, an epoch and a buffer of its own."""
     tag = copy("s3_bf16_dp4", tmp_path)
     for rank in range(4):
 
-        def change(content: dict[str, Any], rank: int = rank) -> None:
+        def change(content, rank=rank):
             content["random_state"] = torch.full((9,), rank, dtype=torch.uint8)
             content["sampler"] = {"position": 10 * rank}
             content["note"] = "of all"
@@ -333,7 +331,7 @@ def personal(tmp_path: Path) -> Path:
     return tag.parent
 
 
-def saved_by(tag: Path, rank: int) -> tuple[int, int, int]:
+def saved_by(tag, rank) -> tuple[int, int, int]:
     content, tensors = content_of(model_file(tag, rank)), tensor_bytes(model_file(tag, rank))
     counter = int.from_bytes(tensors["module", "counter"], "little")
     return tensors["random_state",][8], content["sampler"]["position"] // 10, counter

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -255,7 +254,7 @@ def test_experts_among_other_parameters_are_refused():
 # --- several degrees
 
 
-def degrees_of(names: list[tuple[str, int | None]], size: int) -> list[list[str]]:
+def degrees_of(names: list[tuple[str, int | None]], size) -> list[list[str]]:
     """The groups of the target, given layer and degree of the source's."""
     state = Rank("", "deepspeed", degrees=[degree for _, degree in names])
     for layer in ("a", "b"):
@@ -285,7 +284,7 @@ def test_groups_that_cannot_be_told_apart_are_refused():
 # --- param groups that are split by size
 
 
-def layers(experts: int, ranks: int) -> list[list[str]]:
+def layers(experts, ranks) -> list[list[str]]:
     """The experts' parameters of each rank, in the model's order."""
     share = experts // ranks
     return [
@@ -313,8 +312,8 @@ def test_other_orders_are_refused():
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12))
 def test_groups_are_split_as_deepspeed_splits_them(numels):
     """Its own loop, as a list of sizes: a group ends before the parameter that makes it too large."""
-    expected: list[list[int]] = []
-    group: list[int] = []
+    expected = []
+    group = []
     size = 0
     for index, numel in enumerate(numels):
         if size + numel <= 40:
@@ -387,7 +386,7 @@ def test_experts_that_were_slices_are_slices_again(tmp_path):
         content["universal_checkpoint_info"]["tp_replicated_parameter_patterns"].append(".*deepspeed_experts.*")
 
     edit(model_file(tag_of(tmp_path / "one")), name)
-    options: dict[str, Any] = {"world_size": 2, "tensor_parallel_size": 2}
+    options = {"world_size": 2, "tensor_parallel_size": 2}
     for sliced, lanes in ((None, 2), (True, 1), (False, 2)):
         run = tmp_path / str(sliced)
         zckpt.reshard(tmp_path / "one", run, sliced_experts=sliced, **options)

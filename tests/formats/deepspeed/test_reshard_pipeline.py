@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import zlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,11 +28,11 @@ EXPERT_LAYERS = "Embedding=embed,_Experts,_FeedForward,_Experts,LayerNorm,Embedd
 SLICED_LAYERS = "Embedding=embed,Layer*2,LayerNorm,Embedding=embed"
 
 
-def model_of(tag: Path, mp_rank: int) -> dict[str, Any]:
+def model_of(tag, mp_rank) -> dict[str, Any]:
     return content_of(tag / f"mp_rank_{mp_rank:02d}_model_states.pt")
 
 
-def names_of(tag: Path, mp_rank: int) -> list[list[str]]:
+def names_of(tag, mp_rank) -> list[list[str]]:
     return [list(group) for group in model_of(tag, mp_rank)["param_shapes"]]
 
 
@@ -137,7 +136,7 @@ def test_bits_that_only_one_stage_has_stay_where_they_are(tmp_path):
     assert _first_master(dealt, 2) == _first_master(dealt, 0) != 17
 
 
-def _first_master(tag: Path, mp_rank: int) -> float:
+def _first_master(tag, mp_rank) -> float:
     content = torch.load(optimizer_file(tag, 0, mp_rank), weights_only=False)
     return content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0][0].item()
 
@@ -247,7 +246,7 @@ def test_a_group_in_another_order_than_the_modules_is_dealt_only_where_its_order
     assert names_of(dealt, 1)[1] == ["4.weight", "4.bias", "3.up.bias"]
 
 
-def _without_mappings(content: dict[str, Any]) -> None:
+def _without_mappings(content):
     del content["optimizer_state_dict"]["param_slice_mappings"]
 
 
@@ -326,7 +325,7 @@ def test_the_order_of_a_stage_is_known_as_long_as_its_groups_are_as_they_were(tm
     zckpt.convert(checkpoint, tmp_path / "between", to="dcp", weight_check=False)  # elements stay where they were
     between = zckpt.open(tmp_path / "between")
     assert known_orders(between) == [first, second]
-    how: dict[str, Any] = {
+    how = {
         "to": "deepspeed", "stage": 1, "world_size": 2, "pipeline_layers": LAYERS, "partition_method": "uniform",
         "weight_check": False,
     }  # fmt: skip
@@ -344,7 +343,7 @@ def test_the_order_of_a_stage_is_known_as_long_as_its_groups_are_as_they_were(tm
 def test_an_order_that_no_stage_shows_is_said(tmp_path):
     """A stage of one layer is in the order of modules even where the training lists weights after biases."""
     tag = cut(run_of(PLAIN), tmp_path / "three", 1, **THREE)
-    how: dict[str, Any] = {"to": "deepspeed", "stage": 1, "world_size": 1, "pipeline_layers": LAYERS}
+    how = {"to": "deepspeed", "stage": 1, "world_size": 1, "pipeline_layers": LAYERS}
     zckpt.convert(tag, tmp_path / "between", to="zckpt")
     said = "param group 1 is taken to be in the order of modules, {} before 4.weight: no stage"
     for name, bounds, first in (("one", "0,6", "1.norm.bias"), ("two", "0,2,6", "3.up.bias"), ("same", "0,2,4,6", "")):
@@ -371,7 +370,7 @@ def test_the_experts_of_each_stage_are_counted_anew(tmp_path):
 
 
 def test_rules_of_ones_own_slice_another_format(tmp_path):
-    options: dict[str, Any] = {
+    options = {
         "to": "deepspeed", "stage": 1, "world_size": 1, "tensor_parallel_size": 2, "pipeline_parallel_size": 2,
         "pipeline_layers": SLICED_LAYERS, "partition_method": "uniform",
     }  # fmt: skip
@@ -530,7 +529,7 @@ def test_names_that_torch_keeps_in_groups_do_not_part_the_stages_groups(tmp_path
     tag = copy(PLAIN, tmp_path)
     for path in tag.glob("*optim_states.pt"):
 
-        def name(content: dict[str, Any]) -> None:
+        def name(content):
             z = content["optimizer_state_dict"]
             groups = z["base_optimizer_state"]["param_groups"]
             for group, mapping in zip(groups, z["param_slice_mappings"], strict=True):

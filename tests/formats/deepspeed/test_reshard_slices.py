@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,12 +24,12 @@ FIXED = ["tp2_s1_bf16_dp2", "tp2_s2_fp32_dp2", "tp2_s3_bf16_dp2"]
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def source(tmp_path_factory) -> Callable[..., Path]:
     """Make a run for so many ranks once, for all to read."""
     return cache(lambda degree=4, **options: sliced.make(tmp_path_factory.mktemp("sliced"), degree, 2, **options))
 
 
-def ruled(tmp_path: Path, **changes: Any) -> Path:
+def ruled(tmp_path, **changes) -> Path:
     return sliced.make(tmp_path / "source", 4, 2, rules=sliced.RULES | changes)
 
 
@@ -41,13 +40,13 @@ def halved(source, tmp_path_factory) -> tuple[zckpt.Written, Path]:
     return zckpt.reshard(source(), run, world_size=3, tensor_parallel_size=2), tag_of(run)
 
 
-def sizes(tag: Path, rank: int) -> dict[str, tuple[int, ...]]:
+def sizes(tag, rank) -> dict[str, tuple[int, ...]]:
     """Shapes of a model-parallel rank's module."""
     module = content_of(tag / f"mp_rank_{rank:02d}_model_states.pt")["module"]
     return {name: tensor.shape for name, tensor in module.items()}
 
 
-def loaded(tag: Path, rank: int) -> dict[str, torch.Tensor]:
+def loaded(tag, rank) -> dict[str, torch.Tensor]:
     path = tag / f"mp_rank_{rank:02d}_model_states.pt"
     return torch.load(path, weights_only=False)["module"]
 
@@ -91,7 +90,7 @@ def test_one_dict_of_shapes_for_all_groups_is_split(tmp_path):
     name = "tp2_s1_bf16_dp2"
     run = Path(shutil.copytree(run_of(name), tmp_path / name))
 
-    def merge(content: dict[str, Any]) -> None:
+    def merge(content):
         content["param_shapes"] = {name: shape for group in content["param_shapes"] for name, shape in group.items()}
 
     for rank in (0, 1):
@@ -155,7 +154,7 @@ def test_there_and_back_gives_the_same_state(between, stages, source, tmp_path):
                 assert {at for at, (a, b) in enumerate(parts) if a != b} <= drifts.get(group_of(where), set()), where
 
 
-def elements(data: bytes) -> list[bytes]:
+def elements(data) -> list[bytes]:
     return [data[at : at + 4] for at in range(0, len(data), 4)]
 
 
@@ -163,7 +162,7 @@ def group_of(where: tuple[object, ...]) -> object:
     return next((step for step in where if type(step) is int), None)
 
 
-def where_it_drifts(tag: Path, path: Path) -> dict[object, set[int]]:
+def where_it_drifts(tag, path) -> dict[object, set[int]]:
     """Positions, by group, of the elements of one rank's partition that are those of the parameter that drifts."""
     dp_rank, mp_rank = int(path.name.split("_")[3]), int(path.name.split("_")[6])
     shapes = content_of(tag / f"mp_rank_{mp_rank:02d}_model_states.pt")["param_shapes"][1]
@@ -282,7 +281,7 @@ def test_padded_size_that_cannot_be(rows, source, tmp_path):
 # --- whose rules hold
 
 
-def rules_file(tmp_path: Path, **changes: Any) -> Path:
+def rules_file(tmp_path, **changes) -> Path:
     path = tmp_path / "rules.json"
     path.write_text(json.dumps(sliced.RULES | changes))
     return path

@@ -16,11 +16,11 @@ from tests.refusals import refusing
 NAMES = ["s0_bf16_dp2", "s0_fp32_dp2", "pp2_s0_fp32_dp2", "moe_ep2_s0_fp32_dp4"]
 
 
-def load(file: Path) -> dict[str, Any]:
+def load(file) -> dict[str, Any]:
     return torch.load(file, weights_only=False)
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one, other) -> bool:
     if isinstance(one, dict):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
@@ -90,7 +90,7 @@ LAYERS = "Embedding=embed,_Block,relu,_FeedForward,LayerNorm,Embedding=embed"
 
 def test_a_list_of_layers_tells_the_key_of_a_tied_one(tmp_path):
     """No file of stage 0 has it: under the number of its layer it would be no tied one for ZeRO-1."""
-    how: dict[str, Any] = {"to": "deepspeed", "stage": 1, "world_size": 2, "pipeline_layers": LAYERS, "verify": True}
+    how = {"to": "deepspeed", "stage": 1, "world_size": 2, "pipeline_layers": LAYERS, "verify": True}
     written = zckpt.convert(run_of("pp2_s0_fp32_dp2"), tmp_path / "cut", names=NUMBERED, **how)
     assert "0.weight is called tied_modules.embed.weight, as --pipeline-layers says" in written.notes
     zckpt.convert(run_of("pp2_s0_fp32_dp2"), tmp_path / "keyed", names=KEYED, **how)
@@ -114,7 +114,7 @@ def test_what_has_no_names_is_not_lost_without_saying_how_to_name_it(tmp_path):
         zckpt.convert(run_of("pp2_s0_fp32_dp2"), tmp_path / "dcp", to="dcp")
 
 
-def _list_anew(run: Path, orders: list[list[list[int]]]) -> None:
+def _list_anew(run, orders: list[list[list[int]]]):
     """Give each stage's optimizer its groups, and what they number, in another order, as a program may list them."""
     for path, groups in zip(sorted((run / "global_step5").glob("mp_rank_*")), orders, strict=True):
         content = load(path)
@@ -128,7 +128,7 @@ def _list_anew(run: Path, orders: list[list[list[int]]]) -> None:
         torch.save(content, path)
 
 
-def moments(checkpoint: Any) -> dict[str, torch.Tensor]:
+def moments(checkpoint) -> dict[str, torch.Tensor]:
     return {name: checkpoint.read(name, "exp_avg") for name in sorted(checkpoint.parameters)}
 
 
@@ -170,7 +170,7 @@ def test_names_that_torch_recorded_are_those_of_a_stage(tmp_path):
         assert "is uncertain" in zckpt.open(run).warnings[0]
 
 
-def _record(tag: Path, names: list[str]) -> None:
+def _record(tag, names: list[str]):
     rest = list(names)
     for path in sorted(tag.glob("mp_rank_*")):
         content = load(path)

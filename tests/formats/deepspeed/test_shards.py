@@ -11,7 +11,6 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ from zckpt import LayoutError, ShardError, SourceError, UnsupportedError, Weight
 from zckpt.torchfile import plain
 
 
-def assert_still_the_truth(tag: Path, name: str, tmp_path: Path, **options: Any) -> None:
+def assert_still_the_truth(tag, name, tmp_path, **options):
     output = tmp_path / "output"
     output.mkdir()
     assert_consolidated(tag, Truth(FIXTURES / name), output, **options)
@@ -113,7 +112,7 @@ def tag(tmp_path):
     return copy("s2_bf16_dp2", tmp_path)
 
 
-def assert_refused_with_little_memory(tag: Path) -> None:
+def assert_refused_with_little_memory(tag):
     """What a file claims must not decide how much is taken."""
     done = subprocess.run(
         command("inspect", tag),
@@ -433,7 +432,7 @@ def test_optimizer_state_that_is_too_short_is_refused(name, tmp_path):
 # --- damage
 
 
-def files_of(name: str) -> list[str]:
+def files_of(name) -> list[str]:
     return sorted(p.name for p in (FIXTURES / name / "global_step5").iterdir())
 
 
@@ -534,7 +533,7 @@ def test_model_entry_of_another_kind_is_an_error_or_does_no_crash(name, key, val
     )
 
 
-def unharmed_or_refused(tag: Path, name: str, tmp_path: Path) -> None:
+def unharmed_or_refused(tag, name, tmp_path):
     """Either an error, or every master as it was."""
     if outcome(lambda: zckpt.inspect(zckpt.open(tag)), lambda: zckpt.consolidate(tag, tmp_path / "m.safetensors")):
         return

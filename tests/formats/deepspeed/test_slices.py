@@ -39,7 +39,7 @@ class Way:
     dim: int | None
     parts: tuple[int, ...] = ()
 
-    def slices(self, whole: np.ndarray, degree: int) -> list[np.ndarray]:
+    def slices(self, whole, degree) -> list[np.ndarray]:
         """Cut as a training does: each rank has its share of each part, one after the other."""
         if self.dim is None:
             return [whole] * degree
@@ -49,7 +49,7 @@ class Way:
 
 
 @st.composite
-def ways(draw: st.DrawFn, degrees: tuple[int, ...]) -> Way:
+def ways(draw, degrees: tuple[int, ...]) -> Way:
     """Draw a rule and a shape whose parts divide among all of these degrees."""
     kind = draw(st.sampled_from(["column", "row", "two", "equal", "sizes", "replicated"]))
     unit = math.lcm(*degrees)
@@ -65,9 +65,9 @@ def ways(draw: st.DrawFn, degrees: tuple[int, ...]) -> Way:
     if kind in ("two", "equal"):
         parts = parts[:1] * count
     shape[dim] = sum(parts)
-    asked: list[object] = [-1] * dims
+    asked = [-1] * dims
     asked[dim] = count if kind == "equal" else parts
-    info: dict[str, dict[str, object]] = {
+    info = {
         "column": {},
         "row": {"parameter_with_row_parallelism_patterns": ["some"]},
         "two": {"parameter_with_2_sub_params_cat_dim_0": [r".*weight"]},
@@ -77,7 +77,7 @@ def ways(draw: st.DrawFn, degrees: tuple[int, ...]) -> Way:
 
 
 @st.composite
-def stored(draw: st.DrawFn, values: np.ndarray, path: str, start: int) -> tuple[Slot, bytes]:
+def stored(draw, values, path, start) -> tuple[Slot, bytes]:
     """Draw the runs in which a tensor's elements lie in a file, from byte `start` on, in any order."""
     runs = draw(st.permutations(draw(cuts(values.size, most=4))))
     spans, data = [], b""
@@ -96,7 +96,7 @@ def put_together(slots: list[Slot], rules: Rules) -> Parameter:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Way, int, int, np.ndarray]:
+def cases(draw) -> tuple[Way, int, int, np.ndarray]:
     degree, other = draw(st.sampled_from(DEGREES)), draw(st.sampled_from(DEGREES))
     way = draw(ways((degree, other)))
     whole = np.arange(math.prod(way.shape), dtype=np.float32).reshape(way.shape)
@@ -104,7 +104,7 @@ def cases(draw: st.DrawFn) -> tuple[Way, int, int, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("slices") / "bytes"
 
 

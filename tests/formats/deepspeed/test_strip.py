@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ LEAN = {"s1_bf16_dp3_fused", "s1_fp32_dp4_sgdm", "s2_bf16_dp2_cpuadam", "s2_bf16
         "s2_bf16_dp2_elastic_fused", "ds0145_s2_bf16_dp2_elastic_fused"}  # fmt: skip
 
 
-def tensors(tree: Any) -> list[torch.Tensor]:
+def tensors(tree) -> list[torch.Tensor]:
     """All tensors of a loaded file."""
     if isinstance(tree, torch.Tensor):
         return [tree]
@@ -37,7 +36,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     return [found for one in below for found in tensors(one)]
 
 
-def optimizer_files(directory: Path) -> list[Any]:
+def optimizer_files(directory) -> list[Any]:
     paths = sorted(directory.rglob("*optim_states.pt"))
     return [torch.load(path, weights_only=False)["optimizer_state_dict"] for path in paths]
 
@@ -48,7 +47,7 @@ def optimizer_files(directory: Path) -> list[Any]:
 def test_of_files_with_one_tree_one_is_looked_through(tmp_path, monkeypatch):
     for constant in ("FEWEST_RECORDS", "ENOUGH_RECORDS"):
         monkeypatch.setattr(alike_files, constant, 0)
-    read: list[str] = []
+    read = []
 
     def reading(path):
         read.append(path.name)
@@ -78,7 +77,7 @@ def test_every_slot_is_there_without_padding_and_unused_bytes(name, tmp_path):
         assert (tmp_path / "again" / path.relative_to(tmp_path / "thin")).read_bytes() == path.read_bytes()
 
 
-def assert_masters_without_padding(name: str, thin: Path, saved: dict[str, int]) -> None:
+def assert_masters_without_padding(name, thin, saved: dict[str, int]):
     wanted = sum(p.numel for p in zckpt.open(thin).padding)
     files = optimizer_files(thin)
     masters = [t for z in files for t in z["single_partition_of_fp32_groups"]]
@@ -93,7 +92,7 @@ def assert_masters_without_padding(name: str, thin: Path, saved: dict[str, int])
         assert_lean(name, files)
 
 
-def assert_lean(name: str, files: list[dict[str, Any]]) -> None:
+def assert_lean(name, files: list[dict[str, Any]]):
     """Hold slots to be as long as their masters, which with their padding make a partition."""
     for before, z in zip(optimizer_files(FIXTURES / name), files, strict=True):
         lengths = [master.numel() for master in z["single_partition_of_fp32_groups"]]

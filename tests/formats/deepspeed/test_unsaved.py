@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ def test_weights_are_read_and_the_rest_is_said_not_to_be_there():
     assert zckpt.verify(FIXTURES / NAME, deep=True).sound
 
 
-def _summed_in_floats(content: dict[str, Any]) -> None:
+def _summed_in_floats(content):
     content["ds_config"]["zero_optimization"]["stage"] = 1
     content["ds_config"]["data_types"] = {"grad_accum_dtype": "fp32"}
 
@@ -42,11 +41,11 @@ def test_without_an_optimizer_at_stage_1_there_is_nothing_to_cut(tmp_path):
         zckpt.reshard(folder, tmp_path / "cut", world_size=4)
 
 
-def _older(content: dict[str, Any]) -> None:
+def _older(content):
     content["ds_version"] = "0.17.5"
 
 
-def _under_zero(content: dict[str, Any]) -> None:
+def _under_zero(content):
     content["ds_config"]["zero_optimization"]["stage"] = 1
 
 

@@ -30,20 +30,20 @@ ADAPTERS = Path(__file__).parent / "adapters"
 KINDS = ["lora", "modules", "embedding"]
 
 
-def filed(name: str) -> str:
+def filed(name) -> str:
     """Return the name that PEFT's files have for a live one."""
     name = name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector")
     return name.replace(".modules_to_save.default", "").replace(".default", "")
 
 
-def truth_of(kind: str) -> tuple[list[list[str]], dict[str, torch.Tensor]]:
+def truth_of(kind) -> tuple[list[list[str]], dict[str, torch.Tensor]]:
     live = json.loads((ADAPTERS / kind / "truth.json").read_text())["groups"]
     tensors = {key: one for key, one in load_file(ADAPTERS / kind / "truth.safetensors").items()
                if "original_module" not in key}  # fmt: skip
     return live, tensors
 
 
-def adapter(kind: str, directory: Path, *, config: bool) -> Path:
+def adapter(kind, directory, *, config) -> Path:
     """Copy an adapter, with the configuration of its model or without."""
     shutil.copytree(ADAPTERS / kind, directory, ignore=shutil.ignore_patterns("truth.*"))
     if config:
@@ -51,7 +51,7 @@ def adapter(kind: str, directory: Path, *, config: bool) -> Path:
     return directory
 
 
-def assert_is_truth(directory: Path, kind: str, names: list[str] | None = None) -> None:
+def assert_is_truth(directory, kind, names: list[str] | None = None):
     live, tensors = truth_of(kind)
     checkpoint = zckpt.open(directory, names=names)
     assert not checkpoint.unnamed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ SHAPES = {
 """Of a model of Qwen2, in its order; transformers 4.48.3 trained one, whose groups are those below."""
 
 
-def saved(folder: Path, shapes: dict[str, Shape], groups: list[dict[str, Any]], *, adapter: bool = False) -> Moments:
+def saved(folder, shapes: dict[str, Shape], groups: list[dict[str, Any]], *, adapter=False) -> Moments:
     """A Trainer's directory after a step, with groups of so many names; returns each parameter's first moment."""
     folder.mkdir(exist_ok=True)
     model = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
@@ -49,7 +48,7 @@ def saved(folder: Path, shapes: dict[str, Shape], groups: list[dict[str, Any]], 
     return {name: optimizer.state[one]["exp_avg"] for name, one in model.items()}
 
 
-def trained(folder: Path, undecayed: tuple[str, ...]) -> Moments:
+def trained(folder, undecayed: tuple[str, ...]) -> Moments:
     """What transformers saves of a Qwen2, whose second group has what is named so."""
     rest = [name for name in SHAPES if any(one in name for one in undecayed)]
     moments = saved(folder, SHAPES, [{"params": [name for name in SHAPES if name not in rest]}, {"params": rest}])
@@ -57,7 +56,7 @@ def trained(folder: Path, undecayed: tuple[str, ...]) -> Moments:
     return moments
 
 
-def assert_same_optimizer(one: Path, other: Path) -> None:
+def assert_same_optimizer(one, other):
     ours, theirs = (torch.load(folder / "optimizer.pt") for folder in (one, other))
     for key in ("params", "lr"):
         assert [group[key] for group in ours["param_groups"]] == [group[key] for group in theirs["param_groups"]]
