@@ -56,6 +56,9 @@ def counted(*shape) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
+TRAINED = {FC2: counted(2, 3, 4), f"optimizer.state.exp_avg.{FC2}": counted(2, 3, 4)}
+
+
 def read_all(checkpoint, slot="weight") -> dict[str, torch.Tensor]:
     return {one.name: checkpoint.read(one.name, slot) for one in checkpoint.tensors()}
 
@@ -125,17 +128,16 @@ def test_nemo_keeps_it_in_a_folder_with_names_of_its_own(tmp_path):
 @pytest.mark.parametrize(("step", "kept"), [(3.0, False), (4.0, True)])
 def test_steps_of_parameters_that_their_groups_have_are_not_kept_twice(step, *, kept, tmp_path):
     state = {"param_state": {0: {"step": torch.tensor(step)}, 1: {"step": torch.tensor(3.0)}}}
-    write(tmp_path, {FC2: counted(2, 3, 4), f"optimizer.state.exp_avg.{FC2}": counted(2, 3, 4)},
-          optimizer={**optimizer(GROUP), **state})  # fmt: skip
+    write(tmp_path, TRAINED, optimizer={**optimizer(GROUP), **state})
     checkpoint = zckpt.open(tmp_path)
     assert ("param_state" in checkpoint.optimizer_metadata) == kept
     assert take_inventory(checkpoint).left_out == []
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_state_of_no_known_group_is_kept_or_refused(flat, tmp_path):
-    """Three groups where Megatron's rule makes two: an override for some names, which no file has."""
-    if flat:  # where the groups lie beside buffers
+@pytest.mark.parametrize("others", [[{"lr_mult": 0.5}, {"wd_mult": 0}], [{"lr_mult": 0.1}], None])
+def test_state_of_no_known_group_is_kept_or_refused(others, tmp_path):
+    """Other groups than Megatron's rule makes: an override for some names, which no file has."""
+    if others is None:  # where the groups lie beside buffers
         source = OTHER / "mcore_bf16_buckets_tp2_dp2" / "ckpt"
         [folder] = source.glob("iter_*")
         tensors = {}
@@ -144,11 +146,14 @@ def test_state_of_no_known_group_is_kept_or_refused(flat, tmp_path):
             tensors[key][0]["param_groups"] += [{**tensors[key][0]["param_groups"][0], "lr_mult": 0.5}]
         write(tmp_path / "run", tensors, **torch.load(folder / "common.pt", weights_only=False))
     else:
-        tensors = {FC2: counted(2, 3, 4), f"optimizer.state.exp_avg.{FC2}": counted(2, 3, 4)}
-        write(tmp_path / "run", tensors, optimizer=optimizer(GROUP, {**GROUP, "lr_mult": 0.5}, {**GROUP, "wd_mult": 0}))
+        write(tmp_path / "run", TRAINED, optimizer=optimizer(GROUP, *({**GROUP, **one} for one in others)))
     checkpoint = zckpt.open(tmp_path / "run")
     assert (checkpoint.param_groups, take_inventory(checkpoint).left_out) == ([], [])
     assert "param_groups" in checkpoint.optimizer_metadata
+    if others is not None:
+        assert any("default rule tell" in one for one in checkpoint.warnings)
+        assert len(checkpoint.optimizer_metadata["param_groups"]) == 1 + len(others)
+    assert all(one.group is None for one in checkpoint.parameters.values())
     converted(tmp_path / "run", tmp_path / "own", "zckpt", verify=True)
     zckpt.consolidate(tmp_path / "run", tmp_path / "model.safetensors")
     for to in ("dcp", "consolidated", "universal", "accelerate", "fsdp-rank-files", "zero-redundancy", "megatron"):
@@ -159,9 +164,8 @@ def test_state_of_no_known_group_is_kept_or_refused(flat, tmp_path):
 
 
 def test_difference_of_ranks_is_none(tmp_path):
-    tensors = {FC2: counted(2, 3, 4), f"optimizer.state.exp_avg.{FC2}": counted(2, 3, 4)}
     about = {"content_metadata": {"singleton_local_shards": False}, "optimizer": optimizer(GROUP)}
-    write(tmp_path / "a", tensors, args=Namespace(tensor_model_parallel_size=1, world_size=1, lr=1.0), **about)
+    write(tmp_path / "a", TRAINED, args=Namespace(tensor_model_parallel_size=1, world_size=1, lr=1.0), **about)
     about["content_metadata"] = {"singleton_local_shards": True}
     apart = {"decoder.layers.0.mlp.linear_fc2.weight": counted(2, 3, 4)[0].clone(),
              "decoder.layers.1.mlp.linear_fc2.weight": counted(2, 3, 4)[1].clone()}  # fmt: skip
@@ -169,7 +173,7 @@ def test_difference_of_ranks_is_none(tmp_path):
     write(tmp_path / "b", apart, args=Namespace(tensor_model_parallel_size=2, world_size=4, lr=1.0), **about)
     assert zckpt.diff(tmp_path / "a", tmp_path / "b").equal
     assert zckpt.fingerprint(tmp_path / "a").text == zckpt.fingerprint(tmp_path / "b").text
-    write(tmp_path / "c", tensors, args=Namespace(tensor_model_parallel_size=1, world_size=1, lr=2.0), **about)
+    write(tmp_path / "c", TRAINED, args=Namespace(tensor_model_parallel_size=1, world_size=1, lr=2.0), **about)
     assert not zckpt.diff(tmp_path / "a", tmp_path / "c").equal
 
 
@@ -273,18 +277,6 @@ def test_names_are_in_the_models_order():
 
 
 # --- param groups
-
-
-def test_groups_that_the_rule_does_not_tell_apart_are_kept_without_parameters(tmp_path):
-    tensors = {FC2: counted(2, 3, 4), f"optimizer.state.exp_avg.{FC2}": counted(2, 3, 4)}
-    own = optimizer(GROUP, {**GROUP, "lr_mult": 0.1})
-    source = write(tmp_path / "d", tensors, optimizer=own)
-    opened = zckpt.open(source)
-    assert opened.param_groups == []
-    assert any("default rule tell" in one for one in opened.warnings)
-    assert [one["lr_mult"] for one in opened.optimizer_metadata["param_groups"] if "lr_mult" in one] == [0.1]
-    assert all(one.group is None for one in opened.parameters.values())
-    assert take_inventory(opened).left_out == []
 
 
 def test_norms_of_queries_and_keys_decay_where_the_arguments_say_so(tmp_path):

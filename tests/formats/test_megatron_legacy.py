@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 import zckpt
+from tests.damage import edit, flip
 from tests.refusals import refusing
 from tests.truth import assert_slots_equal
 from zckpt.compare.weights import rounds_to
 from zckpt.engine.copy import read_extent
 from zckpt.errors import DamagedFileError, LayoutError, LeftOutError, ShardError, UnsupportedError
+from zckpt.formats.account import take_inventory
 from zckpt.formats.megatron.buckets import Layout, Member, between, fit, lay_out
 from zckpt.formats.megatron.order import orders
 from zckpt.naming.apply import mapped
@@ -40,30 +41,25 @@ def copied(name, tmp_path) -> Path:
     return Path(shutil.copytree(OTHER / name / "ckpt" / ITERATION, tmp_path / "run"))
 
 
-def edit(path, change: Callable[[dict], None]):
-    content = torch.load(path, weights_only=False)
-    change(content)
-    torch.save(content, path)
+def saved_by_ranks(folder, *contents, name="mp_rank_{:02d}") -> Path:
+    for rank, content in enumerate(contents):
+        (folder / name.format(rank)).mkdir()
+        torch.save(content, folder / name.format(rank) / "model_optim_rng.pt")
+    return folder
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.every(2)
-def test_every_slot_is_bit_equal_to_the_live_optimizer(name):
-    opened = zckpt.open(OTHER / name / "ckpt")
+def test_every_slot_is_bit_equal_to_the_live_optimizer_and_nothing_is_left_out(name):
+    source = OTHER / name / "ckpt"
+    opened = zckpt.open(source)
     assert_slots_equal(opened, OTHER / name / "truth.safetensors")
     topology = opened.topology
     assert (topology.tp, topology.pp, topology.ep) == KINDS[name]
     assert opened.step == 3
     assert sum(len(group.parameters) for group in opened.param_groups) == len(opened.parameters)
     assert all(float(getattr(step, "value", step)) == 3 for g in opened.param_groups for step in [g.state["step"]])
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.every(2, 1)
-def test_nothing_is_left_out_and_copies_agree(name):
-    source = OTHER / name / "ckpt"
-    items = zckpt.inspect(source, include_inventory=True).as_dict()["inventory"]["items"]
-    assert [one for one in items if one["fate"] == "left out"] == []
+    assert take_inventory(opened).left_out == []
     assert [one for one in zckpt.verify(source, deep=True).findings if one.severity == "error"] == []
 
 
@@ -113,11 +109,7 @@ BUCKETS = OTHER / "mcore_bf16_buckets_tp2_dp2"
 
 def test_flat_buffers_of_torch_dist_are_slots_of_parameters():
     opened = zckpt.open(BUCKETS / "ckpt")
-    truth = load_file(BUCKETS / "truth.safetensors")
-    assert {f"{slot}/{one.name}" for one in opened.tensors() for slot in one.slots} == truth.keys()
-    for key, tensor in truth.items():
-        slot, _, parameter = key.partition("/")
-        assert torch.equal(opened.read(parameter, slot=slot), tensor), key
+    assert_slots_equal(opened, BUCKETS / "truth.safetensors")
     assert [len(group.parameters) for group in opened.param_groups] == [10, 5]
     assert [group.state for group in opened.param_groups] == [{"step": 3.0}] * 2
     assert not [warning for warning in opened.warnings if "buffers" in warning]
@@ -125,11 +117,8 @@ def test_flat_buffers_of_torch_dist_are_slots_of_parameters():
 
 def test_flat_buffers_that_prove_nothing_are_not_read(tmp_path):
     run = Path(shutil.copytree(BUCKETS / "ckpt", tmp_path / "run"))
-    opened = zckpt.open(run)
-    (span,) = opened.parameters["decoder.final_layernorm.weight"].slots["weight"].spans
-    data = bytearray(Path(span.path).read_bytes())
-    data[span.offset + 1] ^= 0x40
-    Path(span.path).write_bytes(bytes(data))
+    (span,) = zckpt.open(run).parameters["decoder.final_layernorm.weight"].slots["weight"].spans
+    flip(span.path, span.offset + 1, bit=6)
     broken = zckpt.open(run)
     (said,) = [warning for warning in broken.warnings if "flat buffers" in warning]
     assert "decoder.final_layernorm.weight does not round to its weight at element 0" in said
@@ -148,39 +137,42 @@ def test_orders_of_parameters_put_the_input_norm_before_attention_or_into_it():
     assert orders([*names, f"{front}mixer.in_proj.weight"]) == []
 
 
-def test_masters_that_are_not_the_weights_are_refused(tmp_path):
-    run = copied("mcore_legacy_dist_ep2", tmp_path)
-
-    def shift(content):
-        flat = next(iter(content[1][0].values()))["param"]
-        flat.copy_(flat.roll(1))
-
-    edit(run / "mp_rank_00_001" / "distrib_optim.pt", shift)
-    with refusing(UnsupportedError, r"not proven: that of .* does not round to its weight at element"):
-        zckpt.open(run)
+def shift(content):
+    flat = next(iter(content[1][0].values()))["param"]
+    flat.copy_(flat.roll(1))
 
 
-def test_two_parameters_of_one_shape_in_the_other_order_are_refused(tmp_path):
-    run = copied("mcore_legacy_dist_vp2", tmp_path)
-
-    def swap(content):
-        model = content["model0"]
-        names = [name for name in model if name.endswith("linear_proj.weight")][:1]
-        model[names[0]] = model[names[0]].flip(0)
-
-    edit(run / "mp_rank_00_000" / "model_optim_rng.pt", swap)
-    with refusing(UnsupportedError, "not proven"):
-        zckpt.open(run)
+def turn(content):
+    model = content["model0"]
+    name = next(name for name in model if name.endswith("linear_proj.weight"))
+    model[name] = model[name].flip(0)
 
 
-def test_buffers_that_the_model_does_not_fill_are_refused(tmp_path):
-    run = copied("mcore_legacy_dist_tp2_pp2_tied", tmp_path)
+MODEL = "model_optim_rng.pt"
+DAMAGE = {
+    "masters that are not the weights": (
+        "mcore_legacy_dist_ep2", "mp_rank_00_001/distrib_optim.pt", shift, UnsupportedError,
+        r"not proven: that of .* does not round to its weight at element",
+    ),
+    "two parameters in the other order": (
+        "mcore_legacy_dist_vp2", f"mp_rank_00_000/{MODEL}", turn, UnsupportedError, "not proven",
+    ),
+    "buffers that the model does not fill": (
+        "mcore_legacy_dist_tp2_pp2_tied", f"mp_rank_00_000/{MODEL}",
+        lambda content: content["model"].pop("decoder.layers.0.mlp.linear_fc1.bias"), LayoutError, "do not fill",
+    ),
+    "another step": (
+        "mcore_legacy_tp2_pp2", f"mp_rank_01_000/{MODEL}", lambda content: content.update(iteration=4), ShardError,
+        "has another iteration",
+    ),
+}  # fmt: skip
 
-    def drop(content):
-        del content["model"]["decoder.layers.0.mlp.linear_fc1.bias"]
 
-    edit(run / "mp_rank_00_000" / "model_optim_rng.pt", drop)
-    with refusing(LayoutError, "do not fill"):
+@pytest.mark.parametrize(("name", "file", "change", "error", "words"), DAMAGE.values(), ids=DAMAGE)
+def test_a_rank_that_contradicts_the_others_is_refused(name, file, change, error, words, tmp_path):
+    run = copied(name, tmp_path)
+    edit(run / file, change)
+    with refusing(error, words):
         zckpt.open(run)
 
 
@@ -202,13 +194,6 @@ def test_state_of_the_distributed_optimizer_that_is_missing_is_named(tmp_path):
         zckpt.open(run)
 
 
-def test_a_rank_of_another_step_is_refused(tmp_path):
-    run = copied("mcore_legacy_tp2_pp2", tmp_path)
-    edit(run / "mp_rank_01_000" / "model_optim_rng.pt", lambda content: content.update(iteration=4))
-    with refusing(ShardError, "has another iteration"):
-        zckpt.open(run)
-
-
 def test_numbers_that_may_be_several_parameters_are_refused(tmp_path):
     run = copied("mcore_legacy_tp2_pp2", tmp_path)
 
@@ -225,20 +210,14 @@ def test_numbers_that_may_be_several_parameters_are_refused(tmp_path):
         zckpt.open(run)
 
 
-def test_a_layer_of_which_the_cut_is_not_known_is_refused(tmp_path):
-    for rank in range(2):
-        (tmp_path / f"mp_rank_{rank:02d}").mkdir()
-        torch.save({"model": {"adapter.weight": torch.ones(2, 2)}}, tmp_path / f"mp_rank_{rank:02d}/model_optim_rng.pt")
+def test_ranks_of_which_the_cut_or_the_kind_is_not_known_are_refused(tmp_path):
+    saved_by_ranks(tmp_path, *[{"model": {"adapter.weight": torch.ones(2, 2)}}] * 2)
     with refusing(UnsupportedError, r"it is unknown how tensor parallelism cuts adapter\.weight"):
         zckpt.open(tmp_path)
-
-
-def test_one_number_without_arguments_is_no_known_kind_of_rank(tmp_path):
-    for rank in range(2):
-        (tmp_path / f"mp_rank_00_{rank:03d}").mkdir()
-        torch.save({"model": {"a": torch.ones(2)}}, tmp_path / f"mp_rank_00_{rank:03d}/model_optim_rng.pt")
+    (numbered := tmp_path / "numbered").mkdir()
+    saved_by_ranks(numbered, *[{"model": {"a": torch.ones(2)}}] * 2, name="mp_rank_00_{:03d}")
     with refusing(UnsupportedError, "pipeline- or expert-parallel"):
-        zckpt.open(tmp_path)
+        zckpt.open(numbered)
 
 
 def test_a_rank_alone_is_no_checkpoint():
@@ -269,6 +248,7 @@ def test_old_orders_of_query_key_and_value_come_out_as_todays(version, tp, tmp_p
     bias, dense, words = torch.randn(3 * HEADS * WIDTH, 1), torch.randn(HIDDEN, HEADS * WIDTH), torch.randn(8, HIDDEN)
     first, second = torch.randn(4 * HIDDEN, HIDDEN), torch.randn(HIDDEN, 4 * HIDDEN)
     arguments = argparse.Namespace(num_attention_heads=HEADS, tensor_model_parallel_size=tp)
+    contents = []
     for rank in range(tp):
         layer = "layers.0"
         encoder = {
@@ -281,10 +261,8 @@ def test_old_orders_of_query_key_and_value_come_out_as_todays(version, tp, tmp_p
         }
         embedding = {"word_embeddings": {"weight": words.chunk(tp, 0)[rank].contiguous()}}
         model = {"language_model": {"embedding": embedding, "encoder": encoder}}
-        (tmp_path / f"mp_rank_{rank:02d}").mkdir()
-        content = {"args": arguments, "checkpoint_version": version, "iteration": 1, "model": model}
-        torch.save(content, tmp_path / f"mp_rank_{rank:02d}/model_optim_rng.pt")
-    opened = zckpt.open(tmp_path)
+        contents.append({"args": arguments, "checkpoint_version": version, "iteration": 1, "model": model})
+    opened = zckpt.open(saved_by_ranks(tmp_path, *contents))
     front = "language_model.encoder.layers.0"
     assert torch.equal(opened.read(f"{front}.attention.query_key_value.weight"), weight)
     assert torch.equal(opened.read(f"{front}.attention.query_key_value.bias"), bias[:, 0])
@@ -309,27 +287,22 @@ def test_old_orders_of_query_key_and_value_come_out_as_todays(version, tp, tmp_p
 
 
 def test_what_modules_keep_for_themselves_is_each_ranks_own(tmp_path):
-    for rank in range(2):
-        (tmp_path / f"mp_rank_{rank:02d}").mkdir()
-        state = torch.full((3 + rank,), rank, dtype=torch.uint8)
-        model = {"output_layer.weight": torch.full((2, 2), float(rank)), "output_layer._extra_state": state}
-        torch.save({"model": model}, tmp_path / f"mp_rank_{rank:02d}/model_optim_rng.pt")
+    weights = [torch.full((2, 2), float(rank)) for rank in range(2)]
+    states = [torch.full((3 + rank,), rank, dtype=torch.uint8) for rank in range(2)]
+    saved_by_ranks(tmp_path, *({"model": {"output_layer.weight": weight, "output_layer._extra_state": state}}
+                               for weight, state in zip(weights, states, strict=True)))  # fmt: skip
     opened = zckpt.open(tmp_path)
-    assert torch.equal(opened.read("output_layer.weight"), torch.tensor([[0.0, 0], [0, 0], [1, 1], [1, 1]]))
+    assert torch.equal(opened.read("output_layer.weight"), torch.cat(weights))
     assert not opened.buffers
     assert [key for key in opened.metadata if "_extra_state" in key] == [
-        "mp_rank_00.output_layer._extra_state",
-        "mp_rank_01.output_layer._extra_state",
+        f"mp_rank_0{rank}.output_layer._extra_state" for rank in range(2)
     ]
-    items = zckpt.inspect(tmp_path, include_inventory=True).as_dict()["inventory"]["items"]
-    assert [one for one in items if one["fate"] == "left out"] == []
+    assert take_inventory(opened).left_out == []
 
 
 def test_a_model_that_is_none_is_damage(tmp_path):
-    (tmp_path / "mp_rank_00").mkdir()
-    torch.save({"model": 1}, tmp_path / "mp_rank_00/model_optim_rng.pt")
     with refusing(DamagedFileError, "state dict"):
-        zckpt.open(tmp_path)
+        zckpt.open(saved_by_ranks(tmp_path, {"model": 1}))
 
 
 @pytest.mark.parametrize(("router", "error", "said"), [
@@ -353,11 +326,7 @@ def test_experts_in_one_parameter_are_as_many_as_the_router_has(router, error, s
 
 def test_experts_that_are_cut_otherwise_than_the_rest_are_refused(tmp_path):
     run = copied("mcore_legacy_dist_ep2", tmp_path)
-
-    def other(content):
-        content["args"].expert_tensor_parallel_size = 2
-
-    for folder in ("mp_rank_00_000", "mp_rank_00_001"):
-        edit(run / folder / "model_optim_rng.pt", other)
+    for file in run.glob(f"*/{MODEL}"):
+        edit(file, lambda content: setattr(content["args"], "expert_tensor_parallel_size", 2))
     with refusing(UnsupportedError, "experts are cut for another number of tensor-parallel ranks than the rest"):
         zckpt.open(run)

@@ -10,22 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import zckpt
+from tests.damage import edit
 from tests.engine.test_plan import each_once, hole_of, run
-from tests.formats.test_megatron_legacy import ITERATION, KINDS, OTHER
+from tests.formats.holding import converted
+from tests.formats.test_megatron_legacy import ITERATION, KINDS, MODEL, OTHER
 from tests.refusals import refusing
+from tests.truth import assert_slots_equal
 from zckpt.engine.plan import fill
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.megatron.cut import KEPT, Cut, cuts_of
 from zckpt.formats.megatron.order import order_of
 from zckpt.formats.megatron.own import own_tree
 from zckpt.formats.megatron.stages import bounds_of, dealt, expert_counts, on_expert_rank
-from zckpt.formats.torch_files.tensors import as_mapping
 from zckpt.state import Extent, Slot, Span
 from zckpt.torchfile import read_torchfile
 
+OPTIMIZER = "distrib_optim.pt"
 ALONE = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "expert_parallel_size": 1}
 
 
@@ -90,103 +92,99 @@ CUTS = [
 @pytest.mark.parametrize(("name", "tp", "pp"), CUTS)
 @pytest.mark.every(4, 1)
 def test_every_slot_arrives_at_any_cut(name, tp, pp, tmp_path):
-    source, target, truth = OTHER / name / "ckpt", tmp_path / "cut", load_file(OTHER / name / "truth.safetensors")
+    target = tmp_path / "cut"
     cut = ALONE | {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
-    zckpt.reshard(source, target, world_size=1, **cut)
+    zckpt.reshard(OTHER / name / "ckpt", target, world_size=1, **cut)
     opened = zckpt.open(target)
     assert (opened.topology.tp, opened.topology.pp, opened.topology.ep) == (tp, pp, 1)
-    for key, tensor in truth.items():
-        slot, _, parameter = key.partition("/")
-        assert torch.equal(opened.read(parameter, slot=slot), tensor), key
+    assert_slots_equal(opened, OTHER / name / "truth.safetensors")
     assert [one for one in zckpt.verify(target, deep=True).findings if one.severity == "error"] == []
 
 
 def test_another_format_becomes_legacy_files(tmp_path):
-    source = OTHER / "mcore_bf16_plain_tp2" / "ckpt"
-    zckpt.convert(source, tmp_path / "out", to="megatron", ckpt_format="torch", transformer_impl="local",
-                  tensor_parallel_size=2, pipeline_parallel_size=2, verify=True)  # fmt: skip
-    assert zckpt.diff(source, tmp_path / "out").equal
-    (folder,) = (tmp_path / "out").glob("iter_*")
-    assert len(list(folder.glob("mp_rank_*/model_optim_rng.pt"))) == 4
-    model = as_mapping(
-        as_mapping(read_torchfile(folder / "mp_rank_01_001" / "model_optim_rng.pt").root, "")["model"], ""
-    )
+    options = {
+        "ckpt_format": "torch",
+        "transformer_impl": "local",
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "verify": True,
+    }
+    out = converted(OTHER / "mcore_bf16_plain_tp2" / "ckpt", tmp_path / "out", "megatron", **options)
+    assert len(files_in(out)) == 4
+    model = read_torchfile(next(out.glob(f"iter_*/mp_rank_01_001/{MODEL}"))).root["model"]
     assert "decoder.layers.0.input_layernorm.weight" in model
     assert model["decoder.layers.0.mlp.linear_fc1._extra_state"] is None
 
 
+def files_in(run, name=MODEL) -> list[Path]:
+    return sorted(run.glob(f"iter_*/mp*/{name}"))
+
+
+def alone(name, run) -> Path:
+    """One rank's run of a fixture."""
+    zckpt.reshard(OTHER / name / "ckpt", run, world_size=1, **ALONE)
+    return run
+
+
 @pytest.fixture(scope="module")
 def grouped(tmp_path_factory) -> Path:
-    target = tmp_path_factory.mktemp("grouped") / "one"
-    zckpt.reshard(OTHER / "mcore_legacy_grouped_tp2_ep2" / "ckpt", target, world_size=1, **ALONE)
-    return target
+    return alone("mcore_legacy_grouped_tp2_ep2", tmp_path_factory.mktemp("grouped") / "one")
 
 
 @pytest.mark.parametrize(("legacy", "engine", "name"), [
     (True, True, "weight1"), (False, False, "weight1"), (False, True, "linear_fc1.weight1"), (None, True, ""),
 ])  # fmt: skip
 def test_grouped_experts_are_what_the_arguments_say(legacy, engine, name, grouped, tmp_path):
-    source = OTHER / "mcore_legacy_grouped_tp2_ep2" / "ckpt"
-    shutil.copytree(grouped, tmp_path / "one")
-    (file,) = (tmp_path / "one").glob("iter_*/mp*/model_optim_rng.pt")
-    content = torch.load(file, weights_only=False)
-    del content["args"].moe_use_legacy_grouped_gemm
-    if legacy is not None:
-        content["args"].moe_use_legacy_grouped_gemm = legacy
-    torch.save(content, file)
-    zckpt.convert(tmp_path / "one", tmp_path / "dist", to="megatron")
+    run = shutil.copytree(grouped, tmp_path / "one")
+
+    def change(content):
+        del content["args"].moe_use_legacy_grouped_gemm
+        if legacy is not None:
+            content["args"].moe_use_legacy_grouped_gemm = legacy
+
+    (file,) = files_in(run)
+    edit(file, change)
+    zckpt.convert(run, tmp_path / "dist", to="megatron")
     options = {"to": "megatron", "ckpt_format": "torch", "expert_parallel_size": 2,
-                               "transformer_impl": "transformer_engine" if engine else "local"}  # fmt: skip
+               "transformer_impl": "transformer_engine" if engine else "local"}  # fmt: skip
     if not name:
         with refusing(UnsupportedError, "their names there are unknown"):
             zckpt.convert(tmp_path / "dist", tmp_path / "out", **options)
         return
     zckpt.convert(tmp_path / "dist", tmp_path / "out", **options)
-    (file,) = (tmp_path / "out").glob("iter_*/mp_rank_00_001/model_optim_rng.pt")
-    assert f"decoder.layers.0.mlp.experts.{name}" in torch.load(file, weights_only=False)["model"]
-    assert not zckpt.diff(source, tmp_path / "out").changed
+    model = torch.load(files_in(tmp_path / "out")[1], weights_only=False)["model"]
+    assert f"decoder.layers.0.mlp.experts.{name}" in model
+    assert not zckpt.diff(OTHER / "mcore_legacy_grouped_tp2_ep2" / "ckpt", tmp_path / "out").changed
 
 
 def test_buffers_keep_the_type_of_gradients(tmp_path):
     """Megatron looks for a buffer by the types of weights and of gradients, which are of 16 bits if summed so."""
-    source = tmp_path / "source"
-    zckpt.reshard(OTHER / "mcore_legacy_dist_vp2" / "ckpt", source, world_size=1, **ALONE)
-    bf16 = torch.bfloat16
-    for file in source.glob("iter_*/mp*/distrib_optim.pt"):
-        content = torch.load(file, weights_only=False)
-        torch.save({**content, 0: {(bf16, bf16): content[0][bf16, torch.float32]}}, file)
+    source, bf16 = alone("mcore_legacy_dist_vp2", tmp_path / "source"), torch.bfloat16
+    for file in files_in(source, OPTIMIZER):
+        edit(file, lambda content: content.update({0: {(bf16, bf16): content[0][bf16, torch.float32]}}))
     zckpt.reshard(source, tmp_path / "two", world_size=2, tensor_parallel_size=2)
-    files = [*(tmp_path / "two").glob("iter_*/mp*/distrib_optim.pt")]
-    assert len(files) == 2
-    for file in files:
-        assert list(torch.load(file, weights_only=False)[0]) == [(bf16, bf16)]
+    written = [torch.load(file, weights_only=False) for file in files_in(tmp_path / "two", OPTIMIZER)]
+    assert [list(one[0]) for one in written] == [[(bf16, bf16)]] * 2
 
 
 def test_a_distributed_optimizer_stays_one_through_other_formats(tmp_path):
-    source = tmp_path / "source"
-    zckpt.reshard(OTHER / "mcore_legacy_dist_vp2" / "ckpt", source, world_size=1, **ALONE)
-    for one in source.glob("iter_*/mp*/model_optim_rng.pt"):
-        its = torch.load(one, weights_only=False)
-        del its["args"].use_distributed_optimizer
-        torch.save(its, one)
+    source = alone("mcore_legacy_dist_vp2", tmp_path / "source")
+    (file,) = files_in(source)
+    edit(file, lambda content: delattr(content["args"], "use_distributed_optimizer"))
     zckpt.convert(source, tmp_path / "own", to="zckpt")
     zckpt.convert(tmp_path / "own", tmp_path / "dist", to="megatron")
     zckpt.convert(tmp_path / "dist", tmp_path / "back", to="megatron", ckpt_format="torch")
-    (file,) = (tmp_path / "back").glob("iter_*/mp_rank_00/distrib_optim.pt")
-    group = torch.load(file.parent / "model_optim_rng.pt", weights_only=False)["optimizer"]["optimizer"][
-        "param_groups"
-    ][0]
-    assert group["step"] == 3
+    (file,) = files_in(tmp_path / "back", OPTIMIZER)
+    optimizer = torch.load(file.with_name(MODEL), weights_only=False)["optimizer"]["optimizer"]
+    assert optimizer["param_groups"][0]["step"] == 3
 
 
 def test_a_source_without_arguments_is_told_apart_by_what_is_beside_it(tmp_path):
     source = OTHER / "mcore_legacy_dist_tp2_pp2_tied" / "ckpt"
     zckpt.convert(source, tmp_path / "own", to="consolidated")
     zckpt.convert(tmp_path / "own", tmp_path / "out", to="megatron", ckpt_format="torch", pipeline_parallel_size=2)
-    for one in (tmp_path / "out").glob("iter_*/mp*/model_optim_rng.pt"):
-        its = torch.load(one, weights_only=False)
-        its.pop("args", None)
-        torch.save(its, one)
+    for file in files_in(tmp_path / "out"):
+        edit(file, lambda content: content.pop("args", None))
     assert zckpt.open(tmp_path / "out").topology.pp == 2
     assert not zckpt.diff(source, tmp_path / "out").changed
 
@@ -194,8 +192,8 @@ def test_a_source_without_arguments_is_told_apart_by_what_is_beside_it(tmp_path)
 def test_a_vocabulary_gets_rows_of_zeros_for_a_model_that_has_more(tmp_path):
     source = OTHER / "mcore_legacy_tp2_pp2" / "ckpt"
     zckpt.reshard(source, tmp_path / "out", world_size=1, verify=True, padded_vocab_size=20, **ALONE)
-    content = as_mapping(read_torchfile(tmp_path / "out" / ITERATION / "mp_rank_00" / "model_optim_rng.pt").root, "")
-    assert as_mapping(content["model"], "")["output_layer.weight"].shape == (20, 12)
+    (file,) = files_in(tmp_path / "out")
+    assert read_torchfile(file).root["model"]["output_layer.weight"].shape == (20, 12)
     opened = zckpt.open(tmp_path / "out")
     assert (opened.parameters["output_layer.weight"].shape, opened.details["padded vocabulary"]) == ((16, 12), 20)
     assert zckpt.diff(source, tmp_path / "out").equal
@@ -219,29 +217,32 @@ def test_a_vocabulary_without_rows_is_none(tmp_path):
         zckpt.convert(tmp_path / "x.pt", tmp_path / "out", to="megatron", ckpt_format="torch")
     torch.save(weights | {"output_layer.bias": torch.ones(8)}, tmp_path / "x.pt")
     zckpt.convert(tmp_path / "x.pt", tmp_path / "out", to="megatron", ckpt_format="torch", padded_vocab_size=16)
-    path = tmp_path / "out" / "release" / "mp_rank_00" / "model_optim_rng.pt"
-    content = torch.load(path, weights_only=False)
-    content["model"]["output_layer.bias"] = torch.tensor(1.0)
-    torch.save(content, path)
+    path = tmp_path / "out" / "release" / "mp_rank_00" / MODEL
+    edit(path, lambda content: content["model"].update({"output_layer.bias": torch.tensor(1.0)}))
     assert zckpt.open(tmp_path / "out").read("output_layer.bias", "weight") == 1.0
 
 
-def test_what_cannot_be_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pipeline_parallel_size": 3}, "expected --stage-bounds"),
+        ({"pipeline_parallel_size": 2, "stage_bounds": "0,3"}, "unusable stage bounds"),
+        ({"pipeline_parallel_size": 1, "virtual_pipeline_parallel_size": 2}, "needs several stages"),
+        ({"expert_parallel_size": 2}, "unusable --expert-parallel-size"),
+        ({"tensor_parallel_size": 0}, "at least 1"),
+        ({"ddp_bucket_size": -5}, "unusable --ddp-bucket-size: expected at least 0, found -5"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused(options, words, tmp_path):
+    with refusing(UsageError, words):
+        zckpt.reshard(OTHER / "mcore_legacy_tp2_pp2" / "ckpt", tmp_path / "out", world_size=1, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_of_the_other_kind_of_files_are_refused(tmp_path):
     source, out = OTHER / "mcore_legacy_tp2_pp2" / "ckpt", tmp_path / "out"
-    with refusing(UsageError, "expected --stage-bounds"):
-        zckpt.reshard(source, out, world_size=1, pipeline_parallel_size=3)
-    with refusing(UsageError, "unusable stage bounds"):
-        zckpt.reshard(source, out, world_size=1, pipeline_parallel_size=2, stage_bounds="0,3")
-    with refusing(UsageError, "needs several stages"):
-        zckpt.reshard(source, out, world_size=1, pipeline_parallel_size=1, virtual_pipeline_parallel_size=2)
-    with refusing(UsageError, "unusable --expert-parallel-size"):
-        zckpt.reshard(source, out, world_size=1, expert_parallel_size=2)
-    with refusing(UsageError, "at least 1"):
-        zckpt.reshard(source, out, world_size=1, tensor_parallel_size=0)
     with refusing(UsageError, "--tensor-parallel-size only applies to legacy files"):
         zckpt.convert(source, out, to="megatron", tensor_parallel_size=2)
-    with refusing(UsageError, "unusable --ddp-bucket-size: expected at least 0, found -5"):
-        zckpt.reshard(source, out, world_size=1, ddp_bucket_size=-5)
     for only in ({"optimizer": "flattened"}, {"layers": "apart"}):
         with refusing(UsageError, "only applies to torch_dist"):
             zckpt.convert(source, out, to="megatron", ckpt_format="torch", **only)
@@ -278,23 +279,23 @@ def test_layers_go_to_chunks_that_take_turns_on_the_stages():
 
 
 def test_a_model_of_another_order_keeps_that_of_its_file(tmp_path):
-    zckpt.reshard(OTHER / "mcore_legacy_mtp_pp2" / "ckpt", tmp_path / "one", world_size=1, **ALONE)
-    (file,) = (tmp_path / "one").glob("iter_*/mp*/model_optim_rng.pt")
-    (own,) = (tmp_path / "one").glob("iter_*/zckpt.pt")
+    run = alone("mcore_legacy_mtp_pp2", tmp_path / "one")
+    (file,) = files_in(run)
+    (own,) = run.glob("iter_*/zckpt.pt")
     own.unlink()
-    content = torch.load(file, weights_only=False)
-    model = {name: one for name, one in content["model"].items() if one is not None}
-    norm = model.pop("decoder.final_layernorm.weight")
-    content["model"] = {"decoder.final_layernorm.weight": norm, **model}
-    del content["optimizer"]
-    torch.save(content, file)
-    file.with_name("distrib_optim.pt").unlink()
-    assert list(zckpt.open(tmp_path / "one").parameters) == list(content["model"])
-    zckpt.reshard(tmp_path / "one", tmp_path / "two", world_size=1, **ALONE | {"pipeline_parallel_size": 2})
-    for part in (tmp_path / "two").glob("iter_*/mp*/model_optim_rng.pt"):
-        its = torch.load(part, weights_only=False)
-        its["model"] = dict(reversed(its["model"].items()))
-        torch.save(its, part)
+    norm = "decoder.final_layernorm.weight"
+
+    def norm_first(content):
+        model = {name: one for name, one in content["model"].items() if one is not None}
+        content["model"] = {norm: model.pop(norm), **model}
+        del content["optimizer"]
+
+    edit(file, norm_first)
+    file.with_name(OPTIMIZER).unlink()
+    assert list(zckpt.open(run).parameters) == list(torch.load(file, weights_only=False)["model"])
+    zckpt.reshard(run, tmp_path / "two", world_size=1, **ALONE | {"pipeline_parallel_size": 2})
+    for part in files_in(tmp_path / "two"):
+        edit(part, lambda content: content.update(model=dict(reversed(content["model"].items()))))
     assert "not known" in str(zckpt.open(tmp_path / "two").details["order of parameters"])
 
 

@@ -14,7 +14,7 @@ import torch
 from tests.cli.console import FIXTURES
 from tests.damage import edit, optimizer_file
 
-__all__ = ["FIXTURES", "address", "copy", "edit", "edit_all", "model_file", "optimizer_file", "recut"]
+__all__ = ["FIXTURES", "address", "copy", "edit", "edit_all", "model_file", "optimizer_file", "recut", "state_in"]
 
 
 def address(numel, start):
@@ -34,6 +34,12 @@ def copy(name, directory) -> Path:
 def edit_all(tag, change: Callable[[Any], Any], files="*optim_states.pt"):
     for path in sorted(tag.glob(files)):
         edit(path, change)
+
+
+def state_in(content) -> dict[int, dict[str, Any]]:
+    """The state of a rank's partitions."""
+    z = content["optimizer_state_dict"]
+    return (z.get("base_optimizer_state") or z["optimizer_state_dict"])["state"]
 
 
 def model_file(tag, rank: int | None = None) -> Path:

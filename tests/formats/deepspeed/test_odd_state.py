@@ -11,21 +11,15 @@ import torch
 
 import zckpt
 from tests.formats.deepspeed.contents import cut, tag_of
-from tests.formats.deepspeed.shards import copy, edit, optimizer_file
+from tests.formats.deepspeed.shards import copy, edit, edit_all, optimizer_file, state_in
 from tests.refusals import refusing
 from zckpt.errors import LeftOutError, ShardError, UnsupportedError
 
 
-def state_in(content) -> dict[int, dict[str, Any]]:
-    z = content["optimizer_state_dict"]
-    return (z.get("base_optimizer_state") or z["optimizer_state_dict"])["state"]
-
-
-def changed(name, directory, change: Callable[[dict[str, Any]], object], pattern="*") -> Path:
-    """A copy of a fixture with other content of its optimizer files; returns the run directory."""
+def changed(name, directory, change: Callable[[dict[str, Any]], object], files="*optim_states.pt") -> Path:
+    """A copy of a fixture with other content of some of its files; returns the run directory."""
     tag = copy(name, directory)
-    for path in tag.glob(f"{pattern}optim_states.pt"):
-        edit(path, change)
+    edit_all(tag, change, files)
     return tag.parent
 
 
@@ -65,8 +59,8 @@ def test_a_number_that_groups_share_stays_one_or_is_refused(tmp_path):
     own = {state["step"].data_ptr() for state in loaded(copy("s2_fp32_dp2", tmp_path / "own").parent, 0).values()}
     assert len(own) > 1
     sub = changed("s3_fp32_dp2", tmp_path, _one_step)
-    for path in tag_of(sub).glob("*model_states.pt"):
-        edit(path, lambda content: content["ds_config"]["zero_optimization"].update(sub_group_size=100))
+    small = {"sub_group_size": 100}
+    edit_all(tag_of(sub), lambda content: content["ds_config"]["zero_optimization"].update(small), "*model_states.pt")
     with refusing(UnsupportedError, "step: several of a rank's partitions share one tensor"):
         cut(sub, tmp_path / "subs", 3)
 
@@ -120,42 +114,40 @@ def _other_step(content):
         state["step"] = torch.tensor(99.0)
 
 
+SECOND = "*mp_rank_01_optim_states.pt"
+
+
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("tp2_s2_fp32_dp2", _other_rate, "mp_rank 1 .* lr of its param group 0 differs .* expected 0.01, found 0.5"),
-        ("tp2_s2_fp32_dp2", _other_step, "mp_rank 1 .* step of its param group 0 differs: expected 5.0, found 99.0"),
-        ("pp2_s1_fp32_dp2", _other_step, "mp_rank 1 .* step of its param group 0 differs"),
-        (
-            "pp2_s1_fp32_dp2",
-            lambda c: [change(c) for change in (_other_step, _other_rate)],
-            "mp_rank 1 .* step of its param group",
-        ),
+        ("tp2_s2_fp32_dp2", _other_rate, "lr of its param group 0 differs .* expected 0.01, found 0.5"),
+        ("tp2_s2_fp32_dp2", _other_step, "step of its param group 0 differs: expected 5.0, found 99.0"),
+        ("pp2_s1_fp32_dp2", _other_step, "step of its param group 0 differs"),
+        ("pp2_s1_fp32_dp2", lambda c: (_other_step(c), _other_rate(c)), "step of its param group"),
     ],
 )
 def test_model_parallel_ranks_that_do_not_agree(name, change, said, tmp_path):
-    run = changed(name, tmp_path, change, "*mp_rank_01_")
-    with refusing(ShardError, said):
+    run = changed(name, tmp_path, change, SECOND)
+    with refusing(ShardError, f"mp_rank 1 .* {said}"):
         zckpt.open(run)
     assert not zckpt.verify(run).sound
 
 
 def test_stages_may_have_rates_of_their_own(tmp_path):
-    run = changed("pp2_s1_fp32_dp2", tmp_path, _other_rate, "*mp_rank_01_")
+    run = changed("pp2_s1_fp32_dp2", tmp_path, _other_rate, SECOND)
     assert sorted(group.hyperparameters["lr"] for group in zckpt.open(run).param_groups) == [0.01, 0.02, 0.5]
 
 
 def test_a_model_file_of_another_step(tmp_path):
-    tag = copy("tp2_s2_fp32_dp2", tmp_path)
-    edit(tag / "mp_rank_01_model_states.pt", lambda content: content.update(global_steps=9))
+    one = "mp_rank_01_model_states.pt"
+    run = changed("tp2_s2_fp32_dp2", tmp_path, lambda content: content.update(global_steps=9), one)
     with refusing(ShardError, "model file of mp_rank 1 is from another step"):
-        zckpt.open(tag)
+        zckpt.open(run)
 
 
 def test_single_values_that_slices_have_otherwise_are_each_ones_own(tmp_path):
     run = changed("tp2_s2_fp32_dp2", tmp_path, lambda content: state_in(content)[0].update(count=4))
-    for path in tag_of(run).glob("*mp_rank_01_optim_states.pt"):
-        edit(path, lambda content: state_in(content)[0].update(count=5))
+    edit_all(tag_of(run), lambda content: state_in(content)[0].update(count=5), SECOND)
     assert {(one.mp_rank, one.value) for one in zckpt.open(run).per_rank} == {(0, 4), (1, 5)}
     with refusing(UnsupportedError, "count: each rank has its own"):
         cut(run, tmp_path / "cut", 2, tensor_parallel_size=1)
@@ -178,14 +170,17 @@ def test_padding_of_masters_that_lion_moves_is_sound(eps, tmp_path):
     assert ("ZC-205" in {one.code for one in zckpt.verify(run, deep=True).findings}) == eps
 
 
+MODEL = "mp_rank_00_model_states.pt"
+
+
 def test_a_number_in_the_place_of_a_slot_is_sound(tmp_path):
     """Prodigy keeps one for a parameter that began as zeros."""
-    tag = copy("s0_fp32_dp2", tmp_path)
-    edit(
-        tag / "mp_rank_00_model_states.pt",
-        lambda content: next(iter(content["optimizer"]["state"].values())).update(exp_avg=torch.tensor(0.0)),
-    )
-    assert "ZC-123" not in {one.code for one in zckpt.verify(tag).findings}
+
+    def change(content):
+        next(iter(content["optimizer"]["state"].values()))["exp_avg"] = torch.tensor(0.0)
+
+    run = changed("s0_fp32_dp2", tmp_path, change, MODEL)
+    assert "ZC-123" not in {one.code for one in zckpt.verify(run).findings}
 
 
 def _sized(content):
@@ -216,10 +211,10 @@ def test_state_under_a_text_is_not_lost_in_silence(name, tmp_path):
 
 
 def test_state_under_a_text_at_stage_0_is_refused_as_such(tmp_path):
-    tag = copy("s0_fp32_dp2", tmp_path)
-    edit(tag / "mp_rank_00_model_states.pt", lambda content: content["optimizer"]["state"].update({"global": {"k": 7}}))
+    more = {"global": {"k": 7}}
+    run = changed("s0_fp32_dp2", tmp_path, lambda content: content["optimizer"]["state"].update(more), MODEL)
     with refusing(UnsupportedError, "has state under 'global', which is not a parameter's"):
-        zckpt.open(tag)
+        zckpt.open(run)
 
 
 def _listed(content):

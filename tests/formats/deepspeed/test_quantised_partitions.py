@@ -14,7 +14,7 @@ import torch
 
 import zckpt
 from tests.formats.deepspeed.contents import cut, tag_of
-from tests.formats.deepspeed.shards import copy, edit, model_file, optimizer_file
+from tests.formats.deepspeed.shards import copy, edit, edit_all, optimizer_file, state_in
 from tests.refusals import refusing
 from zckpt.errors import UnsupportedError
 
@@ -66,11 +66,6 @@ def quantised(cls: type[Held], numel) -> tuple[Held, torch.Tensor]:
     return cls(numel, codes=stored, scale=scale, qmap=qmap), qmap[codes.long()] * scale.repeat_interleave(BLOCK)
 
 
-def state_in(content) -> dict[int, dict[str, Any]]:
-    z = content["optimizer_state_dict"]
-    return (z.get("base_optimizer_state") or z["optimizer_state_dict"])["state"]
-
-
 def assert_alike(codes, floats, scratch, **options):
     """Read one by one, and cut for other ranks."""
     one, other = zckpt.open(codes), zckpt.open(floats)
@@ -115,13 +110,13 @@ def _small_sub_groups(content):
     content["ds_config"]["zero_optimization"]["sub_group_size"] = 600
 
 
-def _as_floats(content):
+def _as_floats(content, block=256):
     for state in state_in(content).values():
         pieces = state.pop(NESTED)
         for number, slot in zip("12", SLOTS, strict=True):
             value = pieces[f"state{number}"]
             if value.dtype == torch.uint8:
-                scale = pieces[f"absmax{number}"].repeat_interleave(256)[: value.numel()]
+                scale = pieces[f"absmax{number}"].repeat_interleave(block)[: value.numel()]
                 value = pieces[f"qmap{number}"][value.long()] * scale
             state[slot] = value
 
@@ -129,8 +124,7 @@ def _as_floats(content):
 def test_sub_groups_of_zero_3(tmp_path):
     """Each has codes of its own, in blocks from its first element on."""
     source = copy("own_blockwise_s3_fp32_dp2", tmp_path / "source")
-    for rank in range(2):
-        edit(model_file(source, rank), _small_sub_groups)
+    edit_all(source, _small_sub_groups, "*model_states.pt")
     codes = cut(source.parent, tmp_path / "parts", 2, requantize=True, verify=True)
     held = zckpt.open(codes).per_rank
     assert len({one.part for one in held}) > len({one.group for one in held})
@@ -149,9 +143,18 @@ def test_sub_groups_of_zero_3(tmp_path):
 
 def copy_of(tag, directory, change: Callable[[dict[str, Any]], object]) -> Path:
     run = Path(shutil.copytree(tag.parent, directory))
-    for rank in range(2):
-        edit(optimizer_file(tag_of(run), rank), change)
+    edit_all(tag_of(run), change)
     return tag_of(run)
+
+
+def both(name, cls: type[Held], tmp_path) -> list[Path]:
+    """Run directories with codes, and with the floats that they stand for."""
+    runs = []
+    for kind in ("codes", "floats"):
+        tag = copy(name, tmp_path / kind)
+        edit_all(tag, lambda content: _all_codes(content, cls, floats=kind == "floats"))  # noqa: B023
+        runs.append(tag.parent)
+    return runs
 
 
 def _all_codes(content, cls: type[Held], *, floats):
@@ -176,25 +179,11 @@ def _blocks(content):
         state[NESTED] = nested
 
 
-def _blocks_as_floats(content):
-    for state in state_in(content).values():
-        nested = state.pop(NESTED)
-        for number, slot in zip("12", SLOTS, strict=True):
-            value = nested[f"state{number}"]
-            if value.dtype == torch.uint8:
-                scales = nested[f"absmax{number}"].repeat_interleave(64)[: value.numel()]
-                value = nested[f"qmap{number}"][value.long()] * scales
-            state[slot] = value
-
-
 @pytest.mark.parametrize(("name", "stage"), [("tp2_s2_fp32_dp2", 3), ("pp2_s1_fp32_dp2", 1)])
 @pytest.mark.every(2)
 def test_slices_and_stages_have_blocks_of_their_own(name, stage, torchao, tmp_path):
     """Codes are cut for other data-parallel ranks; for slices of another number there are floats."""
-    codes, floats = (copy(name, tmp_path / kind).parent for kind in ("codes", "floats"))
-    for run, which in ((codes, False), (floats, True)):
-        for path in tag_of(run).glob("*optim_states.pt"):
-            edit(path, lambda content, which=which: _all_codes(content, torchao["OptimState8bit"], floats=which))
+    codes, floats = both(name, torchao["OptimState8bit"], tmp_path)
     zckpt.reshard(codes, tmp_path / "again", world_size=3)
     zckpt.reshard(floats, tmp_path / "plain", world_size=3)
     zckpt.reshard(tmp_path / "again", tmp_path / "back", world_size=3, dequantize=True)
@@ -224,22 +213,24 @@ def test_slices_and_stages_have_blocks_of_their_own(name, stage, torchao, tmp_pa
 def test_state_of_torchao_is_made_anew(cls, name, stage, torchao, tmp_path, monkeypatch):
     """Where partitions have whole blocks; elsewhere there are floats, which torchao takes, too."""
     monkeypatch.setattr("zckpt.formats.deepspeed.rare.requantised.SMALLEST_NUMEL", 32)
-    codes, floats = (copy(name, tmp_path / kind).parent for kind in ("codes", "floats"))
-    for run, which in ((codes, False), (floats, True)):
-        for path in tag_of(run).glob("*optim_states.pt"):
-            edit(path, lambda content, which=which: _all_codes(content, torchao[cls], floats=which))
+    codes, floats = both(name, torchao[cls], tmp_path)
     options = {"world_size": 3, "stage": stage}
     if stage == 2 and name.startswith("tp2"):
         options["world_size"], options["round_robin"] = 2, True
+    step = {"OptimState8bit": 1 / 255, "OptimState4bit": 1 / 15, "OptimStateFp8": 1 / 16}[cls]
+    assert_made_anew(codes, floats, tmp_path, step, **options)
+    per_rank = zckpt.open(tmp_path / "anew").per_rank
+    assert per_rank
+    assert {one.key for one in per_rank} <= set(SLOTS)
+
+
+def assert_made_anew(codes, floats, tmp_path, step, **options):
+    """Hold what is quantised again to be within a step of what the floats are cut to."""
     done = zckpt.reshard(codes, tmp_path / "anew", requantize=True, verify=True, **options)
     assert any("quantised again" in note for note in done.notes)
-    zckpt.reshard(floats, tmp_path / "plain", **options)
-    anew = zckpt.open(tmp_path / "anew")
-    assert {one.key for one in anew.per_rank} <= set(SLOTS)
-    assert anew.per_rank
     zckpt.reshard(tmp_path / "anew", tmp_path / "back", dequantize=True, **options)
+    zckpt.reshard(floats, tmp_path / "plain", **options)
     back, plain = zckpt.open(tmp_path / "back"), zckpt.open(tmp_path / "plain")
-    step = {"OptimState8bit": 1 / 255, "OptimState4bit": 1 / 15, "OptimStateFp8": 1 / 16}[cls]
     for parameter, its in plain.parameters.items():
         for slot in SLOTS if "exp_avg" in its.slots else ():
             wanted = plain.read(parameter, slot)
@@ -248,19 +239,9 @@ def test_state_of_torchao_is_made_anew(cls, name, stage, torchao, tmp_path, monk
 
 
 def test_blocks_of_slices_are_made_anew(tmp_path):
-    codes = copy("tp2_s2_fp32_dp2", tmp_path / "codes").parent
-    for path in tag_of(codes).glob("*optim_states.pt"):
-        edit(path, _blocks)
-    floats = Path(shutil.copytree(codes, tmp_path / "floats"))
-    for path in tag_of(floats).glob("*optim_states.pt"):
-        edit(path, _blocks_as_floats)
-    done = zckpt.reshard(codes, tmp_path / "anew", world_size=3, requantize=True, verify=True)
-    assert any("quantised again" in note for note in done.notes)
-    zckpt.reshard(tmp_path / "anew", tmp_path / "back", world_size=3, dequantize=True)
-    zckpt.reshard(floats, tmp_path / "plain", world_size=3)
-    back, plain = zckpt.open(tmp_path / "back"), zckpt.open(tmp_path / "plain")
-    for name, parameter in plain.parameters.items():
-        for slot in SLOTS if "exp_avg" in parameter.slots else ():
-            assert torch.allclose(back.read(name, slot), plain.read(name, slot), rtol=0, atol=1.1 / 255), name
+    tag = copy("tp2_s2_fp32_dp2", tmp_path / "codes")
+    edit_all(tag, _blocks)
+    floats = copy_of(tag, tmp_path / "floats", lambda content: _as_floats(content, block=64))
+    assert_made_anew(tag.parent, floats.parent, tmp_path, 1 / 255, world_size=3)
     with refusing(UnsupportedError, "blocks of each tensor-parallel rank's slice"):
-        zckpt.reshard(codes, tmp_path / "whole", world_size=2, tensor_parallel_size=1, requantize=True)
+        zckpt.reshard(tag.parent, tmp_path / "whole", world_size=2, tensor_parallel_size=1, requantize=True)

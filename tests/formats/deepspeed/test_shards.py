@@ -20,7 +20,17 @@ import zckpt
 import zckpt.formats.deepspeed.shards as shards
 from tests.cli.console import command, environment
 from tests.damage import swap
-from tests.formats.deepspeed.shards import FIXTURES, address, copy, edit, edit_all, model_file, optimizer_file, recut
+from tests.formats.deepspeed.shards import (
+    FIXTURES,
+    address,
+    copy,
+    edit,
+    edit_all,
+    model_file,
+    optimizer_file,
+    recut,
+    state_in,
+)
 from tests.pairwise import each, some
 from tests.refusals import refusing
 from tests.truth import Truth, assert_consolidated, assert_state
@@ -215,12 +225,6 @@ def test_file_of_an_earlier_step_is_named(rank, tmp_path):
     refused(ShardError, tag, str(optimizer_file(tag, rank)), f"rank {rank} ", "step")
 
 
-def states_of(content):
-    z = content["optimizer_state_dict"]
-    base = z["optimizer_state_dict"] if "fp32_flat_groups" in z else z["base_optimizer_state"]
-    return base["state"].values()
-
-
 @pytest.mark.parametrize("rank", [0, 2, 3])
 @pytest.mark.parametrize("name", ["s2_bf16_dp4", "s1_bf16_dp4", "s3_bf16_dp4"])
 @pytest.mark.every(2)
@@ -228,7 +232,7 @@ def test_rank_with_another_step_is_named_among_many(name, rank, tmp_path):
     tag = copy(name, tmp_path)
 
     def one_step_back(content):
-        for state in states_of(content):
+        for state in state_in(content).values():
             state["step"] = torch.tensor(4.0)
 
     edit(optimizer_file(tag, rank), one_step_back)
@@ -421,7 +425,7 @@ def test_optimizer_state_that_is_too_short_is_refused(name, tmp_path):
     tag = copy(name, tmp_path)
 
     def halve(content):
-        for state in states_of(content):
+        for state in state_in(content).values():
             state["exp_avg"] = state["exp_avg"][: len(state["exp_avg"]) // 2].clone()
 
     edit(optimizer_file(tag, 0), halve)
