@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,6 @@ import torch
 
 from tests.cli.console import FIXTURES
 from tests.damage import edit, optimizer_file
-
-__all__ = ["FIXTURES", "address", "copy", "edit", "edit_all", "model_file", "optimizer_file", "recut", "state_in"]
 
 
 def address(numel, start):
@@ -47,6 +46,19 @@ def model_file(tag, rank: int | None = None) -> Path:
     return tag / f"{prefix}mp_rank_00_model_states.pt"
 
 
+def fragments(
+    numels: dict[str, int], low, high, pads: Iterable[int] = itertools.repeat(0)
+) -> dict[str, tuple[int, int]]:
+    """What of parameters, one after the other, is in a range of elements: how much of each, and where it starts."""
+    at, found = 0, {}
+    for (name, numel), pad in zip(numels.items(), pads, strict=False):
+        first, last = max(at, low), min(at + numel, high)
+        if first < last:
+            found[name] = (last - first, first - low)
+        at += numel + pad
+    return found
+
+
 def recut(tag, world):
     """Cut a stage-2 checkpoint of one rank for more ranks, by the rule of DeepSpeed."""
     only = optimizer_file(tag, 0)
@@ -73,13 +85,7 @@ def recut(tag, world):
                     state[slot] = part(state[slot])
                 z["group_paddings"][group] = padding
                 z["partition_count"][group] = world
-                at, fragments = 0, {}
-                for name, numel in lengths.items():
-                    first, last = max(at, low), min(at + numel, high)
-                    if first < last:
-                        fragments[name] = address(last - first, first - low)
-                    at += numel
-                mappings.append(fragments)
+                mappings.append({name: address(*at) for name, at in fragments(lengths, low, high).items()})
             z["param_slice_mappings"] = mappings
             z.pop("param_alignment_paddings", None)
 

@@ -22,7 +22,7 @@ from tests.formats.deepspeed.contents import (
     tag_of,
     tensor_bytes,
 )
-from tests.formats.deepspeed.shards import FIXTURES, copy, edit, model_file, optimizer_file
+from tests.formats.deepspeed.shards import FIXTURES, copy, edit, fragments, model_file, optimizer_file
 from tests.pairwise import each, of_each_kind, some
 from tests.truth import Truth, assert_consolidated, assert_same, assert_same_groups, assert_state, bits
 from zckpt.torchfile import OrderedMapping, Tensor, plain
@@ -184,12 +184,8 @@ def assert_cut_flat(name, tag, world_size):
             master = state["single_partition_of_fp32_groups"][group]
             assert master.shape == ((partition,) if "bf16opt" in name else (partition - padding,))
             assert master.storage.nbytes == partition * master.itemsize
-            wanted, at = {}, 0
-            for key, n, pad in zip(shapes, numels, pads, strict=True):
-                first, last = max(at, rank * partition), min(at + n, (rank + 1) * partition)
-                if first < last:
-                    wanted[key] = (last - first, first - rank * partition)
-                at += n + pad
+            lengths = dict(zip(shapes, numels, strict=True))
+            wanted = fragments(lengths, rank * partition, (rank + 1) * partition, pads)
             mapping = state["param_slice_mappings"][group]
             assert type(mapping) is OrderedMapping
             assert list(mapping) == list(wanted)

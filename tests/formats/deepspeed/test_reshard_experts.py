@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import zckpt
 from tests.formats.deepspeed.contents import alike, content_of, cut, run_of, state_of, tag_of, tensor_bytes
-from tests.formats.deepspeed.shards import FIXTURES, copy, edit, model_file, optimizer_file
+from tests.formats.deepspeed.shards import FIXTURES, copy, edit, fragments, model_file, optimizer_file
 from tests.pairwise import each
 from tests.refusals import refusing
 from tests.truth import Truth, assert_consolidated, assert_same, assert_state
@@ -38,16 +38,9 @@ def test_everything_arrives(name, spread, tmp_path):
     assert set(found.parameters) == set(source.parameters)
     assert_consolidated(tag, Truth(FIXTURES / name), tmp_path)
     assert [g.state for g in found.param_groups] == [g.state for g in source.param_groups]
-    for group, old in zip(found.param_groups, source.param_groups, strict=True):
+    for group, old, name in zip(found.param_groups, source.param_groups, ("dense", f"ep_size_{experts}"), strict=True):
         assert set(group.parameters) == set(old.parameters)
-        assert {**group.hyperparameters, "name": None} == {**old.hyperparameters, "name": None}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_group_bears_the_name_of_its_degree(name, tmp_path):
-    """DeepSpeed calls a group after its degree, and torch takes a group's name from the file."""
-    target = zckpt.open(cut(run_of(name), tmp_path / "cut", 4, expert_parallel_size=4))
-    assert [group.hyperparameters["name"] for group in target.param_groups] == ["dense", "ep_size_4"]
+        assert group.hyperparameters == {**old.hyperparameters, "name": name}  # from which torch takes it
 
 
 @pytest.mark.parametrize("experts", [1, 2, 4])
@@ -67,18 +60,14 @@ def test_files_say_how_they_are_cut(name, experts, tmp_path):
         for group, shapes in enumerate((dense, sparse)):
             share = world_size // (experts if group else 1)
             position = rank // (experts if group else 1)
-            total = sum(math.prod(shape) for shape in shapes.values())
+            numels = {key: math.prod(shape) for key, shape in shapes.items()}
+            total = sum(numels.values())
             partition = 2 * math.ceil(total / (2 * share))
             padding = min(max((position + 1) * partition - total, 0), partition)
             assert state["group_paddings"][group] == padding
             assert state["single_partition_of_fp32_groups"][group].shape == (partition - padding,)
             assert len(state["param_alignment_paddings"][group]) == len(shapes)
-            wanted, at = {}, 0
-            for key, shape in shapes.items():
-                first, last = max(at, position * partition), min(at + math.prod(shape), (position + 1) * partition)
-                if first < last:
-                    wanted[key] = (last - first, first - position * partition)
-                at += math.prod(shape)
+            wanted = fragments(numels, position * partition, (position + 1) * partition)
             mapping = state["param_slice_mappings"][group]
             assert {key: (a.get("numel"), a.get("start")) for key, a in mapping.items()} == wanted
 
@@ -121,21 +110,25 @@ def test_files_of_experts_are_the_same_at_any_degree(name, tmp_path):
         assert tensor_bytes(tag / one) == tensor_bytes(tag_of(run_of(name)) / one)
 
 
-def test_degree_that_divides_nothing_is_refused(tmp_path):
-    source = run_of("moe_ep2_s2_fp32_dp4")
-    for options in ({"world_size": 3}, {"world_size": 4, "expert_parallel_size": 3}):
-        with refusing(UsageError, "choose another --expert-parallel-size"):
-            zckpt.reshard(source, tmp_path / "cut", **options)
-    with refusing(UsageError, r"4 experts of .* cannot be spread over 8 ranks"):
-        zckpt.reshard(source, tmp_path / "cut", world_size=8, expert_parallel_size=8)
-    with refusing(UsageError, "at least 1"):
-        zckpt.reshard(source, tmp_path / "cut", world_size=4, expert_parallel_size=0)
-    with refusing(UsageError, "no experts"):
-        zckpt.reshard(run_of("s2_bf16_dp2"), tmp_path / "cut", world_size=4, expert_parallel_size=2)
-    with refusing(UnsupportedError, "ZeRO-3"):
-        zckpt.reshard(source, tmp_path / "cut", world_size=4, stage=3)
-    with refusing(UnsupportedError, "no rules how to cut"):
-        zckpt.reshard(source, tmp_path / "cut", world_size=4, tensor_parallel_size=2)
+OTHER_EXPERTS = "choose another --expert-parallel-size"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "words"),
+    [
+        ("moe_ep2_s2_fp32_dp4", {"world_size": 3}, UsageError, OTHER_EXPERTS),
+        ("moe_ep2_s2_fp32_dp4", {"expert_parallel_size": 3}, UsageError, OTHER_EXPERTS),
+        ("moe_ep2_s2_fp32_dp4", {"world_size": 8, "expert_parallel_size": 8}, UsageError,
+         r"4 experts of .* cannot be spread over 8 ranks"),
+        ("moe_ep2_s2_fp32_dp4", {"expert_parallel_size": 0}, UsageError, "at least 1"),
+        ("s2_bf16_dp2", {"expert_parallel_size": 2}, UsageError, "no experts"),
+        ("moe_ep2_s2_fp32_dp4", {"stage": 3}, UnsupportedError, "ZeRO-3"),
+        ("moe_ep2_s2_fp32_dp4", {"tensor_parallel_size": 2}, UnsupportedError, "no rules how to cut"),
+    ],
+)  # fmt: skip
+def test_degree_that_divides_nothing_is_refused(name, options, error, words, tmp_path):
+    with refusing(error, words):
+        zckpt.reshard(run_of(name), tmp_path / "cut", **{"world_size": 4, **options})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -197,17 +190,17 @@ def test_copies_of_an_expert_are_compared(tmp_path):
     assert {name for one in verified.findings for name in one.parameters} == {f"experts.{EXPERT}2.0.weight"}
 
 
-def test_ranks_whose_model_file_is_lost_are_named(tmp_path):
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        ("mp_rank_01_model_states.pt", r"no model file of mp_rank 1: .*DeepSpeed does not write it"),
+        ("layer_0_expert_3_mp_rank_01_model_states.pt", "weights of expert 3"),
+    ],
+)
+def test_files_that_are_lost_are_named(lost, words, tmp_path):
     tag = copy(SLICED, tmp_path)
-    (tag / "mp_rank_01_model_states.pt").unlink()
-    with refusing(ShardError, r"no model file of mp_rank 1: .*DeepSpeed does not write it"):
-        zckpt.open(tag)
-
-
-def test_expert_whose_file_is_missing_is_named(tmp_path):
-    tag = copy(SLICED, tmp_path)
-    (tag / "layer_0_expert_3_mp_rank_01_model_states.pt").unlink()
-    with refusing(ShardError, "weights of expert 3"):
+    (tag / lost).unlink()
+    with refusing(ShardError, words):
         zckpt.open(tag)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import zlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import zckpt
+from tests.folders import contents
 from tests.formats.deepspeed.contents import alike, content_of, cut, run_of, state_of, tag_of, tensor_bytes
-from tests.formats.deepspeed.shards import FIXTURES, copy, edit, optimizer_file
+from tests.formats.deepspeed.shards import FIXTURES, copy, edit, edit_all, optimizer_file
 from tests.formats.holding import converted
 from tests.refusals import refusing
 from tests.truth import Truth, assert_consolidated, assert_same
@@ -107,45 +109,43 @@ def test_each_stage_says_what_it_has(tmp_path):
         assert [list(group) for group in mappings] == names_of(tag, rank)
 
 
+def optimizer_of(tag, mp_rank) -> dict[str, Any]:
+    return torch.load(optimizer_file(tag, 0, mp_rank), weights_only=False)["optimizer_state_dict"]
+
+
 def test_tied_layers_have_the_same_state_on_all_their_stages(tmp_path):
     tag = cut(run_of(PLAIN), tmp_path / "cut", 1, **THREE)
-    first, last = (
-        torch.load(optimizer_file(tag, 0, rank), weights_only=False)["optimizer_state_dict"] for rank in (0, 2)
-    )
     numel = zckpt.open(tag).parameters["tied_modules.embed.weight"].numel
-    for one, other in zip(
-        (first["single_partition_of_fp32_groups"][0], first["base_optimizer_state"]["state"][0]["exp_avg_sq"]),
-        (last["single_partition_of_fp32_groups"][0], last["base_optimizer_state"]["state"][0]["exp_avg_sq"]),
-        strict=True,
-    ):
-        assert torch.equal(one[:numel], other[:numel])
-        assert one.any()
+    of_stages = []
+    for rank in (0, 2):
+        state = optimizer_of(tag, rank)
+        moment = state["base_optimizer_state"]["state"][0]["exp_avg_sq"]
+        of_stages.append(torch.stack([state["single_partition_of_fp32_groups"][0][:numel], moment[:numel]]))
+    assert torch.equal(*of_stages)
+    assert of_stages[0].any(1).all()
 
 
 def test_bits_that_only_one_stage_has_stay_where_they_are(tmp_path):
     """Stages that stay as they are keep their own copies of a tied layer; at others the first one's counts."""
     tag = copy(PLAIN, tmp_path)
 
+    def first_master(of, mp_rank) -> torch.Tensor:
+        return optimizer_of(of, mp_rank)["single_partition_of_fp32_groups"][0][0]
+
     def drift(content):
         content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data[0] = 17.0
 
     edit(optimizer_file(tag, 0, 1), drift)
     kept = cut(tag.parent, tmp_path / "kept", 1, weight_check=False)
-    assert _first_master(kept, 1) == 17
+    assert first_master(kept, 1) == 17
     dealt = cut(tag.parent, tmp_path / "dealt", 1, weight_check=False, **THREE)
-    assert _first_master(dealt, 2) == _first_master(dealt, 0) != 17
-
-
-def _first_master(tag, mp_rank) -> float:
-    content = torch.load(optimizer_file(tag, 0, mp_rank), weights_only=False)
-    return content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0][0].item()
+    assert first_master(dealt, 2) == first_master(dealt, 0) != 17
 
 
 @pytest.mark.parametrize(
     ("options", "stages"),
     [
         ({"stage_bounds": "0,2,4,6", "pipeline_layers": LAYERS}, [[0, 1], [3], [0, 4]]),
-        ({"pipeline_parallel_size": 3, "partition_method": "parameters", "pipeline_layers": LAYERS}, None),
         (
             {"pipeline_parallel_size": 3, "partition_method": "type:norm|forward|block", "pipeline_layers": LAYERS},
             [[0, 1], [3], [0, 4]],
@@ -154,15 +154,17 @@ def _first_master(tag, mp_rank) -> float:
     ],
 )
 def test_the_training_can_deal_layers_in_any_way(options, stages, tmp_path):
-    if stages is None:  # a heavy embedding at both ends
-        stages = [[0], [1, 3, 4], [0]]
-        with refusing(UnsupportedError, "waits forever|then waits"):
-            cut(run_of(PLAIN), tmp_path / "cut", 1, **options)
-        return
     tag = cut(run_of(PLAIN), tmp_path / "cut", 1, **options)
     for rank, its in enumerate(stages):
         names = [name.replace("tied_modules.embed", "0") for group in names_of(tag, rank) for name in group]
         assert sorted({int(name.partition(".")[0]) for name in names}) == its
+
+
+def test_stages_that_would_wait_for_each_other_are_refused(tmp_path):
+    """A heavy embedding at both ends leaves it alone on the first and last."""
+    options = {"pipeline_parallel_size": 3, "partition_method": "parameters", "pipeline_layers": LAYERS}
+    with refusing(UnsupportedError, "waits forever|then waits"):
+        cut(run_of(PLAIN), tmp_path / "cut", 1, **options)
 
 
 def test_a_tied_layer_that_has_a_file_for_each_use(tmp_path):
@@ -228,26 +230,21 @@ def test_stages_of_zero_that_have_no_pipelines_are_refused(stage, tmp_path):
         cut(run_of(PLAIN), tmp_path / "cut", 2, stage=stage)
 
 
+def in_another_order(tmp_path) -> Path:
+    """A tag directory of which a group's order is not that of modules, as the program alone knew it."""
+    tag = copy(PLAIN, tmp_path)
+    edit(tag / "mp_rank_01_model_states.pt", lambda content: content["param_shapes"][1].move_to_end("3.up.bias"))
+    edit_all(tag, lambda content: content["optimizer_state_dict"].pop("param_slice_mappings"), "*rank_01_optim*")
+    return tag
+
+
 def test_a_group_in_another_order_than_the_modules_is_dealt_only_where_its_order_is_known(tmp_path):
     """As of a training that lists some parameters of all layers first: with other layers the order would be unknown."""
-    tag = copy(PLAIN, tmp_path)
-    path = tag / "mp_rank_01_model_states.pt"
-
-    def swap(content):
-        shapes = content["param_shapes"][1]
-        shapes.move_to_end("3.up.bias")
-
-    edit(path, swap)
-    for rank in (0, 1):
-        edit(optimizer_file(tag, rank, 1), _without_mappings)
+    tag = in_another_order(tmp_path)
     with refusing(UnsupportedError, "order of the stage's modules"):
         cut(tag.parent, tmp_path / "one", 1, **ONE)
     dealt = cut(tag.parent, tmp_path / "two", 1, stage_bounds="0,2,6", weight_check=False)
     assert names_of(dealt, 1)[1] == ["4.weight", "4.bias", "3.up.bias"]
-
-
-def _without_mappings(content):
-    del content["optimizer_state_dict"]["param_slice_mappings"]
 
 
 @pytest.mark.parametrize("options", [THREE, ONE, {"stage_bounds": "0,3,6"}, {"partition_method": "uniform"}])
@@ -258,12 +255,13 @@ def test_without_zero_stages_stay_until_names_are_known(options, tmp_path):
 
 def test_a_model_is_consolidated_whatever_its_optimizers_number(tmp_path):
     run = run_of("pp2_s0_fp32_dp2")
+    known = zckpt.open(run)
     zckpt.consolidate(run, tmp_path / "model.safetensors")
-    model, known = zckpt.open(tmp_path / "model.safetensors"), zckpt.open(run)
-    assert all(torch.equal(model.read(one.name, "weight"), known.read(one.name, "weight")) for one in known.tensors())
     zckpt.average([run, run], tmp_path / "average.safetensors")
-    mean = zckpt.open(tmp_path / "average.safetensors")
-    assert all(torch.equal(mean.read(one.name, "weight"), known.read(one.name, "weight")) for one in known.tensors())
+    for name in ("model", "average"):
+        found = zckpt.open(tmp_path / f"{name}.safetensors")
+        for one in known.tensors():
+            assert torch.equal(found.read(one.name, "weight"), known.read(one.name, "weight"))
     with refusing(LeftOutError, "of which parameter it is the optimizer's state is uncertain"):
         zckpt.consolidate(run, tmp_path / "all.safetensors", slots="all")
 
@@ -313,10 +311,7 @@ def test_another_format_is_dealt_to_stages(name, stages, to, options, tmp_path):
 
 
 def test_the_order_of_a_stage_is_known_as_long_as_its_groups_are_as_they_were(tmp_path):
-    tag = copy(PLAIN, tmp_path)
-    edit(tag / "mp_rank_01_model_states.pt", lambda content: content["param_shapes"][1].move_to_end("3.up.bias"))
-    for rank in (0, 1):
-        edit(optimizer_file(tag, rank, 1), _without_mappings)
+    tag = in_another_order(tmp_path)
     checkpoint = zckpt.open(tag)
     assert str(checkpoint.details["stage_orders"]).startswith("|")  # the first group is in order
     [first, second] = known_orders(checkpoint)
@@ -462,8 +457,7 @@ def test_experts_of_other_stages_are_split_into_groups_by_size(tmp_path, monkeyp
 def test_stages_of_older_versions_are_told_by_names(tmp_path):
     """DeepSpeed 0.16 does not record the degrees, and with experts there are no layer files to tell them."""
     folder = copy(EXPERTS, tmp_path)
-    for model in folder.rglob("mp_rank_0?_model_states.pt"):
-        edit(model, lambda content: content.pop("checkpoint_parallel_dimensions"))
+    edit_all(folder, lambda content: content.pop("checkpoint_parallel_dimensions"), "mp_rank_0?_model_states.pt")
     assert zckpt.open(folder).topology.pp == 2
     assert zckpt.diff(folder, run_of(EXPERTS)).equal
 
@@ -488,10 +482,9 @@ def test_layers_under_other_names_are_one_model_as_convert_writes_it(tmp_path):
     done = zckpt.reshard(run_of(PLAIN), tmp_path / "cut", world_size=3, stage=2, rename=UNSTAGED, verify=True)
     assert any("has to list its parameters alike" in note for note in done.notes)
     zckpt.convert(run_of(PLAIN), tmp_path / "made", to="deepspeed", world_size=3, stage=2, rename=UNSTAGED)
-    files = sorted(path.relative_to(tmp_path / "made") for path in (tmp_path / "made").rglob("*") if path.is_file())
-    assert len(files) == 5
-    for name in files:
-        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "made" / name).read_bytes()
+    made = contents(tmp_path / "made")
+    assert len(made) == 5
+    assert made.items() <= contents(tmp_path / "cut").items()
     tag = tag_of(run_of(PLAIN))
     zckpt.reshard(tag, tmp_path / "tag", world_size=1, add_prefix="layers.")
     assert (tmp_path / "tag" / "mp_rank_00_model_states.pt").exists()  # a tag directory, as the source is one
@@ -527,17 +520,13 @@ def test_an_order_of_endless_ranges_is_not_taken():
 def test_names_that_torch_keeps_in_groups_do_not_part_the_stages_groups(tmp_path):
     """Each stage has those of its own parameters, and a tied layer is in the groups of two."""
     tag = copy(PLAIN, tmp_path)
-    for path in tag.glob("*optim_states.pt"):
 
-        def name(content):
-            z = content["optimizer_state_dict"]
-            groups = z["base_optimizer_state"]["param_groups"]
-            for group, mapping in zip(groups, z["param_slice_mappings"], strict=True):
-                group["param_names"] = list(mapping)
+    def name(content):
+        z = content["optimizer_state_dict"]
+        for group, mapping in zip(z["base_optimizer_state"]["param_groups"], z["param_slice_mappings"], strict=True):
+            group["param_names"] = list(mapping)
 
-        edit(path, name)
-    found = zckpt.open(tag)
-    assert [group.parameters for group in found.param_groups] == [
-        group.parameters for group in zckpt.open(run_of(PLAIN)).param_groups
-    ]
+    edit_all(tag, name)
+    groups, expected = (zckpt.open(one).param_groups for one in (tag, run_of(PLAIN)))
+    assert [group.parameters for group in groups] == [group.parameters for group in expected]
     converted(tag, tmp_path / "dcp", "dcp")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 import zckpt
 from tests.formats.deepspeed import sliced
 from tests.formats.deepspeed.contents import alike, content_of, cut, run_of, state_of, tag_of, tensor_bytes
-from tests.formats.deepspeed.shards import FIXTURES, edit
+from tests.formats.deepspeed.shards import FIXTURES, copy, edit, edit_all
 from tests.pairwise import each, some
 from tests.refusals import refusing
 from tests.truth import Truth, assert_consolidated, assert_same, assert_same_groups
@@ -88,19 +87,17 @@ def test_there_and_back_at_the_same_degree_gives_the_same_files(name, tmp_path):
 def test_one_dict_of_shapes_for_all_groups_is_split(tmp_path):
     """As files before 2021 have it; a list that is too short cannot be split."""
     name = "tp2_s1_bf16_dp2"
-    run = Path(shutil.copytree(run_of(name), tmp_path / name))
+    tag = copy(name, tmp_path)
 
     def merge(content):
         content["param_shapes"] = {name: shape for group in content["param_shapes"] for name, shape in group.items()}
 
-    for rank in (0, 1):
-        edit(tag_of(run) / f"mp_rank_{rank:02d}_model_states.pt", merge)
-    assert_consolidated(tag_of(run), Truth(FIXTURES / name), tmp_path)
-    assert_same_groups(zckpt.open(run), zckpt.open(run_of(name)))
-    for rank in (0, 1):
-        edit(tag_of(run) / f"mp_rank_{rank:02d}_model_states.pt", lambda content: content["param_shapes"].popitem())
+    edit_all(tag, merge, "*model_states.pt")
+    assert_consolidated(tag, Truth(FIXTURES / name), tmp_path)
+    assert_same_groups(zckpt.open(tag), zckpt.open(run_of(name)))
+    edit_all(tag, lambda content: content["param_shapes"].popitem(), "*model_states.pt")
     with refusing(LayoutError, "one param_shapes for several groups, which cannot be separated"):
-        zckpt.open(run)
+        zckpt.open(tag)
 
 
 # --- every way of slicing
@@ -114,12 +111,7 @@ def test_one_dict_of_shapes_for_all_groups_is_split(tmp_path):
 def test_each_rank_has_what_torch_would_cut(degrees, stage, source, tmp_path):
     degree, other = degrees
     tag = cut(source(degree), tmp_path / "cut", 3, tensor_parallel_size=other, stage=stage)
-    found = zckpt.open(tag)
-    for name in sliced.names():
-        rows = sliced.VOCABULARY if name == "embedding.weight" else None
-        for slot in sliced.SLOTS:
-            expected = sliced.mean(slot, degree) if name == sliced.DRIFTING else sliced.whole(name, slot)
-            assert_same(found.read(name, slot), expected[:rows] if rows else expected, f"{slot}/{name}")
+    assert_whole(zckpt.open(tag), degree, *sliced.SLOTS)
     if stage == 3:
         return
     for rank in range(other):
@@ -211,13 +203,8 @@ def test_padding_rows_keep_their_values(halved):
 def test_tp1_keeps_its_padding_rows(tmp_path):
     """A training that was never sliced may have a padded vocabulary all the same, and its model expects it."""
     edits = {"original_vocab_size": 30, "vocabulary_parameter_patterns": ["emb.weight"]}
-    run = tmp_path / "source"
-    original = tag_of(run_of("s2_bf16_dp2_ucinfo"))
-    (run / "global_step5").mkdir(parents=True)
-    (run / "latest").write_text("global_step5")
-    for path in original.iterdir():
-        (run / "global_step5" / path.name).write_bytes(path.read_bytes())
-    model = run / "global_step5" / "mp_rank_00_model_states.pt"
+    original = copy("s2_bf16_dp2_ucinfo", tmp_path)
+    run, model = original.parent, original / "mp_rank_00_model_states.pt"
     edit(model, lambda content: content["universal_checkpoint_info"].update(edits))
     assert zckpt.open(run).parameters["emb.weight"].shape[0] == 30
     tag = cut(run, tmp_path / "cut", 3)
@@ -287,14 +274,19 @@ def rules_file(tmp_path, **changes) -> Path:
     return path
 
 
+def assert_whole(found, degree, *slots):
+    """Hold what is read against what was cut: the mean of what drifts, and no rows of padding."""
+    for name in sliced.names():
+        for slot in slots:
+            expected = sliced.mean(slot, degree) if name == sliced.DRIFTING else sliced.whole(name, slot)
+            rows = sliced.VOCABULARY if name == "embedding.weight" else None
+            assert_same(found.read(name, slot), expected[:rows] if rows else expected, f"{slot}/{name}")
+
+
 @pytest.mark.parametrize("other", some([2], [1, 4]))
 def test_rules_from_a_file(other, source, tmp_path):
     tag = cut(source(rules=None), tmp_path / "cut", 3, tensor_parallel_size=other, tp_rules=rules_file(tmp_path))
-    found = zckpt.open(tag)
-    for name in sliced.names():
-        expected = sliced.mean("exp_avg", 4) if name == sliced.DRIFTING else sliced.whole(name, "exp_avg")
-        rows = sliced.VOCABULARY if name == "embedding.weight" else expected.shape[0] if expected.shape else None
-        assert_same(found.read(name, "exp_avg"), expected[:rows] if rows else expected, name)
+    assert_whole(zckpt.open(tag), 4, "exp_avg")
     info = content_of(tag / "mp_rank_00_model_states.pt")["universal_checkpoint_info"]
     assert info["parameter_with_sub_params"] == sliced.RULES["parameter_with_sub_params"]  # tuples, as DeepSpeed asks
 
@@ -311,11 +303,8 @@ def test_file_is_used_instead_of_the_checkpoints_own(tmp_path):
 
 @pytest.mark.parametrize("degree", [None, 1, 2, 4])
 def test_without_rules_slices_are_refused(degree, source, tmp_path):
-    with refusing(
-        UnsupportedError,
-        r"17 parameters have tensor-parallel slices \(embedding.weight, "
-        r"layer.qkv.weight, .*no rules",
-    ):
+    words = r"17 parameters have tensor-parallel slices \(embedding.weight, layer.qkv.weight, .*no rules"
+    with refusing(UnsupportedError, words):
         zckpt.reshard(source(rules=None), tmp_path / "cut", world_size=3, tensor_parallel_size=degree)
     assert not (tmp_path / "cut").exists()
 
