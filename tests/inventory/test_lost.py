@@ -16,7 +16,10 @@ import zckpt
 from tests import live
 from tests.cli.console import FIXTURES, inspected, refused, run, succeeded
 from tests.damage import copy, edit, flip, optimizer_file
+from tests.folders import names_in
+from tests.formats.holding import converted
 from tests.inventory.sources import SOURCES
+from tests.logical import assert_same_bits
 from tests.pairwise import each
 from tests.refusals import refusing
 from tests.truth import Truth
@@ -144,10 +147,9 @@ def test_second_optimizer_of_a_list_is_carried(trained, tmp_path):
     torch.save({"model": model.state_dict(), "optimizer": [optimizer.state_dict(), other.state_dict()]}, source)
     assert not lost(source)
     assert any("not read: optimizer" in one for one in zckpt.open(source).warnings)
-    zckpt.convert(source, tmp_path / "t", to="dcp")
-    zckpt.convert(tmp_path / "t", tmp_path / "z", to="zckpt")
-    assert zckpt.diff(source, tmp_path / "z").equal
-    assert "optimizer" in zckpt.open(tmp_path / "z").metadata
+    there = converted(converted(source, tmp_path / "t", "dcp"), tmp_path / "z", "zckpt")
+    assert zckpt.diff(source, there).equal
+    assert "optimizer" in zckpt.open(there).metadata
 
 
 @pytest.mark.parametrize(
@@ -191,50 +193,53 @@ NAMES = [
 ]  # fmt: skip
 
 
+@pytest.fixture
+def trainers_own(tmp_path) -> Path:
+    """A copy of what the Trainer left with DeepSpeed."""
+    return Path(shutil.copytree(SOURCES["other/trainer_ds2_gpt2"], tmp_path / "s"))
+
+
 @pytest.mark.parametrize(("name", "left"), each(NAMES, ["nothing", "half", "zeros"]))
-def test_a_companion_that_cannot_be_read_is_found_and_refused_unless_it_is_named(name, left, tmp_path):
-    source = Path(shutil.copytree(SOURCES["other/trainer_ds2_gpt2"], tmp_path / "s"))
-    data = (source / name).read_bytes()
-    (source / name).write_bytes({"nothing": b"", "half": data[: len(data) // 2], "zeros": bytes(len(data))}[left])
+def test_a_companion_that_cannot_be_read_is_found_and_refused_unless_it_is_named(name, left, trainers_own, tmp_path):
+    path = trainers_own / name
+    data = path.read_bytes()
+    path.write_bytes({"nothing": b"", "half": data[: len(data) // 2], "zeros": bytes(len(data))}[left])
     for deep in ([], ["--deep"]):
-        status, found = codes(source, *deep)
+        status, found = codes(trainers_own, *deep)
         assert status == 1
         assert found <= {"ZC-102", "ZC-103"}
+    convert = ("convert", trainers_own, tmp_path / "t", "--to")
     for to in ("zckpt", "accelerate"):
-        refused(3, "convert", source, tmp_path / "t", "--to", to, words=(name, "cannot be read", f"--drop '{name}'"))
-    succeeded("convert", source, tmp_path / "t", "--to", "zckpt", "--drop", name)
+        refused(3, *convert, to, words=(name, "cannot be read", f"--drop '{name}'"))
+    succeeded(*convert, "zckpt", "--drop", name)
 
 
 @pytest.mark.parametrize("verb", [("reshard", "--world-size", 3), ("strip", "--unreferenced")])
-def test_a_companion_that_cannot_be_read_is_not_copied_as_it_is(verb, tmp_path):
-    source = Path(shutil.copytree(SOURCES["other/trainer_ds2_gpt2"], tmp_path / "s"))
+def test_a_companion_that_cannot_be_read_is_not_copied_as_it_is(verb, trainers_own, tmp_path):
     for name in ("scheduler.pt", "config.json"):
-        (source / name).write_bytes((source / name).read_bytes()[:40])
-    refused(3, verb[0], source, tmp_path / "t", *verb[1:], words=("config.json", "scheduler.pt", "--drop"))
-    named = ("--drop", "scheduler.pt", "--drop", "config.json")
-    succeeded(verb[0], source, tmp_path / "t", *verb[1:], *named)
-    there = {path.name for path in (tmp_path / "t").iterdir()}
+        (trainers_own / name).write_bytes((trainers_own / name).read_bytes()[:40])
+    asked = (verb[0], trainers_own, tmp_path / "t", *verb[1:])
+    refused(3, *asked, words=("config.json", "scheduler.pt", "--drop"))
+    succeeded(*asked, "--drop", "scheduler.pt", "--drop", "config.json")
+    there = {*names_in(tmp_path / "t")}
     assert "trainer_state.json" in there
     assert not there & {"scheduler.pt", "config.json"}
     assert codes(tmp_path / "t", "--deep")[0] == 0
 
 
-def test_a_flipped_bit_of_a_companion_is_found_and_refused(tmp_path):
-    source = Path(shutil.copytree(SOURCES["other/trainer_ds2_gpt2"], tmp_path / "s"))
-    path = source / "training_args.bin"
+def test_a_flipped_bit_of_a_companion_is_found_and_refused(trainers_own, tmp_path):
+    path = trainers_own / "training_args.bin"
     flip(path, path.read_bytes().index(b"label_names"))
-    assert codes(source, "--deep")[0] == 1
-    refused(3, "convert", source, tmp_path / "t", "--to", "zckpt", words=("training_args.bin",))
+    assert codes(trainers_own, "--deep")[0] == 1
+    refused(3, "convert", trainers_own, tmp_path / "t", "--to", "zckpt", words=("training_args.bin",))
 
 
-def test_a_gap_in_what_programs_count_is_noted(tmp_path):
-    source = Path(shutil.copytree(SOURCES["other/trainer_ds2_gpt2"], tmp_path / "s"))
-    assert zckpt.open(source).warnings == []
-    (source / "rng_state_0.pth").unlink()
-    torch.save({"cpu": torch.get_rng_state()}, source / "rng_state_10.pth")
+def test_a_gap_in_what_programs_count_is_noted(trainers_own, tmp_path):
+    assert zckpt.open(trainers_own).warnings == []
+    (trainers_own / "rng_state_0.pth").rename(trainers_own / "rng_state_10.pth")
     said = "rng_state number 0 is missing, although rng_state_10.pth exists: was it lost?"
-    assert said in " ".join(succeeded("verify", source).stdout.split())
-    assert said in succeeded("convert", source, tmp_path / "t", "--to", "zckpt").stderr
+    assert said in " ".join(succeeded("verify", trainers_own).stdout.split())
+    assert said in succeeded("convert", trainers_own, tmp_path / "t", "--to", "zckpt").stderr
 
 
 def test_a_scheduler_without_an_optimizer_is_noted(trainers):
@@ -284,11 +289,14 @@ def test_unknown_tensor_in_a_ranks_file_is_refused_by_every_verb(verb, tmp_path)
     succeeded(verb[0], source, tmp_path / "t", *verb[1:], "--drop", "*preconditioner")
 
 
+def ranks_file(source, rank) -> Path:
+    return source / "global_step5" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+
+
 def test_what_each_rank_has_of_its_own_is_carried(tmp_path):
     source = copy("s3_bf16_dp2", tmp_path)
     for rank in (0, 1):
-        path = source / "global_step5" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-        edit(path, lambda content: content.update(rng=torch.full((9,), rank), epoch=4))  # noqa: B023  # used at once
+        edit(ranks_file(source, rank), lambda content: content.update(rng=torch.full((9,), rank), epoch=4))  # noqa: B023
     found = zckpt.open(source).metadata
     assert {"rng", "epoch", "zero_pp_rank_1_mp_rank_00_model_states.rng"} <= found.keys()
     assert "zero_pp_rank_1_mp_rank_00_model_states.epoch" not in found, "it is the first rank's"
@@ -300,9 +308,9 @@ def test_what_each_rank_has_of_its_own_is_carried(tmp_path):
 def test_state_of_modules_that_is_no_tensor_is_carried_of_each_rank(tmp_path):
     source = copy("s3_bf16_dp2", tmp_path)
     for rank in (0, 1):
-        own, shared = {"amax": torch.full((2,), rank)}, {"amax": torch.ones(3), "recipe": "delayed"}
-        path = source / "global_step5" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-        edit(path, lambda content: content["module"].update({"a._extra_state": own, "b._extra_state": shared}))  # noqa: B023
+        more = {"a._extra_state": {"amax": torch.full((2,), rank)},
+                "b._extra_state": {"amax": torch.ones(3), "recipe": "delayed"}}  # fmt: skip
+        edit(ranks_file(source, rank), lambda content: content["module"].update(more))  # noqa: B023
     found = zckpt.open(source).metadata
     assert "module_extra_state" in found
     assert "zero_pp_rank_1_mp_rank_00_model_states.a._extra_state" in found
@@ -310,8 +318,7 @@ def test_state_of_modules_that_is_no_tensor_is_carried_of_each_rank(tmp_path):
     assert lost(source) == []
     zckpt.reshard(source, tmp_path / "t", world_size=3)
     for rank in (0, 1):
-        file = tmp_path / "t" / "global_step5" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-        module = torch.load(file, weights_only=False)["module"]
+        module = torch.load(ranks_file(tmp_path / "t", rank), weights_only=False)["module"]
         assert module["a._extra_state"]["amax"].tolist() == [rank, rank]
         assert module["b._extra_state"]["amax"].tolist() == [1, 1, 1]
 
@@ -428,7 +435,7 @@ def test_optimizer_in_a_models_directory_is_read_with_it(tmp_path):
     assert [group.parameters for group in here.param_groups] == [group.parameters for group in there.param_groups]
     assert here.step == there.step
     for name in here.param_groups[0].parameters:
-        assert torch.equal(here.read(name, "exp_avg_sq"), there.read(name, "exp_avg_sq"))
+        assert_same_bits(here, there, name, "exp_avg_sq")
 
 
 def test_page_names_what_is_left_out(trainers, tmp_path):
