@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,13 @@ import torch
 
 import zckpt
 from tests import gloo
+from tests.formats.deepspeed.contents import run_of
+from tests.formats.deepspeed.shards import copy, edit_all
 from tests.refusals import refusing
 from zckpt.errors import DamagedFileError
 from zckpt.formats.deepspeed.nested import flattened, renested
 from zckpt.torchfile import read_torchfile
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
 STATES = "*/*model_states.pt"
 
 
@@ -41,14 +41,11 @@ def joined(tree, front="") -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["s1_bf16_dp2", "s3_bf16_dp2"])
 def test_a_nested_model_is_that_whose_names_are_joined(name, tmp_path):
-    run = Path(shutil.copytree(FIXTURES / name, tmp_path / "run"))
-    for file in run.glob(STATES):
-        content = torch.load(file, weights_only=False)
-        content["module"] = nested(content["module"])
-        torch.save(content, file)
-    compared = zckpt.diff(FIXTURES / name, run)
+    run = copy(name, tmp_path).parent
+    edit_all(run, lambda content: content.update(module=nested(content["module"])), STATES)
+    compared = zckpt.diff(run_of(name), run)
     assert compared.equal, compared.settings
-    assert zckpt.open(run).parameters.keys() == zckpt.open(FIXTURES / name).parameters.keys()
+    assert zckpt.open(run).parameters.keys() == zckpt.open(run_of(name)).parameters.keys()
     assert not [one for one in zckpt.verify(run, deep=True).findings if one.severity == "error"]
     zckpt.reshard(run, tmp_path / "out", world_size=3, verify=True)
     assert zckpt.diff(run, tmp_path / "out").equal

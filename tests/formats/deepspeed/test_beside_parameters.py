@@ -10,7 +10,7 @@ import torch
 
 import zckpt
 from tests.formats.deepspeed.contents import content_of, run_of
-from tests.formats.deepspeed.shards import copy, edit, model_file
+from tests.formats.deepspeed.shards import MODEL_FILES, copy, edit, edit_all, model_file
 from tests.pairwise import each
 from tests.refusals import refusing
 
@@ -22,22 +22,22 @@ BESIDE = {
 }
 
 
-def with_quantisation(tag):
-    """Put beside a frozen weight what bitsandbytes' 4-bit layers do: in every rank's file, in no list."""
+def quantised(name, directory) -> Path:
+    """A copy with what bitsandbytes' 4-bit layers put beside a frozen weight: in every rank's file, in no list."""
 
     def add(content):
         module = content["module"]
-        named = {name: value for name, value in module.items() if name != QUANTISED}
-        before = list(named)[: list(module).index(QUANTISED)]
-        order = [*before, QUANTISED, *BESIDE, *(name for name in named if name not in before)]
+        before = list(module)[: list(module).index(QUANTISED)]
         values = {**module, **BESIDE}
+        order = dict.fromkeys([*before, QUANTISED, *BESIDE, *module])
         module.clear()
         module.update((name, values[name]) for name in order)
         module["conv._extra_state"] = None
         module["ln1._extra_state"] = {"scale": torch.arange(3.0), "steps": 5}
 
-    for path in tag.glob("*model_states.pt"):
-        edit(path, add)
+    tag = copy(name, directory)
+    edit_all(tag, add, MODEL_FILES)
+    return tag
 
 
 def assert_has_quantisation(source):
@@ -47,7 +47,7 @@ def assert_has_quantisation(source):
     for name, value in BESIDE.items():
         assert name in found.buffers, name
         assert torch.equal(found.read(name, "weight"), value), name
-    for path in source.glob("*model_states.pt"):
+    for path in source.glob(MODEL_FILES):
         module = torch.load(path, weights_only=False)["module"]
         assert module["conv._extra_state"] is None
         assert module["ln1._extra_state"]["scale"].tolist() == [0, 1, 2]
@@ -55,13 +55,12 @@ def assert_has_quantisation(source):
 
 @pytest.mark.parametrize(("name", "stage"), each(["s1_bf16_dp2", "s2_bf16_dp2", "s3_bf16_dp3"], [3, 1, 2]))
 def test_quantisation_of_frozen_weights_goes_along(name, stage, tmp_path):
-    tag = copy(name, tmp_path)
-    with_quantisation(tag)
+    tag = quantised(name, tmp_path)
     assert_has_quantisation(tag)
     assert zckpt.verify(tag, deep=True).sound
     zckpt.reshard(tag, tmp_path / "cut", world_size=4, stage=stage, verify=True)
     assert_has_quantisation(tmp_path / "cut")
-    for path in (tmp_path / "cut").glob("*model_states.pt"):
+    for path in (tmp_path / "cut").glob(MODEL_FILES):
         content = content_of(path)
         assert set(BESIDE) <= set(content["module"])
         assert not set(BESIDE) & set(content["frozen_param_shapes"] or {})
@@ -72,27 +71,22 @@ def test_quantisation_of_frozen_weights_goes_along(name, stage, tmp_path):
 
 
 def test_differing_copies_of_quantisation_are_found(tmp_path):
-    tag = copy("s3_bf16_dp3", tmp_path)
-    with_quantisation(tag)
-    other = tag / "zero_pp_rank_2_mp_rank_00_model_states.pt"
-    edit(other, lambda content: content["module"][f"{QUANTISED}.absmax"].add_(1))
+    tag = quantised("s3_bf16_dp3", tmp_path)
+    edit(model_file(tag, 2), lambda content: content["module"][f"{QUANTISED}.absmax"].add_(1))
     findings = zckpt.verify(tag, deep=True).findings
     assert f"{QUANTISED}.absmax" in {name for one in findings for name in one.parameters}
 
 
 @pytest.mark.parametrize("to", ["zckpt", "dcp", "universal"])
 def test_quantisation_is_converted(to, tmp_path):
-    tag = copy("s3_bf16_dp3", tmp_path)
-    with_quantisation(tag)
-    zckpt.convert(tag, tmp_path / "out", to=to)
+    zckpt.convert(quantised("s3_bf16_dp3", tmp_path), tmp_path / "out", to=to)
     zckpt.convert(tmp_path / "out", tmp_path / "back", to="deepspeed", world_size=2, stage=3)
     assert_has_quantisation(tmp_path / "back")
 
 
 def test_model_without_its_optimizer_has_parameters_all_the_same(tmp_path):
     """Then no group says what is trained, and what no list of frozen ones has may well be."""
-    tag = copy("s2_bf16_dp2", tmp_path)
-    with_quantisation(tag)
+    tag = quantised("s2_bf16_dp2", tmp_path)
     zckpt.strip(tag, tmp_path / "out", optimizer=True)
     found = zckpt.open(tmp_path / "out")
     assert found.parameters.keys() == zckpt.open(tag).parameters.keys()
@@ -121,9 +115,9 @@ def test_a_buffer_under_a_second_name_that_no_list_has_is_a_buffer(name, tmp_pat
     edit(model_file(tag), lambda content: content["module"].update(again=content["module"]["pos"]))
     assert "again" in zckpt.open(tag).buffers
     zckpt.convert(tag, tmp_path / "cut", to="deepspeed", world_size=2, stage=3, verify=True)
-    for path in (tmp_path / "cut").rglob("*model_states.pt"):
-        content = torch.load(path, weights_only=False)
-        assert torch.equal(content["module"]["again"], content["module"]["pos"])
+    for path in (tmp_path / "cut").rglob(MODEL_FILES):
+        module = torch.load(path, weights_only=False)["module"]
+        assert torch.equal(module["again"], module["pos"])
 
 
 @pytest.mark.parametrize("name", ["s1_bf16_dp2", "s2_bf16_dp2"])
@@ -162,11 +156,10 @@ def test_name_whose_storage_several_parameters_have_under_zero3_is_no_alias(tmp_
 def test_name_without_elements_that_no_list_has_stays_under_zero3(tmp_path):
     """So ZeRO-3 files the second name that one module has for a parameter, and DeepSpeed looks for it."""
     tag = copy("s3_bf16_dp2", tmp_path)
-    for rank in (0, 1):
-        edit(model_file(tag, rank), lambda content: content["module"].update(again=torch.empty(0)))
+    edit_all(tag, lambda content: content["module"].update(again=torch.empty(0)), MODEL_FILES)
     assert any("the values of again" in warning for warning in zckpt.open(tag).warnings)
     zckpt.reshard(tag, tmp_path / "cut", world_size=3, verify=True)
-    for path in (tmp_path / "cut").rglob("*model_states.pt"):
+    for path in (tmp_path / "cut").rglob(MODEL_FILES):
         assert list(content_of(path)["module"]) == list(content_of(model_file(tag, 0))["module"])
 
 

@@ -9,7 +9,7 @@ import torch
 
 import zckpt
 from tests.formats.deepspeed.contents import content_of, run_of
-from tests.formats.deepspeed.shards import FIXTURES, copy, edit, model_file, optimizer_file
+from tests.formats.deepspeed.shards import FIXTURES, copy, edit, edit_all, model_file, optimizer_file
 from tests.refusals import refusing
 from tests.truth import Truth, assert_consolidated
 from zckpt.formats.deepspeed.axes.auto_ep import layer_from
@@ -34,8 +34,7 @@ def before_019(name, directory) -> Path:
             content.pop(key, None)
 
     edit(model_file(tag), drop)
-    for path in tag.glob("*zero_pp_rank_*_optim_states.pt"):
-        edit(path, lambda content: content["optimizer_state_dict"].pop("param_alignment_paddings", None))
+    edit_all(tag, lambda content: content["optimizer_state_dict"].pop("param_alignment_paddings", None))
     for rank in range(zckpt.open(run_of(name)).topology.ep):
         torch.save({"optimizer": None}, experts_file(tag, rank))
     return tag
@@ -129,9 +128,7 @@ def test_degree_is_what_the_groups_say(tmp_path):
     tag = copy("moe_ep2_s0_fp32_dp4", tmp_path)
 
     def name(group, value, **others):
-        for rank in range(2):
-            edit(experts_file(tag, rank), lambda content: content["optimizer"]["param_groups"][group].update(
-                name=value, **others))  # fmt: skip
+        edit_all(tag, lambda content: content["optimizer"]["param_groups"][group].update(name=value, **others))
 
     name(1, "ep_size_4")
     with refusing(zckpt.ShardError, "missing, or there are too many: expected 4 ranks, found 0, 1"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import zckpt
 from tests import gloo
 from tests.formats.deepspeed.contents import content_of, run_of, state_of, tag_of
-from tests.formats.deepspeed.shards import edit, model_file
+from tests.formats.deepspeed.shards import copy, edit, model_file, optimizer_file, state_in
 from tests.live import save_both
 from tests.refusals import refusing
 from zckpt.compare.logical import parameter_values, single
@@ -25,11 +24,14 @@ from zckpt.torchfile import Object, plain
 STAGE0 = {"cur_scale": 512.0, "cur_iter": 5, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 3}
 
 
-def converted(source, target, stage) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What the first rank's optimizer file holds, and the notes."""
+def first_rank_of(source, target, stage) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What the first rank's optimizer file holds of what was converted, and the notes."""
     done = zckpt.convert(source, target, to="deepspeed", world_size=3, stage=stage)
-    (path,) = tag_of(target).glob("*zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    return state_of(path), done.notes
+    return state_of(optimizer_file(target, 0)), done.notes
+
+
+def loaded(target) -> dict[str, Any]:
+    return torch.load(optimizer_file(target, 0), weights_only=False)
 
 
 def values_of(scaler) -> dict[str, Any]:
@@ -40,13 +42,13 @@ def values_of(scaler) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_dynamic_loss_scale_of_stage_0_goes_on(stage, tmp_path):
-    state, notes = converted(run_of("s0_fp16_dp2"), tmp_path / "out", stage)
+    state, notes = first_rank_of(run_of("s0_fp16_dp2"), tmp_path / "out", stage)
     found = values_of(state["loss_scaler"])
     assert {key: found[key] for key in STAGE0} == STAGE0
     # What stage 0 does not hold is that of its configuration.
     section = content_of(model_file(tag_of(run_of("s0_fp16_dp2"))))["ds_config"]["fp16"]
     assert (found["delayed_shift"], found["min_scale"]) == (section["hysteresis"], section["min_loss_scale"])
-    stock = state_of(next(tag_of(run_of("s2_fp16_dp2")).glob("zero_pp_rank_0_*optim_states.pt")))["loss_scaler"]
+    stock = state_of(optimizer_file(run_of("s2_fp16_dp2"), 0))["loss_scaler"]
     assert list(found) == list(values_of(stock))
     assert state["dynamic_loss_scale"] is True
     assert zckpt.open(tmp_path / "out").loss_scale == 512.0
@@ -62,7 +64,7 @@ def test_stage_0_keeps_its_loss_scaling_as_metadata(tmp_path):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fixed_loss_scale_of_stage_0_goes_on(stage, tmp_path):
-    run = Path(shutil.copytree(run_of("s0_fp16_dp2"), tmp_path / "run"))
+    tag = copy("s0_fp16_dp2", tmp_path)
 
     def fix(content):
         optimizer = content["optimizer"]
@@ -70,8 +72,8 @@ def test_fixed_loss_scale_of_stage_0_goes_on(stage, tmp_path):
             del optimizer[key]
         optimizer.update(dynamic_loss_scale=False, cur_scale=128.0)
 
-    edit(model_file(tag_of(run)), fix)
-    state, notes = converted(run, tmp_path / "out", stage)
+    edit(model_file(tag), fix)
+    state, notes = first_rank_of(tag, tmp_path / "out", stage)
     assert values_of(state["loss_scaler"]) == {"cur_scale": 128.0, "dynamic": False}
     assert state["dynamic_loss_scale"] is False
     assert any("cur_iter" in note for note in notes)
@@ -91,7 +93,7 @@ def model_and_optimizer(path, *, dtype=torch.float32, unused=False) -> Path:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_no_loss_scaler_and_no_clipping_where_the_source_has_none(stage, tmp_path):
-    state, notes = converted(model_and_optimizer(tmp_path / "m.pt"), tmp_path / "out", stage)
+    state, notes = first_rank_of(model_and_optimizer(tmp_path / "m.pt"), tmp_path / "out", stage)
     assert not {"loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"} & state.keys()
     assert notes == ()
     assert zckpt.open(tmp_path / "out").optimizer_metadata == {}
@@ -104,7 +106,7 @@ def test_no_loss_scaler_and_no_clipping_where_the_source_has_none(stage, tmp_pat
     ("dtype", "words"), [(torch.float32, "scales by 1"), (torch.float16, "starts as in DeepSpeed")]
 )
 def test_zero3_says_what_it_had_to_make_up(dtype, words, tmp_path):
-    state, notes = converted(model_and_optimizer(tmp_path / "m.pt", dtype=dtype), tmp_path / "out", 3)
+    state, notes = first_rank_of(model_and_optimizer(tmp_path / "m.pt", dtype=dtype), tmp_path / "out", 3)
     assert isinstance(state["loss_scaler"], Object)
     assert any(words in note for note in notes)
     assert any("masters" in note for note in notes) == (dtype == torch.float16)
@@ -112,16 +114,14 @@ def test_zero3_says_what_it_had_to_make_up(dtype, words, tmp_path):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_parameters_without_state_are_named(stage, tmp_path):
-    _, notes = converted(model_and_optimizer(tmp_path / "m.pt", unused=True), tmp_path / "out", stage)
+    _, notes = first_rank_of(model_and_optimizer(tmp_path / "m.pt", unused=True), tmp_path / "out", stage)
     assert any("b.weight, b.bias of param group 0 have no optimizer state" in note for note in notes)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero3_says_of_which_tensors_it_is_not_known_whether_they_are_buffers(stage, tmp_path):
-    content = torch.load(model_and_optimizer(tmp_path / "m.pt"))
-    content["model"]["table"] = torch.ones(4)
-    torch.save(content, tmp_path / "m.pt")
-    _, notes = converted(tmp_path / "m.pt", tmp_path / "out", stage)
+    edit(model_and_optimizer(tmp_path / "m.pt"), lambda content: content["model"].update(table=torch.ones(4)))
+    _, notes = first_rank_of(tmp_path / "m.pt", tmp_path / "out", stage)
     assert any(note.startswith("table, which the optimizer does not have") for note in notes) == (stage == 3)
 
 
@@ -129,18 +129,15 @@ def test_zero3_says_of_which_tensors_it_is_not_known_whether_they_are_buffers(st
 @pytest.mark.parametrize("dtypes", ["float16 float32", "float16 bfloat16", "float32 float64"])
 def test_group_of_several_types_rounds_nothing(stage, dtypes, tmp_path):
     torch.manual_seed(0)
-    parameters = {name: torch.nn.Parameter(torch.rand(3, 5).to(getattr(torch, name))) for name in dtypes.split()}
-    optimizer = torch.optim.AdamW(parameters.values())
-    for one in parameters.values():
+    model = torch.nn.ParameterDict({f"of {name}": torch.rand(3, 5).to(getattr(torch, name)) for name in dtypes.split()})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for one in model.values():
         one.grad = torch.rand_like(one)
     optimizer.step()
-    content = {"model": {key: one.data for key, one in parameters.items()}, "optimizer": optimizer.state_dict()}
-    torch.save(content, tmp_path / "m.pt")
-    zckpt.convert(
-        tmp_path / "m.pt", tmp_path / "out", to="deepspeed", world_size=2, stage=stage, names=list(parameters)
-    )
+    source = save_both(model, optimizer, tmp_path / "m.pt")
+    zckpt.convert(source, tmp_path / "out", to="deepspeed", world_size=2, stage=stage, names=list(model))
     found = zckpt.open(tmp_path / "out")
-    for name, one in parameters.items():
+    for name, one in model.items():
         for slot, expected in {"master": one.data, **optimizer.state[one]}.items():
             if slot != "step":
                 assert torch.equal(found.read(name, slot).to(torch.float64), expected.to(torch.float64)), (name, slot)
@@ -161,7 +158,7 @@ def test_group_of_which_nothing_has_state_gets_none(tmp_path):
     model.weight.grad = torch.randn(5, 3)
     optimizer.step()
     save_both(model, optimizer, tmp_path / "m.pt")
-    state, notes = converted(tmp_path / "m.pt", tmp_path / "out", 2)
+    state, notes = first_rank_of(tmp_path / "m.pt", tmp_path / "out", 2)
     assert list(state["base_optimizer_state"]["state"]) == [0]
     assert notes == ()
     assert zckpt.fingerprint(tmp_path / "out").text == zckpt.fingerprint(tmp_path / "m.pt").text
@@ -172,11 +169,10 @@ def test_order_of_parameters_without_any_state_is_not_guessed(tmp_path):
     model = torch.nn.Linear(3, 5)
     save_both(model, torch.optim.SGD([model.bias, model.weight]), tmp_path / "m.pt")  # the model has the weight first
     with refusing(zckpt.UnsupportedError, "no state that could tell their order.*--names FILE"):
-        converted(tmp_path / "m.pt", tmp_path / "out", 2)
+        first_rank_of(tmp_path / "m.pt", tmp_path / "out", 2)
     names = ["bias", "weight"]
     zckpt.convert(tmp_path / "m.pt", tmp_path / "out", to="deepspeed", world_size=1, stage=2, names=names)
-    (path,) = tag_of(tmp_path / "out").glob("*optim_states.pt")
-    flat = torch.load(path, weights_only=False)["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
+    flat = loaded(tmp_path / "out")["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
     assert torch.equal(flat[:20], torch.cat([model.bias, model.weight.flatten()]))
 
 
@@ -207,9 +203,7 @@ def test_numbers_that_all_parameters_of_a_group_have_alike_are_the_groups(form, 
     source = nadam(tmp_path, form)
     for stage in (2, 3):
         zckpt.convert(source, tmp_path / f"{stage}", to="deepspeed", world_size=2, stage=stage)
-        (path, *_) = sorted(tag_of(tmp_path / f"{stage}").glob("zero_pp_rank_0_*optim_states.pt"))
-        content = torch.load(path, weights_only=False)["optimizer_state_dict"]
-        state = content["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]["state"][0]
+        state = state_in(loaded(tmp_path / f"{stage}"))[0]
         assert set(state) == {"step", "mu_product", "exp_avg", "exp_avg_sq"}
         assert (state["mu_product"].shape, state["exp_avg"].dim()) == ((), 1)
         (mu,) = {float(one["mu_product"]) for one in states_of(source)}
@@ -245,14 +239,14 @@ def test_a_number_of_a_parameter_that_is_one_is_a_number(tmp_path):
 def test_none_that_all_parameters_have_is_one_for_a_group(tmp_path):
     """SGD without momentum keeps one."""
     path = model_and_optimizer(tmp_path / "x.pt")
-    content = torch.load(path, weights_only=False)
-    for state in content["optimizer"]["state"].values():
-        state["momentum_buffer"] = None
-    torch.save(content, path)
+
+    def forget(content):
+        for state in content["optimizer"]["state"].values():
+            state["momentum_buffer"] = None
+
+    edit(path, forget)
     zckpt.convert(path, tmp_path / "out", to="deepspeed", world_size=2, stage=2, verify=True)
-    (first, *_) = sorted(tag_of(tmp_path / "out").glob("zero_pp_rank_0_*optim_states.pt"))
-    state = torch.load(first, weights_only=False)["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
-    assert state["momentum_buffer"] is None
+    assert state_in(loaded(tmp_path / "out"))[0]["momentum_buffer"] is None
 
 
 def states_of(source) -> list[dict[str, Any]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 import zckpt
 from tests.formats.deepspeed.contents import run_of
+from tests.formats.deepspeed.shards import copy, edit, model_file
 from tests.refusals import refusing
 from tests.truth import Truth
 
@@ -53,13 +52,10 @@ def test_without_them_the_message_says_how(tmp_path):
 
 def test_those_of_the_configuration_are_told_and_not_taken(tmp_path):
     """DeepSpeed uses an optimizer that it is handed instead, and its param groups have values of their own."""
-    shutil.copytree(run_of(ELASTIC), tmp_path / "run")
-    (path,) = (tmp_path / "run").rglob("mp_rank_00_model_states.pt")
-    content = torch.load(path, weights_only=False)
-    content["ds_config"]["optimizer"] = {"type": "AdamW", "params": {"lr": 0.125, "betas": [0.9, 0.5]}}
-    torch.save(content, path)
+    tag, optimizer = copy(ELASTIC, tmp_path), {"type": "AdamW", "params": {"lr": 0.125, "betas": [0.9, 0.5]}}
+    edit(model_file(tag), lambda content: content["ds_config"].update(optimizer=optimizer))
     with refusing(zckpt.UnsupportedError, r"only ds_config's.*0\.125.*--hyperparameters FILE"):
-        zckpt.reshard(tmp_path / "run", tmp_path / "cut", world_size=3, elastic=False)
+        zckpt.reshard(tag, tmp_path / "cut", world_size=3, elastic=False)
 
 
 def test_a_pipeline_that_becomes_one_model_takes_them_too(tmp_path):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 
 import zckpt
-from tests.formats.deepspeed.shards import FIXTURES, edit
+from tests.formats.deepspeed.shards import FIXTURES, copy, edit, model_file
 from tests.refusals import refusing
 from tests.truth import assert_same
 from zckpt.errors import ShardError, UnsupportedError
@@ -29,45 +26,42 @@ def test_weights_are_read_and_the_rest_is_said_not_to_be_there():
     assert zckpt.verify(FIXTURES / NAME, deep=True).sound
 
 
-def _summed_in_floats(content):
-    content["ds_config"]["zero_optimization"]["stage"] = 1
-    content["ds_config"]["data_types"] = {"grad_accum_dtype": "fp32"}
-
-
 def test_without_an_optimizer_at_stage_1_there_is_nothing_to_cut(tmp_path):
-    folder = Path(shutil.copytree(FIXTURES / NAME, tmp_path / NAME))
-    edit(next(folder.rglob("mp_rank*")), _summed_in_floats)
+    def sum_in_floats(content):
+        content["ds_config"]["zero_optimization"]["stage"] = 1
+        content["ds_config"]["data_types"] = {"grad_accum_dtype": "fp32"}
+
+    tag = copy(NAME, tmp_path)
+    edit(model_file(tag), sum_in_floats)
     with refusing(UnsupportedError, r"holds no optimizer.*0\.17\.6.*consolidate"):
-        zckpt.reshard(folder, tmp_path / "cut", world_size=4)
+        zckpt.reshard(tag, tmp_path / "cut", world_size=4)
 
 
-def _older(content):
-    content["ds_version"] = "0.17.5"
-
-
-def _under_zero(content):
-    content["ds_config"]["zero_optimization"]["stage"] = 1
-
-
-@pytest.mark.parametrize("change", [_older, _under_zero])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda content: content.update(ds_version="0.17.5"), id="an older version"),
+        pytest.param(lambda content: content["ds_config"]["zero_optimization"].update(stage=1), id="under ZeRO"),
+    ],
+)
 def test_files_that_were_written_and_are_lost_are_missing(change, tmp_path):
-    folder = Path(shutil.copytree(FIXTURES / NAME, tmp_path / NAME))
-    edit(next(folder.rglob("mp_rank*")), change)
+    tag = copy(NAME, tmp_path)
+    edit(model_file(tag), change)
     with refusing(ShardError, "optimizer files are missing"):
-        zckpt.open(folder)
+        zckpt.open(tag)
 
 
 def test_parts_of_base_weights_are_said_to_be_such(tmp_path):
     """`OptimizedLinear` over several ranks: the first one's part is flat, and no file has the others."""
-    folder = Path(shutil.copytree(FIXTURES / "s1_bf16_dp2", tmp_path / "run"))
+    tag = copy("s1_bf16_dp2", tmp_path)
     shapes = {"weight": (64,), "lora_weight_1.weight": (4, 8), "lora_weight_2.weight": (16, 4)}
 
     def add(content):
         content["module"].update({f"{one}.{name}": torch.ones(shape) for one in "ab" for name, shape in shapes.items()})
         content["module"]["b.weight"] = torch.ones(16, 8)
 
-    edit(next(folder.rglob("mp_rank*model_states.pt")), add)
-    (warning,) = zckpt.open(folder).warnings
+    edit(model_file(tag), add)
+    (warning,) = zckpt.open(tag).warnings
     assert "a.weight" in warning
     assert "base_weight_sharding" in warning
     assert "b.weight" not in warning
