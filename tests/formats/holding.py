@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,10 @@ def converted(source: Path | zckpt.OpenedCheckpoint, target, to, **options) -> P
     zckpt.convert(source, target, to=to, **options)
     assert zckpt.diff(source, target).equal
     return target
+
+
+def edit_json(path: Path, change: Callable[[Any], object]):
+    """Change what a JSON file holds in place."""
+    content = json.loads(path.read_bytes())
+    change(content)
+    path.write_text(json.dumps(content))

@@ -3,7 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from tests.formats.holding import edit_json
+
+
+def change_document(directory: Path, change: Callable[[Any], object]):
+    """Change what `checkpoint.json` holds; it then has no checksum."""
+
+    def without_checksum(document):
+        del document["crc32"]
+        change(document)
+
+    edit_json(directory / "checkpoint.json", without_checksum)
 
 
 def exchange_tensors(path) -> tuple[str, str]:

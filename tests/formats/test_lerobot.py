@@ -11,6 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zckpt
+from tests.formats.holding import converted
+from tests.interop.test_fsdp_rank_files import assert_is
+from tests.logical import assert_same_slots
 from tests.refusals import refusing
 from zckpt.errors import DamagedFileError, SourceError, UnknownFormatError
 from zckpt.formats.account import take_inventory
@@ -40,15 +43,12 @@ def model() -> torch.nn.Module:
 
 def test_every_element_is_where_it_was(saved, tmp_path):
     checkpoint = zckpt.open(saved, names=NAMES)
-    for key, tensor in TRUTH.items():
-        slot, _, name = key.partition("/")
-        assert torch.equal(checkpoint.read(name, slot), tensor), key
+    assert_is(checkpoint, TRUTH)
     assert (checkpoint.step, {*checkpoint.metadata}) == (3, CARRIED)
     assert [group.parameters for group in checkpoint.param_groups] == [NAMES[:2], NAMES[2:]]
     assert checkpoint.param_groups[1].hyperparameters["betas"] == (0.9, 0.999)
     assert not take_inventory(checkpoint).left_out
-    zckpt.convert(saved, tmp_path / "zckpt", to="zckpt", names=NAMES)
-    assert zckpt.diff(checkpoint, tmp_path / "zckpt").equal
+    converted(checkpoint, tmp_path / "zckpt", "zckpt")
     assert {*zckpt.open(tmp_path / "zckpt").metadata} == CARRIED
 
 
@@ -82,9 +82,8 @@ def test_a_sharded_run_keeps_both_by_dcp(both, saved):
     save_file({"mean": torch.ones(4)}, saved / "pretrained_model" / "policy_preprocessor_step_3_normalizer.safetensors")
     original, checkpoint = zckpt.open(state), zckpt.open(saved)
     assert checkpoint.parameters.keys() == original.parameters.keys()
-    for one in original.parameters.values():
-        for slot in one.slots:
-            assert torch.equal(checkpoint.read(one.name, slot), original.read(one.name, slot))
+    for name in original.parameters:
+        assert_same_slots(checkpoint, original, name)
     assert {*checkpoint.metadata} >= {*CARRIED, "policy_preprocessor_step_3_normalizer"}
     assert not take_inventory(checkpoint).left_out
 

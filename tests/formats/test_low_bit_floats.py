@@ -27,6 +27,11 @@ def made(folder, tensors, **settings):
     return folder
 
 
+def refused(source, kind, words):
+    with refusing(kind, words):
+        zckpt.consolidate(source, source.parent / "refused", dequantize=True)
+
+
 def floats(source, target, dtype="float32"):
     zckpt.consolidate(source, target, dequantize=True, dtype=dtype)
     found = load_file(target / "model.safetensors")
@@ -141,12 +146,9 @@ def test_what_is_not_known_is_refused(tmp_path):
     done = run("consolidate", source, tmp_path / "m", "--dequantize")
     assert (done.returncode, done.stderr.count("\n")) == (5, 1)
     assert "q.qweight" in done.stderr
-    scale = torch.ones(3, 3)
-    source = made(
-        tmp_path / "t", {"q.weight": torch.ones(4, 4).to(FP8), "q.weight_scale_inv": scale}, quant_method="fp8"
-    )
-    with refusing(zckpt.SourceError, "its scales do not fit any blocks"):
-        zckpt.consolidate(source, tmp_path / "m", dequantize=True)
+    tensors = {"q.weight": torch.ones(4, 4).to(FP8), "q.weight_scale_inv": torch.ones(3, 3)}
+    source = made(tmp_path / "t", tensors, quant_method="fp8")
+    refused(source, zckpt.SourceError, "its scales do not fit any blocks")
 
 
 def packed(codes, bits, dim):
@@ -179,12 +181,10 @@ def test_gptq(bits, sorted_columns, tmp_path):
         assert torch.equal(found["q.weight"], wanted.float())
     tensors["q.qzeros"] = packed(zeros.T * 0 + (1 << bits) - 1, bits, 1)
     source = made(tmp_path / "1", tensors, quant_method="gptq", bits=bits, group_size=size)
-    with refusing(zckpt.UnsupportedError, "which programs interpret differently"):
-        zckpt.consolidate(source, tmp_path / "x", dequantize=True)
+    refused(source, zckpt.UnsupportedError, "which programs interpret differently")
     tensors["q.g_idx"] = order.int() + 1
     source = made(tmp_path / "1", tensors, quant_method="gptq", bits=bits, group_size=size)
-    with refusing(zckpt.SourceError, "does not state the group of each column"):
-        zckpt.consolidate(source, tmp_path / "x", dequantize=True)
+    refused(source, zckpt.SourceError, "does not state the group of each column")
 
 
 def test_awq(tmp_path):
@@ -202,11 +202,9 @@ def test_awq(tmp_path):
         assert torch.equal(found["q.weight"], wanted.float())
     for number, more in enumerate(({"version": "gemv"}, {"bits": 8}, {"quant_method": "auto-round"})):
         source = made(tmp_path / f"r{number}", tensors, **{**how, **more})
-        with refusing(zckpt.UnsupportedError, "of a kind that zckpt cannot dequantise"):
-            zckpt.consolidate(source, tmp_path / "x", dequantize=True)
+        refused(source, zckpt.UnsupportedError, "of a kind that zckpt cannot dequantise")
     tensors["q.qzeros"] = words[0].clone()
-    with refusing(zckpt.SourceError, "do not fit together"):
-        zckpt.consolidate(made(tmp_path / "s", tensors, **how), tmp_path / "x", dequantize=True)
+    refused(made(tmp_path / "s", tensors, **how), zckpt.SourceError, "do not fit together")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -263,8 +261,7 @@ def test_integers_that_are_no_codes_stay(tmp_path):
     found = floats(made(tmp_path / "s", tensors, quant_method="fp8"), tmp_path / "m")
     assert torch.equal(found["gate.tid2eid"], table)
     assert torch.equal(found["mask"], table.to(torch.int8))
-    with refusing(zckpt.UnsupportedError, r"gate\.tid2eid, mask"):
-        zckpt.consolidate(made(tmp_path / "t", tensors, quant_method="hqq"), tmp_path / "n", dequantize=True)
+    refused(made(tmp_path / "t", tensors, quant_method="hqq"), zckpt.UnsupportedError, r"gate\.tid2eid, mask")
 
 
 def test_scales_of_a_cache_are_left_out_and_named(tmp_path):

@@ -9,9 +9,13 @@ import pytest
 import torch
 
 import zckpt
+from tests.damage import edit
+from tests.formats.holding import converted
+from tests.interop.test_fsdp_rank_files import assert_is
 from tests.pairwise import each
 from tests.refusals import refusing
 from zckpt.errors import LayoutError, ShardError, UnsupportedError
+from zckpt.formats.account import take_inventory
 
 DIM, HEADS, KEYS, WORDS, HIDDEN = 32, 16, 8, 48, 40
 PARAMS = {"dim": DIM, "n_layers": 2, "n_heads": HEADS, "n_kv_heads": KEYS, "vocab_size": WORDS, "norm_eps": 1e-5}
@@ -53,23 +57,21 @@ def test_slices_are_the_whole_model(ranks, embedding, tmp_path):
     whole = llama()
     unsaid = {"vocab_size": -1} if embedding else {}  # the tokenizer's, in Llama 1 and 2
     source = write(tmp_path / "m", whole, ranks, embedding=embedding, params=unsaid)
-    opened = zckpt.open(source)
-    assert {one.name for one in opened.tensors()} == whole.keys()
-    assert [name for name, one in whole.items() if not torch.equal(opened.read(name), one)] == []
+    opened, truth = zckpt.open(source), {f"weight/{name}": one for name, one in whole.items()}
+    assert_is(opened, truth)
     assert list(opened.buffers) == ["rope.freqs"]
-    items = zckpt.inspect(source, include_inventory=True).as_dict()["inventory"]["items"]
-    assert [one for one in items if one["fate"] == "left out"] == []
-    zckpt.convert(source, tmp_path / "z", to="zckpt")
-    there = zckpt.open(tmp_path / "z")
-    assert all(torch.equal(there.read(name), one) for name, one in whole.items())
+    assert not take_inventory(opened).left_out
+    there = zckpt.open(converted(source, tmp_path / "z", "zckpt"))
+    assert_is(there, truth)
     assert there.metadata["params"]["n_kv_heads"] == KEYS
 
 
 def changed(folder, rank, name, tensor: torch.Tensor | None):
-    path = folder / f"consolidated.{rank:02d}.pth"
-    content = torch.load(path)
-    content.pop(name)
-    torch.save(content if tensor is None else {**content, name: tensor}, path)
+    def change(content):
+        del content[name]
+        content.update({} if tensor is None else {name: tensor})
+
+    edit(folder / f"consolidated.{rank:02d}.pth", change)
 
 
 def test_copies_are_compared(tmp_path):
@@ -90,26 +92,18 @@ def test_one_of_several_files_is_not_the_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "words"),
+    ("name", "shape"),
     [
-        (
-            "layers.0.attention.wk.weight",
-            torch.ones(KEYS * DIM // HEADS, DIM),
-            "layers.0.attention.wk.weight does not match 1/2",
-        ),
-        (
-            "layers.1.feed_forward.w2.weight",
-            torch.ones(DIM + 1, HIDDEN // 2),
-            "layers.1.feed_forward.w2.weight does not match 1/2",
-        ),
-        ("tok_embeddings.weight", torch.ones(WORDS // 2, DIM // 2), "tok_embeddings.weight does not match 1/2"),
+        ("layers.0.attention.wk.weight", (KEYS * DIM // HEADS, DIM)),
+        ("layers.1.feed_forward.w2.weight", (DIM + 1, HIDDEN // 2)),
+        ("tok_embeddings.weight", (WORDS // 2, DIM // 2)),
     ],
 )
-def test_a_shape_that_fits_no_cut_is_refused(name, tensor, words, tmp_path):
+def test_a_shape_that_fits_no_cut_is_refused(name, shape, tmp_path):
     source = write(tmp_path / "m", llama(), 2, embedding=0)
     for rank in range(2):
-        changed(source, rank, name, tensor)
-    with refusing(LayoutError, words):
+        changed(source, rank, name, torch.ones(shape))
+    with refusing(LayoutError, f"{name} does not match 1/2"):
         zckpt.open(source)
 
 
@@ -122,22 +116,22 @@ def test_a_rank_of_any_number_costs_nothing(tmp_path):
 
 def test_what_is_missing_or_unknown_is_refused(tmp_path):
     source = write(tmp_path / "m", llama(), 4, embedding=1)
-    (source / "consolidated.02.pth").rename(tmp_path / "kept")
-    with refusing(ShardError, r"expected consolidated.02.pth"):
-        zckpt.open(source)
-    (tmp_path / "kept").rename(source / "consolidated.02.pth")
+
+    def refused(kind, words):
+        with refusing(kind, words):
+            zckpt.open(source)
+
+    (source / "consolidated.02.pth").rename(tmp_path / "2")
+    refused(ShardError, r"expected consolidated.02.pth")
+    (tmp_path / "2").rename(source / "consolidated.02.pth")
     for rank in (3, 2, 1):
         (source / f"consolidated.{rank:02d}.pth").rename(tmp_path / f"{rank}")
-        with refusing(LayoutError, "does not match"):
-            zckpt.open(source)
+        refused(LayoutError, "does not match")
     for rank in (1, 2, 3):
         (tmp_path / f"{rank}").rename(source / f"consolidated.{rank:02d}.pth")
     changed(source, 3, "norm.weight", None)
-    with refusing(LayoutError, "norm.weight differs from consolidated.00.pth"):
-        zckpt.open(source)
-    unknown = write(tmp_path / "u", {**llama(), "vision.patch.weight": torch.ones(4, 4)}, 2, embedding=0)
-    with refusing(UnsupportedError, r"no known rule for cutting vision.patch.weight"):
-        zckpt.open(unknown)
-    (unknown / "params.json").unlink()
-    with refusing(ShardError, r"has no params.json"):
-        zckpt.open(unknown)
+    refused(LayoutError, "norm.weight differs from consolidated.00.pth")
+    source = write(tmp_path / "u", {**llama(), "vision.patch.weight": torch.ones(4, 4)}, 2, embedding=0)
+    refused(UnsupportedError, r"no known rule for cutting vision.patch.weight")
+    (source / "params.json").unlink()
+    refused(ShardError, r"has no params.json")

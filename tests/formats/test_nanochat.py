@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import zckpt
-from tests.formats.holding import converted
+from tests.damage import edit
+from tests.folders import names_in
+from tests.formats.holding import converted, edit_json
+from tests.interop.test_fsdp_rank_files import assert_is
 from tests.refusals import refusing
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnknownFormatError, UnsupportedError, UsageError
 from zckpt.formats.account import take_inventory
@@ -32,20 +34,9 @@ def rank_file(directory, rank):
     return directory / f"optim_000003_rank{rank}.pt"
 
 
-def change(directory, ranks, edit):
-    """Edit the optimizer's state dict of some ranks."""
-    for rank in ranks:
-        state = torch.load(rank_file(directory, rank), weights_only=True)
-        edit(state)
-        torch.save(state, rank_file(directory, rank))
-
-
 def test_every_element_is_where_it_was(saved, tmp_path):
     checkpoint = zckpt.open(saved)
-    assert {f"{slot}/{one.name}" for one in checkpoint.parameters.values() for slot in one.slots} == TRUTH.keys()
-    for key, tensor in TRUTH.items():
-        slot, _, name = key.partition("/")
-        assert torch.equal(checkpoint.read(name, slot), tensor), key
+    assert_is(checkpoint, TRUTH)
     assert [name for group in checkpoint.param_groups for name in group.parameters] == ORDER
     assert [group.hyperparameters["kind"] for group in checkpoint.param_groups] == ["adamw"] * 6 + ["muon"] * 5
     assert checkpoint.param_groups[0].state == {"step": 3}
@@ -65,7 +56,7 @@ def test_each_rank_gets_its_share(world_size, saved, tmp_path):
     target = tmp_path / "target"
     zckpt.reshard(saved, target, world_size=world_size, verify=True)
     names = [f"optim_000003_rank{rank}.pt" for rank in range(world_size)]
-    assert sorted(path.name for path in target.iterdir()) == ["meta_000003.json", "model_000003.pt", *names]
+    assert names_in(target) == ["meta_000003.json", "model_000003.pt", *names]
     for name in ("meta_000003.json", "model_000003.pt"):
         assert (target / name).read_bytes() == (saved / name).read_bytes()
     groups = torch.load(rank_file(saved, 0), weights_only=True)["param_groups"]
@@ -110,16 +101,13 @@ def test_a_model_by_itself_is_any_numbers(saved, tmp_path):
 def test_the_last_step_is_read_or_that_of_the_tag(saved, tmp_path):
     for path in [*saved.iterdir()]:
         shutil.copy(path, saved / path.name.replace("000003", "000012"))
-    later = json.loads((saved / "meta_000012.json").read_text()) | {"step": 12}
-    (saved / "meta_000012.json").write_text(json.dumps(later))
+    edit_json(saved / "meta_000012.json", lambda said: said.update(step=12))
     shutil.copy(saved / "model_000003.pt", saved / "model_000020.pt")  # a save that did not end
     assert zckpt.open(saved).step == 12
     assert zckpt.open(saved, tag="3").step == 3
     assert not take_inventory(zckpt.open(saved)).left_out
     zckpt.reshard(saved, tmp_path / "target", world_size=1, tag="000003")
-    assert sorted(path.name for path in (tmp_path / "target").iterdir()) == [
-        "meta_000003.json", "model_000003.pt", "optim_000003_rank0.pt"
-    ]  # fmt: skip
+    assert names_in(tmp_path / "target") == ["meta_000003.json", "model_000003.pt", "optim_000003_rank0.pt"]
     with refusing(UnknownFormatError, "holds no such step: expected 000003, 000012, found 20"):
         zckpt.open(saved, tag="20")
 
@@ -153,36 +141,26 @@ def test_a_lost_file_is_noticed(rank, said, saved):
         zckpt.open(saved)
 
 
-def _longer(state):
-    state["state"][9]["momentum_buffer"] = torch.zeros(5, 1, 12)
+def muon(*shape, number=9):
+    """A change of the state of a stack of matrices."""
+    return lambda one: one["state"].setdefault(number, {}).update(momentum_buffer=torch.zeros(shape))
 
 
-def _other_matrix(state):
-    state["state"][9]["momentum_buffer"] = torch.zeros(1, 2, 12)
-
-
-def _part_of_a_matrix(state):
-    state["state"][9]["momentum_buffer"] = torch.zeros(1, 1, 6)
-
-
-def _beside(state):
-    state["state"][10] = {"momentum_buffer": torch.zeros(1, 1, 12)}
-
-
-@pytest.mark.parametrize(("edit", "ranks", "kind", "said"), [
+@pytest.mark.parametrize(("change", "ranks", "kind", "said"), [
     (lambda one: one["param_groups"][0].update(kind="sgd"), (0, 1), UnsupportedError, "groups of adamw and muon"),
     (lambda one: one["param_groups"][0].update(kind="muon"), (0, 1), UnsupportedError, "not those that nanochat"),
     (lambda one: one["param_groups"][0].update(lr=1.0), (1,), LayoutError, "lr"),
     (lambda one: one["state"][0].update(step=4), (1,), LayoutError, "ranks have different state of parameter 0"),
     (lambda one: one["state"].pop(9), (1,), LayoutError, "ranks have different state of parameter 9"),
     (lambda one: one["state"][9].update(step=4), (0, 1), LayoutError, "other state than stacks"),
-    (_beside, (0, 1), LayoutError, "other state than stacks"),
-    (_longer, (1,), LayoutError, "is not its share"),
-    (_part_of_a_matrix, (0, 1), LayoutError, "momentum_buffer is not of transformer.h.0.attn.ve_gate.weight"),
-    (_other_matrix, (0, 1), LayoutError, "momentum_buffer is not of transformer.h.0.attn.ve_gate.weight"),
+    (muon(1, 1, 12, number=10), (0, 1), LayoutError, "other state than stacks"),
+    (muon(5, 1, 12), (1,), LayoutError, "is not its share"),
+    (muon(1, 1, 6), (0, 1), LayoutError, "momentum_buffer is not of transformer.h.0.attn.ve_gate.weight"),
+    (muon(1, 2, 12), (0, 1), LayoutError, "momentum_buffer is not of transformer.h.0.attn.ve_gate.weight"),
 ])  # fmt: skip
-def test_what_is_not_nanochats_is_refused(edit, ranks, kind, said, saved):
-    change(saved, ranks, edit)
+def test_what_is_not_nanochats_is_refused(change, ranks, kind, said, saved):
+    for rank in ranks:
+        edit(rank_file(saved, rank), change)
     with refusing(kind, said):
         zckpt.open(saved)
 
@@ -194,8 +172,5 @@ def test_metadata_are_json(saved):
 
 
 def test_copies_on_other_ranks_are_held_against_the_first(saved):
-    def edit(state):
-        state["state"][7]["exp_avg"] += 1
-
-    change(saved, (1,), edit)
+    edit(rank_file(saved, 1), lambda one: one["state"][7]["exp_avg"].add_(1))
     assert not zckpt.verify(saved, deep=True).sound

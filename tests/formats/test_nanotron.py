@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import zckpt
-from tests.formats.holding import converted
+from tests.damage import edit
+from tests.formats.holding import converted, edit_json
+from tests.interop.test_fsdp_rank_files import assert_is
 from tests.refusals import refusing
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError
 from zckpt.formats.account import take_inventory
@@ -29,12 +30,8 @@ def saved(tmp_path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_element_is_where_it_was(case, tmp_path):
-    truth = load_file(OTHER / case / "truth.safetensors")
     checkpoint = zckpt.open(OTHER / case / "ckpt")
-    assert {f"{slot}/{one.name}" for one in checkpoint.parameters.values() for slot in one.slots} == truth.keys()
-    for key, tensor in truth.items():
-        slot, _, name = key.partition("/")
-        assert torch.equal(checkpoint.read(name, slot), tensor), key
+    assert_is(checkpoint, load_file(OTHER / case / "truth.safetensors"))
     topology = checkpoint.topology
     assert ((topology.dp, topology.tp, topology.pp), checkpoint.step) == (CASES[case], 2)
     [group] = checkpoint.param_groups
@@ -83,8 +80,7 @@ def test_names_say_numbers_of_ranks_that_can_be(saved):
 
 
 def test_nothing_is_made_of_as_many_ranks_as_the_metadata_say(saved):
-    said = json.loads((saved / "checkpoint_metadata.json").read_text())
-    (saved / "checkpoint_metadata.json").write_text(json.dumps({**said, "dp": 10**12}))
+    edit_json(saved / "checkpoint_metadata.json", lambda said: said.update(dp=10**12))
     with refusing(DamagedFileError, "too many data-parallel ranks: expected at most 65536, found 1000000000000"):
         zckpt.open(saved)
 
@@ -152,18 +148,17 @@ def test_an_optimizer_that_does_not_fit_is_refused(saved):
 
 
 def test_a_copy_that_differs_is_found(saved):
-    path = saved / "optimizer/optimizer_pp-0-of-1_dp-0-of-2_tp-1-of-2_exp-0-of-1.pt"
-    whole = torch.load(path)
-    [number] = [number for number, name in whole["names"].items() if name == NORM]
-    whole["state"][number]["exp_avg"] += 1
-    torch.save(whole, path)
+    def change(whole):
+        [number] = [number for number, name in whole["names"].items() if name == NORM]
+        whole["state"][number]["exp_avg"] += 1
+
+    edit(saved / "optimizer/optimizer_pp-0-of-1_dp-0-of-2_tp-1-of-2_exp-0-of-1.pt", change)
     found = zckpt.verify(saved, deep=True)
     assert not found.sound
     assert NORM in str(found.findings)
 
 
 def test_another_version_is_refused(saved):
-    said = json.loads((saved / "checkpoint_metadata.json").read_text())
-    (saved / "checkpoint_metadata.json").write_text(json.dumps({**said, "version": "2.0"}))
+    edit_json(saved / "checkpoint_metadata.json", lambda said: said.update(version="2.0"))
     with refusing(UnsupportedError, "has an unsupported version"):
         zckpt.open(saved)

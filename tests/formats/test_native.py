@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 import zckpt
 from tests.damage import flip
-from tests.formats.native_files import exchange_tensors
+from tests.formats.native_files import change_document, exchange_tensors
 from tests.formats.some_tensors import random_tensor, stored
 from tests.pairwise import each
 from tests.plans import read_slot, write_directory
@@ -748,21 +748,13 @@ def test_a_tag_may_have_slashes(directory, tmp_path):
         zckpt.open(tmp_path / "epoch1")
 
 
-def changed(directory, change: Callable[[Any], object]):
-    path = directory / "checkpoint.json"
-    document = json.loads(path.read_bytes())
-    del document["crc32"]
-    change(document)
-    path.write_text(json.dumps(document))
-
-
 def test_document_may_be_changed_and_written_by_any_json_library(directory):
-    changed(directory, lambda d: d["param_groups"][0]["hyperparameters"].update(lr=0.5))
+    change_document(directory, lambda d: d["param_groups"][0]["hyperparameters"].update(lr=0.5))
     assert read(directory).param_groups[0].hyperparameters["lr"] == 0.5
 
 
 def test_later_version_is_refused(directory):
-    changed(directory, lambda d: d.update(version=3))
+    change_document(directory, lambda d: d.update(version=3))
     with refusing(UnsupportedError, "newer version"):
         read(directory)
 
@@ -889,7 +881,7 @@ CASES |= {case: (setting("metadata.x", value), words) for case, (value, words) i
 
 @pytest.mark.parametrize(("change", "words"), CASES.values(), ids=CASES)
 def test_hostile_document_is_one_clear_error(change, words, directory):
-    changed(directory, change)
+    change_document(directory, change)
     with pytest.raises(SourceError) as caught:
         read(directory)
     assert words in str(caught.value)
@@ -933,7 +925,7 @@ def test_what_lies_twice_is_refused_when_it_is_read(directory):
         cut[1]["start"] -= 1
         assert cut[1]["numel"] > 1
 
-    changed(directory, overlap)
+    change_document(directory, overlap)
     checkpoint = read(directory)
     slots = [slot for parameter in checkpoint.tensors() for slot in parameter.slots.values() if len(slot.spans) == 2]
     with refusing(LayoutError, "more than once"):

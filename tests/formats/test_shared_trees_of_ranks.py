@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zckpt
+from tests.damage import edit, patch
 from tests.formats.test_fsdp_rank_files import FIXTURES, rank_of
 from tests.pairwise import some
 from zckpt.errors import SourceError
@@ -178,27 +179,23 @@ def test_a_pickle_with_other_numbers_has_to_have_its_own_checksum(tmp_path, held
 MESH = b"\x80\x02}(X\x01\0\0\0mctorch.distributed.device_mesh\nDeviceMesh\n)\x81}(%su%sbu."
 
 
+RANK, AT = b"X\x05\0\0\0_rank", b"X\x12\0\0\0_coordinate_on_dim"
+
+
 @pytest.mark.parametrize(
     ("state", "after", "shares"),
     [
-        (b"X\x05\0\0\0_rankK\7X\x12\0\0\0_coordinate_on_dimK\7\x85", b"", True),
-        (b"X\x05\0\0\0_rankq\1M\7\7X\x12\0\0\0_coordinate_on_dimq\2](K\0K\7e", b"", True),
-        (b"X\x05\0\0\0_rankK\7X\x12\0\0\0_coordinate_on_dimK\7\x85q\3X\1\0\0\0sh\3", b"", False),  # again, as a shape
-        (b"X\x05\0\0\0_rankK\7q\3X\x12\0\0\0_coordinate_on_dimK\7\x85X\1\0\0\0sh\3", b"", False),
-        (b"X\x05\0\0\0_rankK\0072\x86X\x12\0\0\0_coordinate_on_dimK\7\x85", b"", False),  # doubled
-        (b"X\x05\0\0\0_rankK\7\x85X\x12\0\0\0_coordinate_on_dimK\7\x85", b"", False),  # in a tuple
-        (b"X\x05\0\0\0_rankK\0070NX\x12\0\0\0_coordinate_on_dimK\7\x85", b"", False),  # thrown away
-        (
-            b"X\x05\0\0\0_rankK\7X\x12\0\0\0_coordinate_on_dimK\7\x85",
-            b"X\1\0\0\0sccollections\nOrderedDict\n}X\x05\0\0\0_rankK\7s\x85R",
-            False,  # an argument
-        ),
-        (
-            b"X\x05\0\0\0_rankK\7X\x12\0\0\0_coordinate_on_dimK\7\x85q\3",
-            b"X\1\0\0\0sctorch\nSize\nh\3\x85R",
-            False,  # the shape of something else
-        ),
-        (b"X\x12\0\0\0_coordinate_on_dimK\7cbuiltins\nlist\n)R\x86", b"", False),
+        (RANK + b"K\7" + AT + b"K\7\x85", b"", True),
+        (RANK + b"q\1M\7\7" + AT + b"q\2](K\0K\7e", b"", True),
+        (RANK + b"K\7" + AT + b"K\7\x85q\3X\1\0\0\0sh\3", b"", False),  # again, as a shape
+        (RANK + b"K\7q\3" + AT + b"K\7\x85X\1\0\0\0sh\3", b"", False),
+        (RANK + b"K\0072\x86" + AT + b"K\7\x85", b"", False),  # doubled
+        (RANK + b"K\7\x85" + AT + b"K\7\x85", b"", False),  # in a tuple
+        (RANK + b"K\0070N" + AT + b"K\7\x85", b"", False),  # thrown away
+        # an argument
+        (RANK + b"K\7" + AT + b"K\7\x85", b"X\1\0\0\0sccollections\nOrderedDict\n}X\x05\0\0\0_rankK\7s\x85R", False),
+        (RANK + b"K\7" + AT + b"K\7\x85q\3", b"X\1\0\0\0sctorch\nSize\nh\3\x85R", False),  # the shape of something else
+        (AT + b"K\7cbuiltins\nlist\n)R\x86", b"", False),
     ],
 )
 def test_a_number_that_comes_to_lie_anywhere_but_in_a_mesh_is_none_to_leave_open(state, after, shares):
@@ -210,9 +207,7 @@ def test_a_number_that_comes_to_lie_anywhere_but_in_a_mesh_is_none_to_leave_open
 
 
 def test_a_mesh_under_another_class_shares_nothing():
-    data = (MESH % (b"X\x05\0\0\0_rankK\7X\x12\0\0\0_coordinate_on_dimK\7\x85", b"")).replace(
-        b"DeviceMesh", b"SomethingE"
-    )
+    data = (MESH % (RANK + b"K\7" + AT + b"K\7\x85", b"")).replace(b"DeviceMesh", b"SomethingE")
     assert run_with_blanks(data, find_blanks(data), "little", lambda _: None) is None
 
 
@@ -292,12 +287,7 @@ def test_an_inventory_is_the_same_where_there_are_too_many_spans_to_list(form, w
 
 
 def saved_again(change: Callable[[Any], object]) -> Callable[[Path], None]:
-    def again(path):
-        tree = torch.load(path, weights_only=False)
-        change(tree)
-        torch.save(tree, path)
-
-    return again
+    return lambda path: edit(path, change)
 
 
 def other(path):
@@ -307,12 +297,11 @@ def other(path):
 def one_step(path):
     """Change the value of one step: nothing in the file but four bytes of elements."""
     steps = list(torch.load(path, weights_only=False)["state"].values())
-    data = bytearray(path.read_bytes())
+    data = path.read_bytes()
     old = steps[3]["step"].numpy().tobytes()
-    file = read_torchfile(path)
-    at = next(one.offset for one in file.storages.values() if one.nbytes == 4 and data[one.offset :][:4] == old)
-    data[at : at + 4] = struct.pack("<f", 99.0)
-    path.write_bytes(data)
+    storages = read_torchfile(path).storages.values()
+    at = next(one.offset for one in storages if one.nbytes == 4 and data[one.offset :][:4] == old)
+    patch(path, at, struct.pack("<f", 99.0))
 
 
 def first_dtensor(tree):
@@ -341,8 +330,7 @@ CHANGES: dict[str, tuple[str, Callable[[Path], None]]] = {
 @pytest.mark.every(3)
 def test_one_rank_that_differs_is_read_or_refused_as_before(what, written, tmp_path, held):
     kind, change = CHANGES[what]
-    folder = tmp_path / "run"
-    shutil.copytree(written(world_size=8), folder)
+    folder = Path(shutil.copytree(written(world_size=8), tmp_path / "run"))
     change(folder / f"{kind}_world_size_8_rank_5.pt")
     found = content(folder)
     assert found == alone(folder)
@@ -352,8 +340,7 @@ def test_one_rank_that_differs_is_read_or_refused_as_before(what, written, tmp_p
 
 
 def test_a_name_of_another_file_is_noticed_in_each_way(written, tmp_path, held):
-    folder = tmp_path / "run"
-    shutil.copytree(written(world_size=8), folder)
+    folder = Path(shutil.copytree(written(world_size=8), tmp_path / "run"))
     shutil.copy(folder / "model_world_size_8_rank_3.pt", folder / "model_world_size_8_rank_4.pt")
     assert "is another rank's file: expected rank 4, found rank 3" in str(content(folder))
 
@@ -361,14 +348,11 @@ def test_a_name_of_another_file_is_noticed_in_each_way(written, tmp_path, held):
 def test_checksums_are_those_of_each_file(written, tmp_path, held, monkeypatch):
     """Read again from its directory where there are many."""
     monkeypatch.setattr(alike_patterns, "FEW", 0)
-    folder = tmp_path / "run"
-    shutil.copytree(written(world_size=8), folder)
+    folder = Path(shutil.copytree(written(world_size=8), tmp_path / "run"))
     assert zckpt.verify(folder, deep=True).sound
     path = folder / "model_world_size_8_rank_5.pt"
     record = next(one for one in read_torchfile(path).records if "/data/" in one.name and one.nbytes)
-    with path.open("r+b") as file:
-        file.seek(record.offset)
-        file.write(b"\xff")
+    patch(path, record.offset, b"\xff")
     found = zckpt.verify(folder, deep=True)
     assert not found.sound
     assert any(path.name in str(one) and record.name in str(one) for one in found.findings)

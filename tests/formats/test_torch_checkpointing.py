@@ -81,24 +81,20 @@ def test_what_is_one_ranks_only_is_kept(saved):
     assert not take_inventory(checkpoint).left_out
 
 
-def said_otherwise(saved, change):
-    tree = pickle.loads((saved / INDEX).read_bytes())
-    change(tree)
-    (saved / INDEX).write_bytes(pickle.dumps(tree))
-
-
 def test_files_of_other_names_are_where_the_index_says(saved):
     (saved / "deep").mkdir()
     (saved / "model_1.pt").rename(saved / "deep" / "one.pt")
     layout = {"file_path": "deep/one.pt", "serialization_format": {"type": "TorchSerialization"}}
-    said_otherwise(saved, lambda tree: tree["metadata"]["model"]["rank_to_layout_info"].update({1: layout}))
+    tree = pickle.loads((saved / INDEX).read_bytes())
+    tree["metadata"]["model"]["rank_to_layout_info"][1] = layout
+    (saved / INDEX).write_bytes(pickle.dumps(tree))
     assert_is(zckpt.open(saved), load_file(SAVED / "truth.safetensors"))
     layout["file_path"] = "../one.pt"
-    said_otherwise(saved, lambda tree: tree["metadata"]["model"]["rank_to_layout_info"].update({1: layout}))
+    (saved / INDEX).write_bytes(pickle.dumps(tree))
     with refusing(DamagedFileError, "a file outside the directory"):
         zckpt.open(saved)
     layout["serialization_format"] = {"type": "SafetensorsSerialization"}
-    said_otherwise(saved, lambda tree: tree["metadata"]["model"]["rank_to_layout_info"].update({1: layout}))
+    (saved / INDEX).write_bytes(pickle.dumps(tree))
     with refusing(UnsupportedError, "model is saved in an unsupported way.* found SafetensorsSerialization"):
         zckpt.open(saved)
 
@@ -107,29 +103,23 @@ def test_an_index_that_says_otherwise_is_refused(saved):
     data = pickle.loads((saved / INDEX).read_bytes())
     path = '["norm.weight"]'
     tensors = data["metadata"]["model"]["nested_path_to_metadata"]
+
+    def refused(kind, words, **changes):
+        (saved / INDEX).write_bytes(pickle.dumps({**data, **changes}))
+        with refusing(kind, words):
+            zckpt.open(saved)
+
     tensors[path][0]["sharding_metadata"]["data"]["global_shape"] = [7]
-    (saved / INDEX).write_bytes(pickle.dumps(data))
-    with refusing(LayoutError, r"norm\.weight differs from metadata\.pkl: expected \(7,\), found \(6,\)"):
-        zckpt.open(saved)
+    refused(LayoutError, r"norm\.weight differs from metadata\.pkl: expected \(7,\), found \(6,\)")
     for wrong in ({"global_shape": 7}, {}):
         tensors[path][0]["sharding_metadata"]["data"] = wrong
-        (saved / INDEX).write_bytes(pickle.dumps(data))
-        with refusing(DamagedFileError, "unexpected content: found"):
-            zckpt.open(saved)
+        refused(DamagedFileError, "unexpected content: found")
     tensors["["] = tensors.pop(path)
-    (saved / INDEX).write_bytes(pickle.dumps(data))
-    with refusing(DamagedFileError, "unexpected content: found JSONDecodeError"):
-        zckpt.open(saved)
+    refused(DamagedFileError, "unexpected content: found JSONDecodeError")
     del tensors["["]
-    (saved / INDEX).write_bytes(pickle.dumps({**data, "world_size": 3}))
-    with refusing(ShardError, "rank 2 is missing: expected 3 files, found 2"):
-        zckpt.open(saved)
-    (saved / INDEX).write_bytes(pickle.dumps({**data, "version": "1.0"}))
-    with refusing(UnsupportedError, r"has an unsupported version: expected 2\.0"):
-        zckpt.open(saved)
-    (saved / INDEX).write_bytes(pickle.dumps({**data, "metadata": {"model": {}}}))
-    with refusing(DamagedFileError, "unexpected content: found KeyError"):
-        zckpt.open(saved)
+    refused(ShardError, "rank 2 is missing: expected 3 files, found 2", world_size=3)
+    refused(UnsupportedError, r"has an unsupported version: expected 2\.0", version="1.0")
+    refused(DamagedFileError, "unexpected content: found KeyError", metadata={"model": {}})
 
 
 def test_whole_tensors_without_an_index_are_ranks_only_if_there_is_one(saved, tmp_path):

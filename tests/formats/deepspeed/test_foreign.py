@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import zckpt
 from tests import gloo
 from tests.formats.deepspeed.contents import content_of, run_of, state_of, tag_of
 from tests.formats.deepspeed.shards import copy, edit, model_file, optimizer_file, state_in
+from tests.formats.native_files import change_document
 from tests.live import save_both
 from tests.refusals import refusing
 from zckpt.compare.logical import parameter_values, single
@@ -283,10 +283,6 @@ def test_a_step_that_each_parameter_has_by_itself_is_one_for_zero_3(tmp_path):
 def test_tag_that_is_no_name_of_a_directory_is_not_taken(tag, tmp_path):
     """Another format's files say what the source's tag was, whoever wrote them."""
     zckpt.convert(run_of("s2_fp16_dp2"), tmp_path / "own", to="zckpt")
-    path = tmp_path / "own" / "checkpoint.json"
-    document = json.loads(path.read_text())
-    del document["crc32"]
-    document["origin"]["tag"] = tag
-    path.write_text(json.dumps(document))
+    change_document(tmp_path / "own", lambda document: document["origin"].update(tag=tag))
     zckpt.convert(tmp_path / "own", tmp_path / "out", to="deepspeed", world_size=1, stage=1)
-    assert tag_of(tmp_path / "out").name == f"global_step{zckpt.open(path.parent).step}"
+    assert tag_of(tmp_path / "out").name == f"global_step{zckpt.open(tmp_path / 'own').step}"
