@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.cli.console import run
+from tests.logical import assert_same_tree
 from tests.refusals import refusing
 
 FP8 = torch.float8_e4m3fn
@@ -36,10 +37,6 @@ def by_transformers(name, weight, block):
     return Fp8Quantize(SimpleNamespace(quantization_config=config))._quantize_one(name, weight)
 
 
-def bits(one):
-    return one.view(torch.uint8) if one.dtype == FP8 else one
-
-
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_a_model_is_what_transformers_makes_of_it(kind, tmp_path):
     transformers = pytest.importorskip("transformers")
@@ -62,9 +59,8 @@ def test_a_model_is_what_transformers_makes_of_it(kind, tmp_path):
     for name, weight in plain.items():
         is_linear = "_proj.weight" in name and not any(size % 32 for size in weight.shape)
         wanted |= by_transformers(name, weight, (32, 32)) if is_linear else {name: weight}
-    assert found.keys() == wanted.keys()
+    assert_same_tree(found, wanted)
     assert len(found) > len(plain) + 4
-    assert all(bits(one).equal(bits(found[name])) for name, one in wanted.items())
 
     quantiser = transformers.FineGrainedFP8Config(**settings)  # a GPU gets these modules
     with init_empty_weights():
@@ -79,7 +75,7 @@ def test_a_model_is_what_transformers_makes_of_it(kind, tmp_path):
     assert not any(info.values())
     zckpt.consolidate(tmp_path / "out", tmp_path / "back", dequantize=True, dtype="bfloat16")
     back = cls.from_pretrained(tmp_path / "back", dtype=torch.bfloat16)
-    assert all(a.equal(b) for a, b in zip(again.state_dict().values(), back.state_dict().values(), strict=True))
+    assert_same_tree(dict(back.state_dict()), dict(again.state_dict()))
 
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -101,7 +97,7 @@ def test_numbers_stay_within_half_a_step_and_codes_come_back(tmp_path):
     assert ((floats - weight).abs() <= step * 0.5001).all()
     for name in ("floats", "out"):
         again, _ = quantised(tmp_path / name, tmp_path / f"{name}2", "fp8-block", dequantize=name == "out")
-        assert bits(again[NAME]).equal(bits(codes))
+        assert_same_tree(again[NAME], codes)
         assert torch.allclose(again[f"{NAME}_scale_inv"], scale, rtol=2e-7, atol=0)
 
 
@@ -110,11 +106,11 @@ def test_last_blocks_are_short_as_in_a_release_whose_configuration_is_given(tmp_
     source = made(tmp_path / "in", {NAME: weight}, quantization_config=settings)
     found, _ = quantised(source, tmp_path / "out")
     codes, scale = by_transformers(NAME, torch.nn.functional.pad(weight, (0, 14, 0, 26)), (32, 32)).values()
-    assert bits(found[NAME]).equal(bits(codes[:70, :50].contiguous()))
+    assert_same_tree(found[NAME], codes[:70, :50])
     assert found[f"{NAME}_scale_inv"].equal(scale)
     zckpt.consolidate(tmp_path / "out", tmp_path / "floats", dequantize=True, dtype="float32")
     zckpt.consolidate(tmp_path / "floats", tmp_path / "again", quantize="fp8-block:32x32", config=tmp_path / "in")
-    assert bits(load_file(tmp_path / "again" / "model.safetensors")[NAME]).equal(bits(found[NAME]))
+    assert_same_tree(load_file(tmp_path / "again" / "model.safetensors")[NAME], found[NAME])
 
 
 def test_experts_in_one_tensor(tmp_path):
@@ -122,8 +118,7 @@ def test_experts_in_one_tensor(tmp_path):
     tensors = {up: torch.randn(3, 128, 64).bfloat16(), down: torch.randn(3, 64, 64).bfloat16()}
     found, settings = quantised(made(tmp_path / "in", tensors), tmp_path / "out")
     wanted = {k: v for name, one in tensors.items() for k, v in by_transformers(name, one, (32, 32)).items()}
-    assert found.keys() == wanted.keys()
-    assert all(bits(one).equal(bits(found[name])) for name, one in wanted.items())
+    assert_same_tree(found, wanted)
     assert settings["modules_to_not_convert"] == ["lm_head"]
     tensors |= {NAME: torch.ones(64, 64), f"{up}_bias": torch.ones(3, 64)}  # transformers has none with biases
     found, settings = quantised(made(tmp_path / "in2", tensors), tmp_path / "out2")
@@ -136,30 +131,31 @@ def test_experts_in_one_tensor(tmp_path):
 
 
 def test_what_is_refused(tmp_path):
-    weight = torch.ones(64, 64)
+    weight, blocks = torch.ones(64, 64), "fp8-block:32x32"
     source = made(tmp_path / "in", {NAME: weight, "model.embed_tokens.weight": weight.clone()})
+
+    def refused(kind, words, given=source, target="out", **how):
+        with refusing(kind, words):
+            zckpt.consolidate(given, tmp_path / target, **how)
+
     for how in ("int4", "fp8-block:0x3"):
-        with refusing(zckpt.UsageError, "expected fp8-block"):
-            zckpt.consolidate(source, tmp_path / "out", quantize=how)
-    with refusing(zckpt.UnsupportedError, "no linear layer has a weight that is a whole number of blocks"):
-        zckpt.consolidate(source, tmp_path / "out", quantize="fp8-block")
-    with refusing(zckpt.UsageError, r"needs a config\.json"):
-        zckpt.consolidate(source, tmp_path / "out.safetensors", quantize="fp8-block:32x32")
-    zckpt.consolidate(source, tmp_path / "codes", quantize="fp8-block:32x32")
-    with refusing(zckpt.UsageError, "--dequantize"):
-        zckpt.consolidate(tmp_path / "codes", tmp_path / "out", quantize="fp8-block:32x32")
+        refused(zckpt.UsageError, "expected fp8-block", quantize=how)
+    words = "no linear layer has a weight that is a whole number of blocks"
+    refused(zckpt.UnsupportedError, words, quantize="fp8-block")
+    refused(zckpt.UsageError, r"needs a config\.json", target="out.safetensors", quantize=blocks)
+    zckpt.consolidate(source, tmp_path / "codes", quantize=blocks)
+    refused(zckpt.UsageError, "--dequantize", tmp_path / "codes", quantize=blocks)
+    config = tmp_path / "config"
+    config.mkdir()
     for wrong in ("{", "[1]", "\xff"):
-        config = tmp_path / "config"
-        config.mkdir(exist_ok=True)
         (config / "config.json").write_text(wrong)
-        with refusing(zckpt.DamagedFileError, r"config\.json: unreadable configuration"):
-            zckpt.consolidate(source, tmp_path / "out", quantize="fp8-block:32x32", config=config)
-        with refusing(zckpt.DamagedFileError, r"config\.json: unreadable configuration"):
-            zckpt.consolidate(tmp_path / "codes", tmp_path / "out", dequantize=True, config=config)
+        words = r"config\.json: unreadable configuration"
+        refused(zckpt.DamagedFileError, words, quantize=blocks, config=config)
+        refused(zckpt.DamagedFileError, words, tmp_path / "codes", dequantize=True, config=config)
     for number, strange in enumerate((float("nan"), float("inf"), -float("inf"))):
         weight[40, 3] = strange
         source = made(tmp_path / f"{number}", {NAME: weight})
-        done = run("consolidate", source, tmp_path / "out", "--quantize", "fp8-block:32x32")
+        done = run("consolidate", source, tmp_path / "out", "--quantize", blocks)
         assert (done.returncode, done.stderr.count("\n")) == (5, 1)
         assert NAME in done.stderr
         assert not (tmp_path / "out").exists()
