@@ -1,4 +1,4 @@
-"""Plans written into directories, and slots read whole, for tests."""
+"""Slots in files, files that are planned of them, plans written into directories, and slots read whole, for tests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,41 @@ from zckpt.engine.cast import Array, numpy_dtype
 from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.copy import read_extent
 from zckpt.engine.plan import Plan
+from zckpt.engine.targets import Hole, TargetFile
 from zckpt.operations.target import write_target
-from zckpt.state import Extent, Slot
+from zckpt.state import Extent, Slot, Span
 from zckpt.storage.files import Sources
 from zckpt.storage.ownership import Owned
+
+FILL = 0xAA
+"""What stands before a tensor in the files that tests make, so that an offset that is off shows."""
+
+
+def in_file(path: str | Path, shape: tuple[int, ...], dtype: str = "float32", at: int = 0, **lies: object) -> Span:
+    """All elements of a tensor, from byte `at` of a file on."""
+    return Span(Extent.whole(shape), str(path), at, dtype, **lies)
+
+
+def stored(path: Path, array: np.ndarray, *, before: int = 0) -> Span:
+    """Write an array's bytes, as they lie in memory, after `before` others; return the span of all its elements."""
+    path.write_bytes(bytes([FILL]) * before + array.tobytes())
+    order = "big" if array.dtype.byteorder == ">" else "little"
+    return in_file(path, array.shape, array.dtype.name, before, byteorder=order)
+
+
+def slot_of(*spans: Span, shape: tuple[int, ...] | None = None, name: str = "weight") -> Slot:
+    """What spans hold together: of the first one's shape, if no other is given."""
+    return Slot(name, spans[0].dtype, spans[0].extent.sizes if shape is None else shape, spans)
+
+
+def hole_of(slot: Slot, at: int = 0, dtype: str | None = None) -> Hole:
+    """A hole for all of a slot, at a byte of a target."""
+    return Hole(at, "weight/w", slot, Extent.whole(slot.shape), dtype or slot.dtype)
+
+
+def file_of(*holes: Hole, name: str = "target", **filled: list) -> TargetFile:
+    """A target that ends behind its last hole."""
+    return TargetFile(name, max(hole.offset + hole.nbytes for hole in holes), holes=list(holes), **filled)
 
 
 def write_directory(made: Plan, target: str | os.PathLike[str], *, owned: Owned | None = None, **options) -> Checked:

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import zckpt
-from tests.plans import write_directory
+from tests.plans import file_of, hole_of, in_file, slot_of, write_directory
 from zckpt.engine.plan import plan
-from zckpt.engine.targets import Hole, TargetFile
+from zckpt.engine.targets import TargetFile
 from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import LEAST_BUFFER_NBYTES, QUEUED, THREADS, Workers, budget, running_on
-from zckpt.state import Extent, Slot, Span
+from zckpt.state import Extent, Span
 
 MEBIBYTE = 1 << 20
 
@@ -95,24 +95,20 @@ def traced() -> Iterator[Callable[[], int]]:
         tracemalloc.stop()
 
 
-def cast_and_columns(path: Path) -> list[TargetFile]:
+def cast_and_columns(path: Path) -> TargetFile:
     """A long tensor that is cast, and one whose columns are there in 8 slices."""
-    shape, rows = (3 * MEBIBYTE // 2,), 12 << 10
-    whole = Slot("weight", "float32", shape, (Span(Extent.whole(shape), str(path), 0, "float32"),))
-    slices = [
-        Span(Extent((0, 16 * i), (rows, 16), 0, 16 * rows), str(path), 64 * i * rows, "float32") for i in range(8)
-    ]
-    columns = Slot("weight", "float32", (rows, 128), tuple(slices))
-    holes = [Hole(0, "w", whole, Extent.whole(shape), "bfloat16")]
-    holes.append(Hole(holes[0].nbytes, "c", columns, Extent.whole(columns.shape), "float32"))
-    return [TargetFile("x", sum(hole.nbytes for hole in holes), [], holes)]
+    rows = 12 << 10
+    extents = [Extent((0, 16 * i), (rows, 16), 0, 16 * rows) for i in range(8)]
+    slices = [Span(extent, str(path), 64 * i * rows, "float32") for i, extent in enumerate(extents)]
+    cast = hole_of(slot_of(in_file(path, (3 * MEBIBYTE // 2,))), dtype="bfloat16")
+    return file_of(cast, hole_of(slot_of(*slices, shape=(rows, 128)), cast.nbytes), name="x")
 
 
 @pytest.mark.parametrize("threads", [None, 1, 16])
 @pytest.mark.every(2)
 def test_buffers_of_any_number_of_threads_stay_within_the_budget(tmp_path, threads):
     (tmp_path / "s").write_bytes(np.random.default_rng(0).bytes(6 * MEBIBYTE))
-    made = plan(cast_and_columns(tmp_path / "s"))
+    made = plan([cast_and_columns(tmp_path / "s")])
     write_directory(made, tmp_path / "first")  # loads what is loaded once
     with running_on(None if threads is None else ThreadPoolExecutor(threads)):
         for memory in (2 * MEBIBYTE, 8 * MEBIBYTE):
@@ -131,9 +127,8 @@ def test_digests_and_a_deep_look_stay_within_the_budget(tmp_path):
     block = 2 * (1 << 18) * 8 * 4  # of doubles; a leaf is a leaf, whatever the budget
     for verb in (zckpt.fingerprint, lambda *given, **more: zckpt.verify(*given, deep=True, **more)):
         with traced() as peak:
-            found = verb(tmp_path / "m.pt", memory=2 * MEBIBYTE, executor=ThreadPoolExecutor(12))
+            verb(tmp_path / "m.pt", memory=2 * MEBIBYTE, executor=ThreadPoolExecutor(12))
             assert peak() < block + BESIDES
     assert zckpt.fingerprint(tmp_path / "m.pt", memory=1, executor=ThreadPoolExecutor(12)).text == expected
     with running_on(ThreadPoolExecutor(12)):
         assert budget(2 * MEBIBYTE, THREADS, buffers=4, most=block, least=block).at_once == 1
-    assert found is not None

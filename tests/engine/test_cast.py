@@ -29,6 +29,7 @@ F32_EDGES = [
     0x477FE000, 0x477FEFFF, 0x477FF000, 0x477FFFFF,  # about the largest float16
     0x7F7F0000, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF,  # about the largest bfloat16
     0x7F800000, 0xFF800000,  # infinities
+    0x7F800001, 0x7FBFFFFF, 0x7FC00000, 0xFF800001, 0xFFFFFFFF,  # no numbers, of many payloads
 ]  # fmt: skip
 
 
@@ -92,7 +93,7 @@ def test_ties_of_float8_are_ties_of_the_float_and_not_of_what_is_looked_up(targe
         assert_as_torch(numbers[~(np.abs(numbers) > most)], "float32", target)
 
 
-@pytest.mark.parametrize("numel", [256, 257, 259, 1001])
+@pytest.mark.parametrize("numel", [257, 259, 1001])
 def test_any_number_of_elements_of_one_byte(numel):
     assert_as_torch(np.resize(patterns("float8_e4m3fn"), numel), "float8_e4m3fn", "bfloat16")
 
@@ -128,29 +129,11 @@ def test_float64_is_rounded_twice_as_torch_does(target):
     assert cast(above, target).astype(np.float64).tolist() == [1, -1]
 
 
+@pytest.mark.parametrize("width", [32, 64])
 @given(st.data(), st.sampled_from(TARGETS))
-def test_any_float32(data, target):
-    numbers = data.draw(arrays(np.float32, 50, elements=st.floats(width=32)))
-    assert_as_torch(numbers, "float32", target)
-
-
-@given(st.data(), st.sampled_from(TARGETS))
-def test_any_float64(data, target):
-    numbers = data.draw(arrays(np.float64, 50, elements=st.floats()))
-    assert_as_torch(numbers, "float64", target)
-
-
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("target", TARGETS)
-def test_nan_stays_nan(source, target):
-    nan = np.array([np.nan], np.float64).astype(np.float32).astype(numpy_dtype(source))
-    assert np.isnan(cast(nan, target).astype(np.float32)).all()
-
-
-@pytest.mark.parametrize("bits", [0x7F800001, 0x7FBFFFFF, 0x7FC00000, 0xFF800001, 0xFFFFFFFF])
-@pytest.mark.parametrize("target", ["float16", "bfloat16"])
-def test_nan_with_any_payload_does_not_become_infinite(bits, target):
-    assert np.isnan(cast(np.array([bits], np.uint32).view(np.float32), target).astype(np.float32)).all()
+def test_any_floats(width, data, target):
+    numbers = data.draw(arrays(f"f{width // 8}", 50, elements=st.floats(width=width)))
+    assert_as_torch(numbers, f"float{width}", target)
 
 
 @pytest.mark.parametrize("dtype", SOURCES)
@@ -177,7 +160,7 @@ def test_every_element_type_has_its_size_in_numpy(dtype):
     assert numpy_dtype(dtype).itemsize == itemsize(dtype)
 
 
-@pytest.mark.parametrize("dtype", [name for name in DTYPES if itemsize(name) > 1])
+@pytest.mark.parametrize("dtype", DTYPES)
 @given(data=byte_strings)
 def test_bytes_in_the_other_order_are_reversed_number_by_number(dtype, data):
     part = itemsize(dtype) // (2 if dtype in COMPLEX else 1)
@@ -192,27 +175,15 @@ def test_bytes_of_a_strided_array_are_reversed_in_its_order():
     assert swapped(array, "float32").tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
-def test_single_bytes_have_no_order():
-    array = np.arange(3, dtype=np.int8)
-    assert swapped(array, "int8").tolist() == [0, 1, 2]
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_mean_is_summed_in_float32_in_order_and_rounded_once(dtype, count):
     rng = np.random.default_rng(count)
     several = [rng.standard_normal(1000).astype(np.float32).astype(numpy_dtype(dtype)) for _ in range(count)]
-    total = in_torch(several[0], dtype).float()
-    for one in several[1:]:
-        total = total + in_torch(one, dtype).float()
-    expected = (total / count).to(getattr(torch, dtype))
+    for one in several:
+        one.flags.writeable = False  # what is averaged is left alone
+    expected = (sum(in_torch(one, dtype).float() for one in several) / count).to(getattr(torch, dtype))
     assert mean(several, dtype).tobytes() == expected.view(torch.uint8).numpy().tobytes()
-
-
-def test_mean_leaves_what_is_averaged_alone():
-    first = np.ones(3, np.float32)
-    mean([first, np.zeros(3, np.float32)], "float32")
-    assert first.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", *COMPLEX, *INTEGERS[:5]])

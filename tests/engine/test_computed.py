@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.plans import write_directory
+from tests.plans import file_of, hole_of, write_directory
 from tests.refusals import refusing
 from tests.strategies import shapes, tilings
 from zckpt.engine.computed import Computed
@@ -28,7 +28,6 @@ from zckpt.engine.targets import Hole, TargetFile
 from zckpt.engine.workers import running_on
 from zckpt.errors import LayoutError
 from zckpt.state import Extent, Slot, Span
-from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import Sources
 from zckpt.storage.recent import Recent
 
@@ -57,14 +56,17 @@ def computed(function: Mean | Decayed | LowRank, shape: tuple[int, ...]) -> Comp
     return Computed("weight", "float32", shape, (), function=function)
 
 
-def planned(slot: Slot, dtype: str) -> Plan:
-    file = TargetFile("x", 3 + slot.numel * itemsize(dtype), [], [Hole(3, "w", slot, Extent.whole(slot.shape), dtype)])
-    return plan([file])
+def planned(slot: Slot, dtype: str = "float32") -> Plan:
+    return plan([file_of(hole_of(slot, 3, dtype))])
 
 
-def written(slot: Slot, dtype: str, folder: Path, memory: int = 64 << 20) -> bytes:
+def written(slot: Slot, folder: Path, dtype: str = "float32", memory: int = 64 << 20) -> bytes:
     write_directory(planned(slot, dtype), folder / "target", memory=memory)
-    return (folder / "target" / "x").read_bytes()[3:]
+    return (folder / "target" / "target").read_bytes()[3:]
+
+
+def stored_each(folder: Path, tensors: list[torch.Tensor]) -> tuple[Slot, ...]:
+    return tuple(stored(folder / str(number), one) for number, one in enumerate(tensors))
 
 
 @given(st.data())
@@ -80,7 +82,7 @@ def test_a_mean_is_torchs_in_float32_rounded_once(data):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         slots = tuple(stored(folder / str(i), t, data.draw(tilings(shape))) for i, t in enumerate(tensors))
-        found = written(computed(Mean(slots, "float32", tuple(weights)), shape), target, folder, memory)
+        found = written(computed(Mean(slots, "float32", tuple(weights)), shape), folder, target, memory)
     used = [1.0] * len(weights) if len(set(weights)) == 1 else weights
     total = used[0] * tensors[0].float()
     for weight, tensor in zip(used[1:], tensors[1:], strict=True):
@@ -92,8 +94,7 @@ def test_a_decayed_mean_is_the_one_that_torch_keeps(tmp_path):
     from torch.optim.swa_utils import get_ema_avg_fn
 
     tensors = [torch.randn(7, 5) for _ in range(4)]
-    slots = tuple(stored(tmp_path / str(i), one) for i, one in enumerate(tensors))
-    found = written(computed(Decayed(slots, "float32", 0.97), (7, 5)), "float32", tmp_path)
+    found = written(computed(Decayed(stored_each(tmp_path, tensors), "float32", 0.97), (7, 5)), tmp_path)
     average, mean = get_ema_avg_fn(0.97), tensors[0]
     for one in tensors[1:]:
         mean = average(mean, one, 1)
@@ -102,50 +103,53 @@ def test_a_decayed_mean_is_the_one_that_torch_keeps(tmp_path):
 
 def test_float64_is_computed_in_float64(tmp_path):
     tensors = [torch.randn(33, dtype=torch.float64) for _ in range(3)]
-    slots = tuple(stored(tmp_path / str(i), one) for i, one in enumerate(tensors))
-    found = written(computed(Mean(slots, "float64", (0.2, 0.3, 0.5)), (33,)), "float64", tmp_path)
+    mean = computed(Mean(stored_each(tmp_path, tensors), "float64", (0.2, 0.3, 0.5)), (33,))
+    found = written(mean, tmp_path, "float64")
     assert found == raw(0.2 * tensors[0] + 0.3 * tensors[1] + 0.5 * tensors[2])
 
 
 @pytest.mark.filterwarnings("error")
 def test_what_is_no_number_stays_none(tmp_path):
     odd = [torch.tensor([math.inf, math.inf, math.nan, 3e38, 65000.0]), torch.tensor([1, -math.inf, 1, 3e38, 65000.0])]
-    slots = tuple(stored(tmp_path / str(i), one) for i, one in enumerate(odd))
-    mean = computed(Mean(slots, "float32", (0.75, 0.25)), (5,))
-    found = np.frombuffer(written(mean, "float16", tmp_path), np.float16)
+    mean = computed(Mean(stored_each(tmp_path, odd), "float32", (0.75, 0.25)), (5,))
+    found = np.frombuffer(written(mean, tmp_path, "float16"), np.float16)
     assert np.isnan(found).tolist() == [False, True, True, False, False]
     assert np.isinf(found).tolist() == [True, False, False, True, False]  # the mean of 3e38 is beyond float16
 
 
-def low_rank(folder: Path, rows: int, columns: int, rank: int, *, transposed: bool = False) -> tuple[LowRank, bytes]:
-    """Return a function of files, and what numpy says of it in one product."""
+def low_rank(folder: Path, rows: int, columns: int, rank: int, *, transposed: bool = False):
+    """Return a function of files, and what torch says of it in one product."""
     generator = torch.Generator().manual_seed(rows)
     base = torch.randn(rows, columns, generator=generator).bfloat16()
     left = torch.randn(rows, rank, generator=generator)
     right = torch.randn(rank, columns, generator=generator)
     factors = (left.T, right.T) if transposed else (left, right)
-    slots = [stored(folder / f"{i}", one) for i, one in enumerate((base, *factors))]
-    function = LowRank(slots[0], slots[1], slots[2], 0.5, "float32", transposed, Recent(KEPT_NBYTES))
-    truth = base.double() + 0.5 * (left.double() @ right.double())
-    return function, truth.numpy().tobytes()
+    slots = stored_each(folder, [base, *factors])
+    function = LowRank(*slots, 0.5, "float32", transposed, Recent(KEPT_NBYTES))
+    return function, base.double() + 0.5 * (left.double() @ right.double())
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("rows", "columns", "rank"), [(1000, 700, 4), (1, 9, 1), (5, 1, 3), (3, 400_000, 2)])
 def test_a_product_is_added_in_blocks(tmp_path, rows, columns, rank, transposed):
     function, truth = low_rank(tmp_path, rows, columns, rank, transposed=transposed)
-    found = np.frombuffer(written(computed(function, (rows, columns)), "float32", tmp_path, 1), np.float32)
-    np.testing.assert_allclose(found, np.frombuffer(truth), rtol=1e-5, atol=1e-5)
+    found = np.frombuffer(written(computed(function, (rows, columns)), tmp_path, memory=1), np.float32)
+    np.testing.assert_allclose(found, truth.numpy().reshape(-1), rtol=1e-5, atol=1e-5)
 
 
 def test_bits_of_a_product_do_not_depend_on_who_asks(tmp_path):
+    """Of parts of it, nor of other processes."""
     function, _ = low_rank(tmp_path, 1000, 700, 16)
     slot = computed(function, (1000, 700))
-    found = written(slot, "float32", tmp_path)
+    found = written(slot, tmp_path)
     with Sources() as sources:
         for start, numel in [(0, 1), (349_999, 2), (123_457, 300_000), (699_999, 1)]:
             some = read_extent(slot, Extent.flat(slot.shape, start, numel), sources, dtype="float32")
             assert some.tobytes() == found[4 * start : 4 * (start + numel)]
+    assert pickle.loads(pickle.dumps(function)).step == function.step
+    with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool, running_on(pool):
+        write_directory(planned(slot), tmp_path / "again", memory=64 << 20)
+    assert (tmp_path / "again" / "target").read_bytes()[3:] == found
 
 
 def test_the_right_factor_is_read_once(tmp_path):
@@ -158,19 +162,9 @@ def test_the_right_factor_is_read_once(tmp_path):
     assert reads == [1]
 
 
-def test_other_processes_compute_the_same(tmp_path):
-    function, _ = low_rank(tmp_path, 1000, 700, 4)
-    slot = computed(function, (1000, 700))
-    assert pickle.loads(pickle.dumps(function)).step == function.step
-    found = written(slot, "float32", tmp_path)
-    with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool, running_on(pool):
-        write_directory(planned(slot, "float32"), tmp_path / "again", memory=64 << 20)
-    assert (tmp_path / "again" / "x").read_bytes()[3:] == found
-
-
 def test_a_plan_counts_what_is_read_and_written(tmp_path):
-    slots = tuple(stored(tmp_path / str(i), torch.randn(10, 3).bfloat16()) for i in range(3))
-    found = planned(computed(Mean(slots, "float32", (1, 1, 1)), (10, 3)), "float32")
+    slots = stored_each(tmp_path, [torch.randn(10, 3).bfloat16() for _ in range(3)])
+    found = planned(computed(Mean(slots, "float32", (1, 1, 1)), (10, 3)))
     assert (found.read_nbytes, found.copy_nbytes, found.write_nbytes) == (180, 120, 123)
     assert found.sources == {str(tmp_path / str(i)) for i in range(3)}
 
@@ -179,7 +173,7 @@ def test_an_input_with_a_gap_is_refused_before_anything_is_written(tmp_path):
     whole = stored(tmp_path / "0", torch.randn(10))
     gap = stored(tmp_path / "1", torch.randn(10), [Extent.flat((10,), 0, 4), Extent.flat((10,), 5, 5)])
     with refusing(LayoutError, "some elements are missing"):
-        planned(computed(Mean((whole, gap), "float32", (1, 1)), (10,)), "float32")
+        planned(computed(Mean((whole, gap), "float32", (1, 1)), (10,)))
 
 
 def test_a_box_of_a_computed_slot_is_refused(tmp_path):
@@ -191,12 +185,10 @@ def test_a_box_of_a_computed_slot_is_refused(tmp_path):
 
 @pytest.mark.parametrize("start", [0, 3, 7])
 def test_what_no_content_of_a_partition_holds_is_zero(start, tmp_path):
-    values = np.arange(1, 6, dtype="float32")
-    (tmp_path / "x").write_bytes(values.tobytes())
-    slot = Slot("x", "float32", (5,), (Span(Extent.whole((5,)), str(tmp_path / "x"), 0, "float32"),))
-    partition = end_to_end([(start, 5, 0, slot)], 12)
+    values = torch.arange(1, 6.0)
+    partition = end_to_end([(start, 5, 0, stored(tmp_path / "x", values))], 12)
     with Sources() as sources:
         for _ in range(3):
             np.full(12, np.nan, np.float32)  # whose memory comes next
             found = read_extent(partition, partition.whole, sources)
-            assert found.tolist() == [0] * start + [*values] + [0] * (7 - start)
+            assert found.tolist() == [0] * start + values.tolist() + [0] * (7 - start)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import zckpt
+from tests.plans import hole_of, in_file, slot_of
 from zckpt.engine import congruence
 from zckpt.engine.congruence import residue
-from zckpt.engine.targets import Hole
 from zckpt.formats.safetensors.file import read_header
-from zckpt.state import WEIGHT, Checkpoint, Extent, Slot, Span
+from zckpt.state import WEIGHT, Checkpoint
 from zckpt.storage.clone import BLOCK_NBYTES, LEAST_NBYTES, cloneable, may_clone
 
 MIB = 1 << 20
@@ -23,11 +25,18 @@ def clones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(congruence, "may_clone", lambda path: True)
 
 
-def model() -> dict[str, torch.Tensor]:
-    """Tensors of which the last are too small to be padded for."""
+def saved(path: Path) -> dict[str, torch.Tensor]:
+    """Write tensors, the last of which is too small to be padded for."""
     torch.manual_seed(0)
     shapes = {"a": (MIB,), "b": (700, 1001), "c": (3, MIB // 2), "d": (10,)}
-    return {name: torch.randn(shape) for name, shape in shapes.items()}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    (torch.save if path.suffix == ".pt" else save_file)(tensors, path)
+    return tensors
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def cloned(source: Checkpoint, target: Checkpoint) -> dict[str, int]:
@@ -43,44 +52,29 @@ def cloned(source: Checkpoint, target: Checkpoint) -> dict[str, int]:
 @pytest.mark.usefixtures("clones")
 @pytest.mark.parametrize("source", ["m.safetensors", "m.pt"])
 def test_every_large_record_of_a_torch_file_can_be_a_clone(source, tmp_path):
-    tensors = model()
-    if source == "m.pt":
-        torch.save(tensors, tmp_path / source)
-    else:
-        save_file(tensors, tmp_path / source)
+    tensors = saved(tmp_path / source)
     target = tmp_path / "t.pt"
     zckpt.consolidate(tmp_path / source, target)
     found = cloned(zckpt.open(tmp_path / source), zckpt.open(target))
     for name in "abc":
         assert found[name] > tensors[name].nbytes - 2 * BLOCK_NBYTES
     for mapped in (False, True):
-        loaded = torch.load(target, weights_only=True, mmap=mapped)
-        assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+        assert_equal(torch.load(target, weights_only=True, mmap=mapped), tensors)
     assert zckpt.verify(target, deep=True).sound
-
-
-@pytest.mark.usefixtures("clones")
-def test_reader_that_computes_offsets_looks_those_of_padded_records_up(tmp_path):
     config = pytest.importorskip("torch.utils.serialization").config
-    if not hasattr(config.load, "calculate_storage_offsets"):
-        pytest.skip("this torch computes no offsets")
-    save_file(model(), tmp_path / "s.safetensors")
-    zckpt.consolidate(tmp_path / "s.safetensors", tmp_path / "t.pt")
-    with config.patch("load.calculate_storage_offsets", True):
-        loaded = torch.load(tmp_path / "t.pt", weights_only=True, mmap=True)
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in model().items())
+    if hasattr(config.load, "calculate_storage_offsets"):  # those of padded records are looked up
+        with config.patch("load.calculate_storage_offsets", True):
+            assert_equal(torch.load(target, weights_only=True, mmap=True), tensors)
 
 
 @pytest.mark.usefixtures("clones")
 def test_header_of_safetensors_is_padded_for_most_of_its_bytes(tmp_path):
-    tensors = model()
-    torch.save(tensors, tmp_path / "s.pt")
+    tensors = saved(tmp_path / "s.pt")
     target = tmp_path / "t.safetensors"
     zckpt.consolidate(tmp_path / "s.pt", target)
     found = cloned(zckpt.open(tmp_path / "s.pt"), zckpt.open(target))
     assert max(found.values()) >= tensors["c"].nbytes - 2 * BLOCK_NBYTES
-    loaded = load_file(target)
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    assert_equal(load_file(target), tensors)
     zckpt.consolidate(target, tmp_path / "again.safetensors")
     found = cloned(zckpt.open(target), zckpt.open(tmp_path / "again.safetensors"))
     assert sum(found.values()) > 0.99 * sum(t.nbytes for t in tensors.values() if t.nbytes > LEAST_NBYTES)
@@ -89,7 +83,7 @@ def test_header_of_safetensors_is_padded_for_most_of_its_bytes(tmp_path):
 def test_files_elsewhere_are_padded_as_ever(tmp_path):
     if may_clone(str(tmp_path / "s")):
         pytest.skip("this file system clones")
-    save_file(model(), tmp_path / "s.safetensors")
+    saved(tmp_path / "s.safetensors")
     zckpt.consolidate(tmp_path / "s.safetensors", tmp_path / "t.safetensors")
     slots, _, nbytes = read_header(tmp_path / "t.safetensors")
     first = min(slot.spans[0].offset for slot in slots.values())
@@ -101,8 +95,7 @@ def test_files_elsewhere_are_padded_as_ever(tmp_path):
 @pytest.mark.usefixtures("clones")
 def test_residue_is_that_of_most_bytes_and_a_multiple_of_the_step(tmp_path):
     def hole(at, offset, numel, dtype="uint8"):
-        span = Span(Extent.whole((numel,)), str(tmp_path / "s"), offset, "uint8")
-        return Hole(at, "w", Slot("w", "uint8", (numel,), (span,)), Extent.whole((numel,)), dtype)
+        return hole_of(slot_of(in_file(tmp_path / "s", (numel,), "uint8", offset)), at, dtype)
 
     assert residue([hole(0, 100, MIB)], 1) == 100
     assert residue([hole(0, 100, MIB), hole(MIB, 200, 2 * MIB)], 1) == 200
@@ -116,11 +109,7 @@ def test_residue_is_that_of_most_bytes_and_a_multiple_of_the_step(tmp_path):
 @pytest.mark.usefixtures("clones")
 @pytest.mark.parametrize("source", ["m.safetensors", "m.pt"])
 def test_every_large_item_of_a_dcp_directory_can_be_a_clone(source, tmp_path):
-    tensors = model()
-    if source == "m.pt":
-        torch.save(tensors, tmp_path / source)
-    else:
-        save_file(tensors, tmp_path / source)
+    tensors = saved(tmp_path / source)
     zckpt.convert(tmp_path / source, tmp_path / "dcp", to="dcp")
     found = cloned(zckpt.open(tmp_path / source), zckpt.open(tmp_path / "dcp"))
     for name in "abc":
@@ -130,18 +119,18 @@ def test_every_large_item_of_a_dcp_directory_can_be_a_clone(source, tmp_path):
         assert zckpt.verify(tmp_path / directory, deep=True).sound
         loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         dcp.load({"model": loaded}, checkpoint_id=tmp_path / directory, no_dist=True)
-        assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+        assert_equal(loaded, tensors)
 
 
 @pytest.mark.usefixtures("clones")
 def test_a_file_of_our_own_is_padded_for_most_of_its_bytes_and_is_still_what_the_document_says(tmp_path, monkeypatch):
-    save_file(model(), tmp_path / "s.safetensors")
+    tensors = saved(tmp_path / "s.safetensors")
     zckpt.convert(tmp_path / "s.safetensors", tmp_path / "own", to="zckpt")
     found = cloned(zckpt.open(tmp_path / "s.safetensors"), zckpt.open(tmp_path / "own"))
-    large = [tensor.nbytes for tensor in model().values() if tensor.nbytes > LEAST_NBYTES]
+    large = [tensor.nbytes for tensor in tensors.values() if tensor.nbytes > LEAST_NBYTES]
     assert sum(found.values()) >= sum(large) - 2 * BLOCK_NBYTES * len(large)
     assert zckpt.verify(tmp_path / "own", deep=True).sound
     loaded = load_file(tmp_path / "own" / "rank-00000-of-00001.safetensors")
-    assert all(torch.equal(loaded[f"weight/{name}"], tensor) for name, tensor in model().items())
+    assert all(torch.equal(loaded[f"weight/{name}"], tensor) for name, tensor in tensors.items())
     monkeypatch.setattr("zckpt.formats.native.reader.open_rank_file", None)  # no header is read to know where all is
     assert zckpt.fingerprint(tmp_path / "own").text == zckpt.fingerprint(tmp_path / "s.safetensors").text

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import shutil
 import zlib
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -12,18 +14,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import zckpt
 from tests.cli.console import FIXTURES
-from tests.plans import write_directory
+from tests.plans import hole_of, in_file, slot_of, write_directory
 from tests.refusals import refusing
 from zckpt.engine.checking import Checks, Sum
-from zckpt.engine.plan import plan
-from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
+from zckpt.engine.plan import Plan, plan
+from zckpt.engine.targets import Checksum, Literal, TargetFile
+from zckpt.engine.workers import running_on
 from zckpt.errors import DamagedFileError
-from zckpt.state import Extent, Slot, Span
+from zckpt.state import Extent, Span
 from zckpt.storage import files as storage_files
 from zckpt.storage.direct import OpenTarget
 from zckpt.storage.files import LEAST_DIRECT_NBYTES, PAGE_NBYTES, Sources, aligned
@@ -67,37 +71,39 @@ def test_what_is_written_directly_is_written_there_and_nowhere_else(tmp_path_fac
     assert path.read_bytes() == b"\xaa" * offset + data + b"\xaa" * ((1 << 20) - offset - nbytes)
 
 
-def files(source: Path) -> list[TargetFile]:
+@pytest.fixture(scope="module")
+def made(source) -> Plan:
     """What stays as it is, at good and bad offsets; what is cast; small tensors; slices; and checksums of it."""
-    whole = Extent.whole((NBYTES // 8,))
-    first = Slot("w", "float32", whole.sizes, (Span(whole, str(source), 64, "float32"),))
-    shifted = Slot("w", "float32", whole.sizes, (Span(whole, str(source), 68, "float32"),))
+    first, shifted = (slot_of(in_file(source, (NBYTES // 8,), at=at)) for at in (64, 68))
     slices = [Span(Extent((0, 4 * i), (8192, 4), 0, 32768), str(source), 131072 * i, "float32") for i in range(4)]
-    columns = Slot("w", "float32", (8192, 16), tuple(slices))
-    small = [Slot("w", "float32", (900,), (Span(Extent.whole((900,)), str(source), 3600 * i, "float32"),))
-             for i in range(9)]  # fmt: skip
+    small = [slot_of(in_file(source, (900,), at=3600 * i)) for i in range(9)]
     holes, at = [], 4160
-    for slot, dtype in [(first, "float32"), (shifted, "float32"), (first, "bfloat16"), (columns, "float32"),
-                        *((one, "float32") for one in small)]:  # fmt: skip
-        holes.append(Hole(at, "w", slot, Extent.whole(slot.shape), dtype))
+    for slot, dtype in [(first, None), (shifted, None), (first, "bfloat16"), (slot_of(*slices, shape=(8192, 16)), None),
+                        *((one, None) for one in small)]:  # fmt: skip
+        holes.append(hole_of(slot, at, dtype))
         at += holes[-1].nbytes + 4
     checksums = [Checksum(holes[0].offset, holes[1].offset + holes[1].nbytes, (0,))]
-    return [TargetFile("x", at, [Literal(4, b"head")], holes, checksums)]
+    return plan([TargetFile("x", at, [Literal(4, b"head")], holes, checksums)])
 
 
-def test_targets_are_the_same_bit_by_bit(source, tmp_path):
-    made = plan(files(source))
+@pytest.fixture(scope="module")
+def expected(made, tmp_path_factory) -> bytes:
+    """What is written through the page cache."""
+    folder = tmp_path_factory.mktemp("expected")
+    write_directory(made, folder / "t")
+    return (folder / "t" / "x").read_bytes()
+
+
+def test_targets_are_the_same_bit_by_bit(source, made, expected, tmp_path):
     sums = [Sum("s", str(source), 64, NBYTES // 2, zlib.crc32(source.read_bytes()[64 : 64 + NBYTES // 2]))]
-    write_directory(made, tmp_path / "a")
     for memory in (1, 300_000, 64 << 20):
         checked = write_directory(made, tmp_path / "b", direct=True, memory=memory, overwrite=True, checks=Checks(sums))
         assert checked.nbytes == NBYTES // 2
-        assert (tmp_path / "a" / "x").read_bytes() == (tmp_path / "b" / "x").read_bytes()
+        assert (tmp_path / "b" / "x").read_bytes() == expected
 
 
-def test_a_file_system_without_it_is_read_and_written_as_ever_and_named(source, tmp_path, monkeypatch):
-    made, usual = plan(files(source)), os.open
-    write_directory(made, tmp_path / "a")
+def test_a_file_system_without_it_is_read_and_written_as_ever_and_named(made, expected, tmp_path, monkeypatch):
+    usual = os.open
 
     def refused(path, flags, *rest, **more):
         if flags & storage_files._O_DIRECT:
@@ -106,7 +112,7 @@ def test_a_file_system_without_it_is_read_and_written_as_ever_and_named(source, 
 
     monkeypatch.setattr(os, "open", refused)
     write_directory(made, tmp_path / "b", direct=True)
-    assert (tmp_path / "a" / "x").read_bytes() == (tmp_path / "b" / "x").read_bytes()
+    assert (tmp_path / "b" / "x").read_bytes() == expected
     done = zckpt.consolidate(FIXTURES / "s2_bf16_dp2", tmp_path / "m.safetensors", direct=True)
     said = [note for note in done.notes if "page cache" in note]
     assert len(said) == 2
@@ -115,52 +121,45 @@ def test_a_file_system_without_it_is_read_and_written_as_ever_and_named(source, 
 
 
 @pytest.mark.skipif(not DIRECT, reason="a system without O_DIRECT")
-def test_reads_and_writes_that_are_refused_later_go_on_through_the_cache(source, tmp_path, monkeypatch):
-    made = plan(files(source))
-    write_directory(made, tmp_path / "a")
-    kept = {"preadv": os.preadv, "pwrite": os.pwrite}
-    flags = __import__("fcntl")
-
-    def refusing(name):
+def test_reads_and_writes_that_are_refused_later_go_on_through_the_cache(made, expected, tmp_path, monkeypatch):
+    def unless_direct(function):
         def call(descriptor, *rest):
-            if flags.fcntl(descriptor, flags.F_GETFL) & os.O_DIRECT:
+            if is_direct(descriptor):
                 raise OSError(errno.EINVAL, "Invalid argument")
-            return kept[name](descriptor, *rest)
+            return function(descriptor, *rest)
 
         return call
 
-    for name in kept:
-        monkeypatch.setattr(os, name, refusing(name))
+    for name in ("preadv", "pwrite"):
+        monkeypatch.setattr(os, name, unless_direct(getattr(os, name)))
     write_directory(made, tmp_path / "b", direct=True)
-    assert (tmp_path / "a" / "x").read_bytes() == (tmp_path / "b" / "x").read_bytes()
+    assert (tmp_path / "b" / "x").read_bytes() == expected
 
 
-def optimizer(path: Path, **state: np.ndarray) -> Path:
-    """Write a model and its masters, which lie a few bytes behind pages; a tensor is in two files, one of 2 bytes."""
-    import torch
-
-    tensors = {name: torch.from_numpy(one) for name, one in state.items()}
-    torch.save(tensors | {"half": tensors["w"].to(torch.bfloat16), "tiny": torch.ones(1)}, path)
-    return path
+def is_direct(descriptor: int) -> bool:
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder, w = tmp_path_factory.mktemp("pair"), np.random.default_rng(3).normal(size=(311, 1031)).astype(np.float32)
-    other = w.copy()
-    other[300, 1000] += 1
-    return optimizer(folder / "a.pt", w=w), optimizer(folder / "b.pt", w=other)
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two models, one element of which differs; their tensors lie a few bytes behind pages."""
+    folder, w = tmp_path_factory.mktemp("pair"), torch.randn(311, 1031, generator=torch.Generator().manual_seed(3))
+    paths = [folder / name for name in ("a.pt", "b.pt")]
+    for path in paths:
+        torch.save({"w": w, "half": w.bfloat16(), "tiny": torch.ones(1)}, path)
+        w[300, 1000] += 1
+    return paths
 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes that were read past the page cache, one number for each read."""
     found: list[int] = []
-    usual, flags = os.preadv, __import__("fcntl")
+    usual = os.preadv
 
     def call(descriptor, *rest):
         count = usual(descriptor, *rest)
-        found.extend([count] if flags.fcntl(descriptor, flags.F_GETFL) & os.O_DIRECT else [])
+        found.extend([count] if is_direct(descriptor) else [])
         return count
 
     monkeypatch.setattr(os, "preadv", call)
@@ -195,24 +194,16 @@ def test_what_is_no_sample_is_needed_for_it(pair):
 
 @pytest.mark.skipif(not DIRECT, reason="a system without O_DIRECT")
 def test_a_file_that_ends_early_is_named(pair, tmp_path, counted):
-    found = zckpt.open(pair[0])
-    short = Path(found.files[0].path)
-    kept = short.read_bytes()
-    try:
-        os.truncate(short, len(kept) // 2)
-        with refusing(DamagedFileError, "ends too early"):
-            zckpt.fingerprint(found, direct=True)
-        assert counted
-    finally:
-        short.write_bytes(kept)
+    short = Path(shutil.copy(pair[0], tmp_path))
+    found = zckpt.open(short)
+    os.truncate(short, short.stat().st_size // 2)
+    with refusing(DamagedFileError, "ends too early"):
+        zckpt.fingerprint(found, direct=True)
+    assert counted
 
 
 @pytest.mark.nightly
-def test_other_processes_do_it_too(source, tmp_path):
-    from zckpt.engine.workers import running_on
-
-    made = plan(files(source))
-    write_directory(made, tmp_path / "a")
+def test_other_processes_do_it_too(made, expected, tmp_path):
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool, running_on(pool):
         write_directory(made, tmp_path / "b", direct=True)
-    assert (tmp_path / "a" / "x").read_bytes() == (tmp_path / "b" / "x").read_bytes()
+    assert (tmp_path / "b" / "x").read_bytes() == expected

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from tests.folders import names_in
 from tests.pairwise import each
-from tests.plans import Counter, noise, write_directory
+from tests.plans import Counter, file_of, hole_of, in_file, noise, slot_of, stored, write_directory
 from tests.refusals import refusing
 from tests.strategies import extents, shapes, storages, tilings
 from zckpt.engine.cast import numpy_dtype
@@ -43,29 +43,6 @@ from zckpt.storage.files import Sources
 from zckpt.torchfile import OrderedMapping
 
 BUDGETS = [1, 4 << 10, 1 << 20, 64 << 20]
-FILL = 0xAA
-"""What stands before a tensor in the files that these tests make, so that an offset that is off shows."""
-
-
-def stored(path: Path, array: np.ndarray, *, before: int = 0) -> Span:
-    """Write an array's bytes, as they lie in memory, after `before` others; return the span of all its elements."""
-    path.write_bytes(bytes([FILL]) * before + array.tobytes())
-    name = array.dtype.name
-    return Span(
-        Extent.whole(array.shape), str(path), before, name, None, "big" if array.dtype.byteorder == ">" else "little"
-    )
-
-
-def slot_of(*spans: Span, shape: tuple[int, ...] | None = None) -> Slot:
-    return Slot("weight", spans[0].dtype, spans[0].extent.sizes if shape is None else shape, spans)
-
-
-def hole_of(slot: Slot, offset: int = 0, dtype: str | None = None) -> Hole:
-    return Hole(offset, "weight/w", slot, Extent.whole(slot.shape), dtype or slot.dtype)
-
-
-def file_of(*holes: Hole, name: str = "target") -> TargetFile:
-    return TargetFile(name, max(hole.offset + hole.nbytes for hole in holes), holes=list(holes))
 
 
 def written(slot: Slot, target: Path, *, dtype: str | None = None, **options: object) -> np.ndarray:
@@ -82,19 +59,8 @@ def processes() -> Iterator[Executor]:
 
 # --- the right bytes in the right place -------------------------------------------------------------------------
 
-SIZES = [
-    0,
-    1,
-    2,
-    4095,
-    4096,
-    4097,
-    BUFFER_NBYTES - 1,
-    BUFFER_NBYTES + 1,
-    BATCH_NBYTES,
-    BATCH_NBYTES + 1,
-    3 * BATCH_NBYTES,
-]
+SIZES = [0, 1, 2, 4095, 4096, 4097, BUFFER_NBYTES - 1, BUFFER_NBYTES + 1, BATCH_NBYTES, BATCH_NBYTES + 1,
+         3 * BATCH_NBYTES]  # fmt: skip
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
@@ -117,40 +83,19 @@ def test_holes_and_literals_fill_the_file_as_laid_out(tmp_path):
     slots = [slot_of(stored(tmp_path / "a", a, before=1)), slot_of(stored(tmp_path / "b", b, before=9))]
     file = TargetFile("t", 80, [Literal(0, b"head"), Literal(58, b"middle"), Literal(78, b"ok")])
     file.holes = [hole_of(slots[0], 8), hole_of(slots[1], 64)]
-    write_target(plan([file]), tmp_path / "t")
+    write_target(plan([TargetFile.of("index", b"index"), file]), tmp_path / "t")
     found = (tmp_path / "t").read_bytes()
     assert found == b"head" + bytes(4) + a.tobytes() + bytes(10) + b"middle" + b.tobytes() + b"ok"
+    assert (tmp_path / "index").read_bytes() == b"index"
 
 
-def test_file_without_tensors_is_its_literals(tmp_path):
-    write_target(plan([TargetFile("t", 5, [Literal(0, b"index")])]), tmp_path / "t")
-    assert (tmp_path / "t").read_bytes() == b"index"
-
-
-def test_one_source_is_read_for_several_files(tmp_path):
+def test_one_source_is_read_for_several_files_each_of_which_is_under_its_name(tmp_path):
     data = noise(100)
     slot = slot_of(stored(tmp_path / "s", data))
-    files = [file_of(hole_of(slot), name="a"), file_of(hole_of(slot, dtype="float16"), name="b")]
-    write_target(plan(files), tmp_path / "b")
-    assert (tmp_path / "a").read_bytes() == data.tobytes()
-    assert (tmp_path / "b").read_bytes() == data.astype(np.float16).tobytes()
-
-
-def test_directory_holds_each_file_under_its_name(tmp_path):
-    data = noise(10)
-    slot = slot_of(stored(tmp_path / "s", data))
-    write_directory(
-        plan([file_of(hole_of(slot), name="zero/w/fp32.pt"), file_of(hole_of(slot), name="x")]), tmp_path / "t"
-    )
-    assert (tmp_path / "t/zero/w/fp32.pt").read_bytes() == (tmp_path / "t/x").read_bytes() == data.tobytes()
-
-
-def test_more_sources_than_a_worker_keeps_open(tmp_path):
-    parts = [noise(5) + i for i in range(100)]
-    spans = [
-        replace(stored(tmp_path / f"s{i}", part), extent=Extent.flat((500,), 5 * i, 5)) for i, part in enumerate(parts)
-    ]
-    assert np.array_equal(written(slot_of(*spans, shape=(500,)), tmp_path / "t"), np.concatenate(parts))
+    made = plan([file_of(hole_of(slot), name="zero/w/fp32.pt"), file_of(hole_of(slot, dtype="float16"), name="x")])
+    write_directory(made, tmp_path / "t")
+    assert (tmp_path / "t/zero/w/fp32.pt").read_bytes() == data.tobytes()
+    assert (tmp_path / "t/x").read_bytes() == data.astype(np.float16).tobytes()
 
 
 def sliced(tmp_path: Path, whole: np.ndarray, dim: int, ranks: int) -> Slot:
@@ -164,18 +109,22 @@ def sliced(tmp_path: Path, whole: np.ndarray, dim: int, ranks: int) -> Slot:
     return slot_of(*spans, shape=whole.shape)
 
 
-@pytest.mark.parametrize(("memory", "dim"), each(BUDGETS, [0, 1, 2]))
-def test_tensor_parallel_slices_are_put_together(dim, memory, tmp_path):
-    whole = noise(37 * 61 * 53).reshape(37, 61, 53)
+LONG_ROWS = (3, 200_000), 1
+"""Larger than the budget."""
+
+
+@pytest.mark.parametrize(("memory", "cut"), each(BUDGETS, [LONG_ROWS, *(((37, 61, 53), dim) for dim in (1, 2, 0))]))
+def test_tensor_parallel_slices_are_put_together(cut, memory, tmp_path):
+    shape, dim = cut
+    whole = noise(math.prod(shape)).reshape(shape)
     slot = sliced(tmp_path, whole, dim, 4)
     assert np.array_equal(written(slot, tmp_path / "t", memory=memory), whole)
     assert np.array_equal(written(slot, tmp_path / "c", memory=memory, dtype="float16"), whole.astype(np.float16))
 
 
-@pytest.mark.parametrize("memory", BUDGETS)
-def test_slices_of_rows_larger_than_the_budget(memory, tmp_path):
-    whole = noise(3 * 200_000).reshape(3, 200_000)
-    assert np.array_equal(written(sliced(tmp_path, whole, 1, 3), tmp_path / "t", memory=memory), whole)
+def test_more_sources_than_a_worker_keeps_open(tmp_path):
+    whole = noise(500)
+    assert np.array_equal(written(sliced(tmp_path, whole, 0, 100), tmp_path / "t"), whole)
 
 
 @given(st.data(), shapes(), st.sampled_from([4, 8, 12, 40, 100, 10_000]))
@@ -228,26 +177,22 @@ def test_cast_that_is_not_done_leaves_nothing_behind(dtype, tmp_path):
 @pytest.mark.parametrize("dtype", ["int16", "float32", "float64", "int64", "complex64", "complex128", "uint8", "bool"])
 def test_big_endian_source_is_turned(dtype, tmp_path):
     data = (np.random.default_rng(0).standard_normal(5000) * 100).astype(np.dtype(dtype).newbyteorder(">"))
-    span = replace(stored(tmp_path / "s", data, before=2), byteorder="big")
-    found = written(slot_of(span), tmp_path / "t", memory=1)
-    assert np.array_equal(found, data.astype(dtype))
+    span = replace(stored(tmp_path / "s", data, before=2), byteorder="big")  # bytes have no order of their own
+    assert np.array_equal(written(slot_of(span), tmp_path / "t", memory=1), data.astype(dtype))
 
 
 def test_big_endian_bfloat16_is_turned_and_cast(tmp_path):
     data = noise(100, "bfloat16")
-    (tmp_path / "s").write_bytes(data.view(np.uint16).astype(">u2").tobytes())
-    span = Span(Extent.whole((100,)), str(tmp_path / "s"), 0, "bfloat16", None, "big")
+    span = replace(stored(tmp_path / "s", data.view(np.uint16).astype(">u2")), dtype="bfloat16")
     assert np.array_equal(written(slot_of(span), tmp_path / "t", dtype="float32"), data.astype(np.float32))
 
 
 def viewed(tmp_path: Path, view: torch.Tensor, before: int = 3) -> Slot:
     """Store what a view looks at, as torch.save does, and return the slot of the view."""
-    storage = torch.tensor([], dtype=torch.uint8).set_(view.untyped_storage()).numpy().tobytes()
-    (tmp_path / "s").write_bytes(bytes([FILL]) * before + storage)
+    stored(tmp_path / "s", torch.tensor([], dtype=torch.uint8).set_(view.untyped_storage()).numpy(), before=before)
     offset = before + view.storage_offset() * view.itemsize
     dtype = str(view.dtype).removeprefix("torch.")
-    extent = Extent.whole(tuple(view.shape))
-    return slot_of(Span(extent, str(tmp_path / "s"), offset, dtype, tuple(view.stride())))
+    return slot_of(in_file(tmp_path / "s", tuple(view.shape), dtype, offset, strides=tuple(view.stride())))
 
 
 VIEWS = {
@@ -288,7 +233,7 @@ def test_tensor_with_any_strides_is_written_in_row_major_order(data, shape):
 def test_replicas_are_averaged(dtype, memory, tmp_path):
     several = [noise(30_000, dtype) * numpy_dtype(dtype).type(i + 1) for i in range(3)]
     spans = [stored(tmp_path / f"s{i}", one, before=i) for i, one in enumerate(several)]
-    slot = Slot("weight", dtype, (30_000,), spans[:1], tuple((span,) for span in spans[1:]))
+    slot = replace(slot_of(spans[0]), replicas=tuple((span,) for span in spans[1:]))
     total = sum(torch.from_numpy(one.astype(np.float32)) for one in several)
     expected = (total / 3).to(getattr(torch, dtype)).float().numpy()
     assert np.array_equal(written(slot, tmp_path / "t", memory=memory).astype(np.float32), expected)
@@ -311,11 +256,8 @@ def checked(slot: Slot, target: Path, **options: object) -> None:
 
 @pytest.mark.parametrize(("nbytes", "memory"), each(SIZES[1:], BUDGETS))
 def test_checksum_of_a_run(nbytes, memory, tmp_path):
-    checked(
-        slot_of(stored(tmp_path / "s", np.frombuffer(random.Random(1).randbytes(nbytes), np.uint8))),
-        tmp_path / "t",
-        memory=memory,
-    )
+    data = np.frombuffer(random.Random(1).randbytes(nbytes), np.uint8)
+    checked(slot_of(stored(tmp_path / "s", data)), tmp_path / "t", memory=memory)
 
 
 @pytest.mark.parametrize("memory", BUDGETS)
@@ -366,13 +308,12 @@ def everything(tmp_path: Path) -> tuple[Plan, bytes]:
     turned = torch.from_numpy(noise(120 * 50)).reshape(120, 50).t()
     (tmp_path / "in").mkdir()
     slots = [slot_of(stored(tmp_path / "in/large", large)), sliced(tmp_path, whole, 1, 3), viewed(tmp_path, turned)]
-    dtypes = ["float32", "bfloat16", "float32"]
     holes, at = [], 0
-    for slot, dtype in zip(slots, dtypes, strict=True):
+    for slot, dtype in zip(slots, ["float32", "bfloat16", "float32"], strict=True):
         holes.append(hole_of(slot, at, dtype))
         at += holes[-1].nbytes
     expected = large.tobytes() + whole.astype(numpy_dtype("bfloat16")).tobytes() + turned.contiguous().numpy().tobytes()
-    file = replace(file_of(*holes), nbytes=at + 4, checksums=[Checksum(0, at, (at,))])
+    file = TargetFile("t", at + 4, holes=holes, checksums=[Checksum(0, at, (at,))])
     return plan([file]), expected + zlib.crc32(expected).to_bytes(4, "little")
 
 
@@ -484,17 +425,11 @@ def test_truncated_source_of_a_view_leaves_nothing_behind(view, tmp_path):
     assert names_in(tmp_path) == ["s"]
 
 
-def test_source_removed_after_planning_leaves_nothing_behind(tmp_path):
+def test_source_that_is_removed_or_becomes_a_directory_leaves_nothing_behind(tmp_path):
     slot = slot_of(stored(tmp_path / "s", noise(100)))
     (tmp_path / "s").unlink()
     with refusing(SourceError, "cannot be opened: found No such file"):
         written(slot, tmp_path / "t")
-    assert names_in(tmp_path) == []
-
-
-def test_source_that_became_a_directory_leaves_nothing_behind(tmp_path):
-    slot = slot_of(stored(tmp_path / "s", noise(100)))
-    (tmp_path / "s").unlink()
     (tmp_path / "s").mkdir()
     with refusing(SourceError, "is not a regular file"):
         written(slot, tmp_path / "t")
@@ -515,8 +450,7 @@ def test_failure_of_one_file_takes_back_the_whole_directory(tmp_path):
 def test_smallest_budget_still_reads_more_than_a_page_at_once(tmp_path):
     """A budget of one byte is met as closely as makes sense, not with a read for every element."""
     slot = slot_of(stored(tmp_path / "s", noise(1 << 20)))
-    found = pieces(
-        Fill(hole_of(slot, dtype="float16"), tuple(fill(hole_of(slot, dtype="float16")))), LEAST_BUFFER_NBYTES, 1
-    )
+    hole = hole_of(slot, dtype="float16")
+    found = pieces(Fill(hole, tuple(fill(hole))), LEAST_BUFFER_NBYTES, 1)
     assert len(list(found)) == (1 << 22) // LEAST_BUFFER_NBYTES
     assert itemsize("float32") * len(written(slot, tmp_path / "t", memory=1)) == 1 << 22

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests import plans
 from tests.engine.test_plan import each_once, hole_of, indices, run
 from tests.plans import read_slot, write_directory
 from tests.refusals import refusing
 from tests.strategies import boxes, extents, storages
 from zckpt.engine.plan import fill, plan
-from zckpt.engine.targets import Hole, TargetFile
 from zckpt.errors import LayoutError
 from zckpt.state import ZEROS, Extent, Slot, Span
 from zckpt.state.views import zeros
@@ -56,9 +57,9 @@ def test_one_that_lacks_a_box_is_refused(drawn):
     slot, _ = drawn
     assume(len(slot.spans) > 1)
     with refusing(LayoutError, "some elements are missing"):
-        fill(hole_of(Slot(slot.name, slot.dtype, slot.shape, slot.spans[1:], factors=slot.factors)))
+        fill(hole_of(replace(slot, spans=slot.spans[1:])))
     with refusing(LayoutError, "more than once"):
-        fill(hole_of(Slot(slot.name, slot.dtype, slot.shape, (*slot.spans, slot.spans[0]), factors=slot.factors)))
+        fill(hole_of(replace(slot, spans=(*slot.spans, slot.spans[0]))))
 
 
 def test_elements_are_written_and_read_where_rows_of_boxes_lie_between_each_other(tmp_path):
@@ -83,15 +84,11 @@ def test_elements_are_written_and_read_where_rows_of_boxes_lie_between_each_othe
         np.zeros((heads, width, columns), np.float32),
     ), axis=1).reshape(slot.shape)  # fmt: skip
     assert np.array_equal(read_slot(slot), expected)
-    made = plan([TargetFile("model", slot.nbytes, holes=[hole_of_file(slot)])])
+    made = plan([plans.file_of(plans.hole_of(slot), name="model")])
     assert made.read_nbytes == slot.nbytes * 2 // 3
     assert made.sources == {str(tmp_path / "queries"), str(tmp_path / "keys")}
     write_directory(made, tmp_path / "out")
     assert np.array_equal(np.fromfile(tmp_path / "out" / "model", np.float32).reshape(slot.shape), expected)
-
-
-def hole_of_file(slot: Slot) -> Hole:
-    return Hole(0, "weight", slot, Extent.whole(slot.shape), slot.dtype)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 1)])

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.plans import file_of, hole_of, in_file, slot_of
 from zckpt.engine.plan import plan
-from zckpt.engine.targets import Hole, TargetFile
 from zckpt.engine.write import write
 from zckpt.state import Extent, Slot, Span
-from zckpt.state.dtypes import itemsize
 
 NBYTES = 24 << 20
 MEMORY = 4 << 20
@@ -26,28 +26,23 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def slot(path: Path, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Slot:
-    return Slot("w", dtype, shape, (Span(Extent.whole(shape), str(path), 0, dtype, strides),))
-
-
 def averaged(path: Path) -> Slot:
-    shape = (NBYTES // 16,)
-    spans = [(Span(Extent.whole(shape), str(path), 64 * i, "bfloat16"),) for i in range(8)]
-    return Slot("w", "bfloat16", shape, spans[0], tuple(spans[1:]))
+    spans = [in_file(path, (NBYTES // 16,), "bfloat16", 64 * i) for i in range(8)]
+    return replace(slot_of(spans[0]), replicas=tuple((span,) for span in spans[1:]))
 
 
 def columns(path: Path) -> Slot:
     extents = [Extent((0, i * 4), (ROWS, 4), 0, ROWS * 4) for i in range(8)]
-    spans = tuple(Span(extent, str(path), i * ROWS * 16, "float32") for i, extent in enumerate(extents))
-    return Slot("w", "float32", (ROWS, 32), spans)
+    spans = [Span(extent, str(path), i * ROWS * 16, "float32") for i, extent in enumerate(extents)]
+    return slot_of(*spans, shape=(ROWS, 32))
 
 
 CASES = {
-    "as it is": lambda path: (slot(path, "float32", (NBYTES // 4,)), "float32"),
-    "narrowed": lambda path: (slot(path, "float32", (NBYTES // 4,)), "bfloat16"),
-    "widened": lambda path: (slot(path, "bfloat16", (NBYTES // 8,)), "float64"),
-    "transposed": lambda path: (slot(path, "float32", (ROWS, 32), (1, ROWS)), "bfloat16"),
-    "every second": lambda path: (slot(path, "float32", (NBYTES // 8,), (2,)), "float32"),
+    "as it is": lambda path: (slot_of(in_file(path, (NBYTES // 4,))), "float32"),
+    "narrowed": lambda path: (slot_of(in_file(path, (NBYTES // 4,))), "bfloat16"),
+    "widened": lambda path: (slot_of(in_file(path, (NBYTES // 8,), "bfloat16")), "float64"),
+    "transposed": lambda path: (slot_of(in_file(path, (ROWS, 32), strides=(1, ROWS))), "bfloat16"),
+    "every second": lambda path: (slot_of(in_file(path, (NBYTES // 8,), strides=(2,))), "float32"),
     "columns": lambda path: (columns(path), "float32"),
     "averaged": lambda path: (averaged(path), "bfloat16"),
 }
@@ -55,9 +50,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_buffers_of_all_workers_together_are_within_the_budget(case, source, tmp_path):
-    one, dtype = case(source)
-    nbytes = one.numel * itemsize(dtype)
-    planned = plan([TargetFile("t", nbytes, [], [Hole(0, "w", one, Extent.whole(one.shape), dtype)])])
+    slot, dtype = case(source)
+    planned = plan([file_of(hole_of(slot, dtype=dtype))])
     write(planned, [tmp_path / "t"], memory=MEMORY)  # what is loaded on the way is loaded
     tracemalloc.start(1)
     try:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.pairwise import each
+from tests.plans import file_of, hole_of, in_file, slot_of
 from tests.refusals import refusing
 from zckpt.engine import move
 from zckpt.engine.cast import cast
@@ -18,7 +19,6 @@ from zckpt.engine.plan import plan
 from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.engine.write import write
 from zckpt.errors import DamagedFileError
-from zckpt.state import Extent, Slot, Span
 from zckpt.storage.clone import BLOCK_NBYTES, LEAST_NBYTES, clone, cloneable
 from zckpt.storage.crc32 import crc32
 
@@ -26,9 +26,8 @@ RECORD_NBYTES = 40_000
 SOURCE_NBYTES = 10 * RECORD_NBYTES
 
 
-def hole(path: Path, offset: int, numel: int, *, at: int, dtype: str, target: str, byteorder: str = "little") -> Hole:
-    span = Span(Extent.whole((numel,)), str(path), offset, dtype, None, byteorder)
-    return Hole(at, "w", Slot("w", dtype, (numel,), (span,)), Extent.whole((numel,)), target)
+def bytes_of(path: Path, offset: int, nbytes: int, *, at: int = 0) -> Hole:
+    return hole_of(slot_of(in_file(path, (nbytes,), "uint8", offset)), at)
 
 
 def scattered(folder: Path, seed: int) -> tuple[TargetFile, bytes, list[Sum]]:
@@ -60,7 +59,8 @@ def scattered(folder: Path, seed: int) -> tuple[TargetFile, bytes, list[Sum]]:
             literal = bytes(chosen.randrange(1, 9))
             file.literals.append(Literal(len(expected), literal))
             expected += literal
-        file.holes.append(hole(path, offset, numel, at=len(expected), dtype=dtype, target=target, byteorder=order))
+        slot = slot_of(in_file(path, (numel,), dtype, offset, byteorder=order))
+        file.holes.append(hole_of(slot, len(expected), target))
         data = np.frombuffer(content[path][offset : offset + nbytes], dtype)
         values = cast(data.byteswap() if order == "big" else data, target).tobytes()
         start = len(expected)
@@ -94,10 +94,8 @@ def neighbours(path: Path, count: int, numel: int, *, target: str = "float32") -
     data = np.random.default_rng(0).standard_normal(count * numel).astype("<f4")
     path.write_bytes(data.tobytes())
     size = 2 if target == "bfloat16" else 4
-    holes = [
-        hole(path, 4 * numel * i, numel, at=size * numel * i, dtype="float32", target=target) for i in range(count)
-    ]
-    return TargetFile("t", count * numel * size, [], holes)
+    slots = [slot_of(in_file(path, (numel,), at=4 * numel * i)) for i in range(count)]
+    return file_of(*(hole_of(slot, size * numel * i, target) for i, slot in enumerate(slots)))
 
 
 @pytest.mark.parametrize("target", ["float32", "bfloat16"])
@@ -163,7 +161,7 @@ def test_cloned_and_copied_bytes_are_the_same(sums, shift, system, tmp_path, mon
     (tmp_path / "s").write_bytes(data)
     start = before % BLOCK_NBYTES + shift
     file = TargetFile("t", start + nbytes + 4, [Literal(0, bytes(start))])
-    file.holes.append(hole(tmp_path / "s", before, nbytes, at=start, dtype="uint8", target="uint8"))
+    file.holes.append(bytes_of(tmp_path / "s", before, nbytes, at=start))
     if sums:
         file.checksums.append(Checksum(start, start + nbytes, (start + nbytes,)))
     write(plan([file]), [tmp_path / "t"])
@@ -174,10 +172,9 @@ def test_cloned_and_copied_bytes_are_the_same(sums, shift, system, tmp_path, mon
 def test_damage_of_what_would_be_cloned_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(move, "clone", as_if)
     (tmp_path / "s").write_bytes(bytes(1 << 20))
-    file = TargetFile("t", 1 << 20)
-    file.holes.append(hole(tmp_path / "s", 0, 1 << 20, at=0, dtype="uint8", target="uint8"))
+    made = plan([file_of(bytes_of(tmp_path / "s", 0, 1 << 20))])
     with pytest.raises(DamagedFileError):
-        write(plan([file]), [tmp_path / "t"], checks=Checks([Sum("r", str(tmp_path / "s"), 0, 1 << 20, 1)]))
+        write(made, [tmp_path / "t"], checks=Checks([Sum("r", str(tmp_path / "s"), 0, 1 << 20, 1)]))
 
 
 def test_file_system_clones_or_leaves_the_target_alone(tmp_path):

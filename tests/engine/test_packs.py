@@ -57,6 +57,13 @@ def source(directory: Path, numels: list[int], world: int, *, flat: bool) -> lis
     return [CutSpans(files, (n,), 0, held[i], ats[i]) for i, n in enumerate(numels)]
 
 
+def shards(numels: list[int], world: int) -> list[CutSpans]:
+    """Where parameters lie that ZeRO-3 cuts, in files that need not be there."""
+    held = [shard_numel(n, world) for n in numels]
+    files = CutFiles(tuple(map(str, range(world))), (0,) * world, "float32")
+    return [CutSpans(files, (n,), 0, k, at) for n, k, at in zip(numels, held, flat_starts(held), strict=False)]
+
+
 def row(spans: list[CutSpans], world: int) -> PackedSlot:
     held = [shard_numel(one.numel, world) for one in spans]
     return PackedSlot("exp_avg", spans[0].files, Cuts(spans), flat_starts(held)[:-1], held)
@@ -96,38 +103,25 @@ def test_a_target_has_what_its_ranks_shares_are(tmp_path_factory, flat, numels, 
 
 @given(numels=NUMELS, old=WORLDS, new=WORLDS)
 def test_a_pack_names_the_files_that_copies_would_read(numels, old, new):
-    held = [shard_numel(n, old) for n in numels]
-    files = CutFiles(tuple(map(str, range(old))), (0,) * old, "float32")
-    spans = [CutSpans(files, (n,), 0, k, at) for n, k, at in zip(numels, held, flat_starts(held), strict=False)]
+    spans = shards(numels, old)
     for rank in range(new):
-        copies = [
-            copy
-            for one in spans
-            for start, count in [shard_share(one.numel, new, rank)]
-            for copy in fill(
-                Hole(0, "x", Slot("x", "float32", one.shape, one), Extent.flat(one.shape, start, count), "float32")
-            )
-        ]
+        copies = []
+        for one in spans:
+            extent = Extent.flat(one.shape, *shard_share(one.numel, new, rank))
+            copies += fill(Hole(0, "x", Slot("x", "float32", one.shape, one), extent, "float32"))
         pack = row(spans, new).pack(rank)
         assert pack.paths() >= {copy.sources[0].path for copy in copies}
         assert pack.moved_nbytes == sum(copy.nbytes for copy in copies)
 
 
 def test_shares_are_sent_once_for_all_ranks():
-    held = [shard_numel(n, 4) for n in range(1, 1001)]
-    files = CutFiles(("a", "b", "c", "d"), (0,) * 4, "float32")
-    spans = [CutSpans(files, (n,), 0, k, at) for n, k, at in zip(range(1, 1001), held, flat_starts(held), strict=False)]
-    made = row(spans, 300)
+    made = row(shards([*range(1, 1001)], 4), 300)
     some = [replace(made.pack(rank), start=8 * rank) for rank in range(300)]
     data = pickle.dumps(some)
     assert len(data) < 6 * 8 * 1000 + 300 * 100
     for one, again in zip(some, pickle.loads(data), strict=True):
-        assert (one.offset, one.low, one.high, one.moved_nbytes) == (
-            again.offset,
-            again.low,
-            again.high,
-            again.moved_nbytes,
-        )
+        for name in ("offset", "low", "high", "moved_nbytes"):
+            assert getattr(one, name) == getattr(again, name)
         assert one.paths() == again.paths()
 
 

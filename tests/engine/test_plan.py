@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refusals import refusing
@@ -77,18 +77,10 @@ def packed(tiles: list[Extent], shape: tuple[int, ...]) -> tuple[list[Span], np.
 
 
 @given(st.data(), shapes())
-def test_any_extent_is_filled_from_any_tiling(data, shape):
-    spans, content = packed(data.draw(tilings(shape)), shape)
-    extent = data.draw(extents(shape))
-    copies = fill(hole_of(slot_of(shape, *spans), extent))
-    assert run(copies, {FILE: content}, extent.numel) == each_once(indices(extent, shape))
-
-
-@given(st.data(), shapes())
-def test_target_cut_as_boxes_and_ranges_is_filled_piece_by_piece(data, shape):
+def test_any_extents_are_filled_from_any_tiling(data, shape):
     spans, content = packed(data.draw(tilings(shape)), shape)
     slot = slot_of(shape, *spans)
-    for extent in data.draw(tilings(shape)):
+    for extent in (data.draw(extents(shape)), *data.draw(tilings(shape))):
         found = run(fill(hole_of(slot, extent)), {FILE: content}, extent.numel)
         assert found == each_once(indices(extent, shape))
 
@@ -144,18 +136,15 @@ def test_rows_of_a_fused_projection_that_are_interleaved_over_ranks():
 
 def test_element_outside_of_what_is_wanted_is_not_copied():
     slot = slot_of((10,), flat_span(Extent.flat((10,), 0, 4)), flat_span(Extent.flat((10,), 4, 6), offset=400))
-    (copy,) = fill(hole_of(slot, Extent.flat((10,), 5, 3)))
+    copy = only_copy(slot, Extent.flat((10,), 5, 3))
     assert (copy.sources[0].offset, copy.shape) == (404, (3,))
 
 
-def test_number_is_one_element():
-    (copy,) = fill(hole_of(slot_of((), flat_span(Extent.whole(()), offset=12))))
+@pytest.mark.parametrize("strides", [None, ()])
+def test_number_is_one_element(strides):
+    copy = only_copy(slot_of((), Span(Extent.whole(()), FILE, 12, "int32", strides)))
     assert (copy.shape, copy.sources[0].offset, copy.offset, copy.nbytes) == ((1,), 12, OFFSET, 4)
-
-
-def test_number_with_strides_is_one_element():
-    (copy,) = fill(hole_of(slot_of((), Span(Extent.whole(()), FILE, 12, "int32", ()))))
-    assert (copy.shape, copy.is_bytewise) == ((1,), True)
+    assert copy.is_bytewise
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 5)])
@@ -166,48 +155,29 @@ def test_tensor_without_elements_needs_no_span_and_no_copy(shape):
 
 def test_spans_without_elements_are_let_pass():
     empty = [flat_span(Extent.flat((4,), at, 0), offset=999) for at in (0, 2, 4)]
-    (copy,) = fill(hole_of(slot_of((4,), *empty, flat_span(Extent.whole((4,))))))
-    assert copy.numel == 4
+    assert only_copy(slot_of((4,), *empty, flat_span(Extent.whole((4,))))).numel == 4
 
 
 # --- covers that are not complete, or more than that ------------------------------------------------------------
 
 
 @given(st.data(), shapes(empty=False))
-def test_any_missing_element_is_refused(data, shape):
+def test_any_missing_element_is_refused_and_any_doubled_one(data, shape):
+    """Also where there are as many elements as there should be, but one is missing and another there twice."""
     tiles = [tile for tile in data.draw(tilings(shape)) if tile.numel]
     lost = data.draw(st.integers(0, len(tiles) - 1))
-    shorter = replace(tiles[lost], numel=tiles[lost].numel - 1)
-    spans = [flat_span(tile) for tile in [*tiles[:lost], shorter, *tiles[lost + 1 :]]]
-    with refusing(LayoutError, "some elements are missing"):
-        fill(hole_of(slot_of(shape, *spans)))
-
-
-@given(st.data(), shapes(empty=False))
-def test_any_doubled_element_is_refused(data, shape):
-    tiles = [tile for tile in data.draw(tilings(shape)) if tile.numel]
+    shorter = [*tiles[:lost], replace(tiles[lost], numel=tiles[lost].numel - 1), *tiles[lost + 1 :]]
+    assert_refused(shape, shorter, "some elements are missing")
     twice = data.draw(st.sampled_from(tiles))
-    start = data.draw(st.integers(0, twice.numel - 1))
-    again = replace(twice, start=twice.start + start, numel=1)
-    spans = [flat_span(tile) for tile in data.draw(st.permutations([*tiles, again]))]
-    with refusing(LayoutError, "more than once"):
-        fill(hole_of(slot_of(shape, *spans)))
+    again = replace(twice, start=twice.start + data.draw(st.integers(0, twice.numel - 1)), numel=1)
+    assert_refused(shape, data.draw(st.permutations([*tiles, again])), "more than once")
+    if twice != tiles[lost]:
+        assert_refused(shape, [*shorter, again], "more than once")
 
 
-@given(st.data(), shapes(empty=False))
-def test_compensating_gap_and_overlap_are_refused(data, shape):
-    """As many elements as there should be, but one is missing and another there twice."""
-    numel = math.prod(shape)
-    tiles = [t for t in data.draw(tilings(shape)) if t.numel]
-    assume(len(tiles) > 1)
-    lost, doubled = data.draw(st.permutations(range(len(tiles))))[:2]
-    spans = [flat_span(tile) for i, tile in enumerate(tiles) if i != lost]
-    rest = replace(tiles[lost], numel=tiles[lost].numel - 1)
-    extra = replace(tiles[doubled], numel=1)
-    spans += [flat_span(rest), flat_span(extra)]
-    assert sum(span.extent.numel for span in spans) == numel
-    with refusing(LayoutError, "more than once"):
-        fill(hole_of(slot_of(shape, *spans)))
+def assert_refused(shape: tuple[int, ...], tiles: list[Extent], words: str) -> None:
+    with refusing(LayoutError, words):
+        fill(hole_of(slot_of(shape, *map(flat_span, tiles))))
 
 
 @pytest.mark.parametrize(
@@ -257,25 +227,20 @@ def test_contiguous_tensor_is_one_run(shape):
         assert copy.shape == (math.prod(shape),)
 
 
-def test_rows_of_a_matrix_are_one_run():
-    slot = slot_of((4, 6), flat_span(Extent((0, 0), (2, 6), 0, 12)), flat_span(Extent((2, 0), (2, 6), 0, 12)))
-    assert [copy.is_bytewise for copy in fill(hole_of(slot))] == [True, True]
+def halved(shape: tuple[int, ...], dim: int) -> list[Copy]:
+    """The copies of a tensor that two files have a half of, cut along a dimension."""
+    sizes = tuple(size // 2 if at == dim else size for at, size in enumerate(shape))
+    places = [tuple(half * size if at == dim else 0 for at, size in enumerate(sizes)) for half in range(2)]
+    tiles = [Extent(offsets, sizes, 0, math.prod(sizes)) for offsets in places]
+    return fill(hole_of(slot_of(shape, *map(flat_span, tiles))))
 
 
-def test_columns_of_a_matrix_are_one_strided_copy():
-    slot = slot_of((4, 6), flat_span(Extent((0, 0), (4, 3), 0, 12)), flat_span(Extent((0, 3), (4, 3), 0, 12)))
-    left, right = fill(hole_of(slot))
+def test_a_half_is_one_run_or_one_strided_copy_whose_dimensions_are_joined_where_both_sides_are_contiguous():
+    assert [copy.is_bytewise for copy in halved((4, 6), 0)] == [True, True]
+    left, right = halved((4, 6), 1)
     assert (left.shape, left.strides, left.sources[0].strides) == ((4, 3), (24, 4), (12, 4))
     assert right.offset - left.offset == 12
-
-
-def test_dimensions_that_are_contiguous_on_both_sides_are_joined():
-    slot = slot_of(
-        (2, 4, 3, 5),
-        flat_span(Extent((0, 0, 0, 0), (2, 2, 3, 5), 0, 60)),
-        flat_span(Extent((0, 2, 0, 0), (2, 2, 3, 5), 0, 60)),
-    )
-    assert [copy.shape for copy in fill(hole_of(slot))] == [(2, 30), (2, 30)]
+    assert [copy.shape for copy in halved((2, 4, 3, 5), 1)] == [(2, 30), (2, 30)]
 
 
 @given(st.data(), shapes(empty=False))
@@ -285,15 +250,13 @@ def test_range_of_a_tensor_is_one_run(data, shape):
     assert copy.is_bytewise
 
 
-def test_cast_and_other_byte_order_are_not_bytewise():
-    whole = Extent.whole((4,))
-    assert not fill(hole_of(slot_of((4,), flat_span(whole)), dtype="int64"))[0].is_bytewise
-    assert not only_copy(slot_of((4,), Span(whole, FILE, 0, "int32", None, "big"))).is_bytewise
-
-
-def test_byte_order_of_single_bytes_does_not_matter():
-    slot = Slot("x", "int8", (4,), (Span(Extent.whole((4,)), FILE, 0, "int8", None, "big"),))
-    assert fill(hole_of(slot, dtype="int8"))[0].is_bytewise
+@pytest.mark.parametrize(
+    ("stored", "byteorder", "target", "is_bytewise"),
+    [("int32", "little", "int64", False), ("int32", "big", "int32", False), ("int8", "big", "int8", True)],
+)
+def test_cast_and_other_byte_order_are_not_bytewise_but_of_single_bytes(stored, byteorder, target, is_bytewise):
+    slot = Slot("x", stored, (4,), (Span(Extent.whole((4,)), FILE, 0, stored, None, byteorder),))
+    assert fill(hole_of(slot, dtype=target))[0].is_bytewise == is_bytewise
 
 
 # --- averaged replicas ------------------------------------------------------------------------------------------

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.plans import in_file, slot_of
 from tests.strategies import cuts
 from zckpt.engine.scan import SlotSet, scan
 from zckpt.errors import LayoutError
@@ -46,19 +45,14 @@ def seen(slot: Slot, numel: int) -> list[float]:
 def test_any_blocks_of_spans_in_any_order_are_the_elements(path, data, lengths, numel):
     spans = [flat(path, start, length, *data.draw(st.sampled_from([(100, "little"), (1000, "big")])))
              for start, length in lengths]  # fmt: skip
-    assert seen(Slot("weight", "float32", (4, 3), tuple(data.draw(st.permutations(spans)))), numel) == VALUES.tolist()
+    assert seen(slot_of(*data.draw(st.permutations(spans)), shape=(4, 3)), numel) == VALUES.tolist()
 
 
 @pytest.mark.parametrize("numel", [1, 5, NUMEL])
-def test_elements_that_lie_otherwise_are_the_elements(path, numel):
-    strided = Span(Extent.whole((4, 3)), path, 2000, "float32", (1, 4))
-    assert seen(Slot("weight", "float32", (4, 3), (strided,)), numel) == VALUES.tolist()
-
-
-@pytest.mark.parametrize("numel", [1, 5, NUMEL])
-def test_a_slot_that_is_not_covered_once_is_refused(path, numel):
-    slot = Slot("weight", "float32", (4, 3), (flat(path, 0, 5), flat(path, 5, 7)))
-    assert seen(slot, numel) == VALUES.tolist()
-    for spans in (slot.spans[:1], (*slot.spans, slot.spans[1])):
+def test_elements_that_lie_otherwise_are_the_elements_and_those_that_are_not_there_once_are_refused(path, numel):
+    strided = in_file(path, (4, 3), at=2000, strides=(1, 4))
+    assert seen(slot_of(strided), numel) == VALUES.tolist()
+    first, rest = flat(path, 0, 5), flat(path, 5, 7)
+    for spans in ([first], [first, rest, rest]):
         with pytest.raises(LayoutError):
-            seen(replace(slot, spans=spans), numel)
+            seen(slot_of(*spans, shape=(4, 3)), numel)

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.plans import file_of, hole_of, read_slot
 from tests.refusals import refusing
 from zckpt.engine.copy import read_extent
 from zckpt.engine.fine import Cut, fine_cut
 from zckpt.engine.packs import PackedSlot
 from zckpt.engine.plan import plan
 from zckpt.engine.scan import SlotSet, scan
-from zckpt.engine.targets import Checksum, Hole, TargetFile
+from zckpt.engine.targets import Checksum, TargetFile
 from zckpt.engine.together import read_together
 from zckpt.engine.write import write
 from zckpt.errors import ZckptError
@@ -27,16 +28,18 @@ from zckpt.state.partition import flat_starts, shard_numel
 from zckpt.storage.files import Sources
 
 
-class Counting(Sources):
-    """Sources that count what is read."""
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Return what gets the path and the size of each read."""
+    found: list[tuple[str, int]] = []
+    plain = Sources.read
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads: list[tuple[str, int, int]] = []
+    def noted(sources: Sources, path: str, offset: int, buffer: memoryview) -> None:
+        found.append((path, len(buffer)))
+        plain(sources, path, offset, buffer)
 
-    def read(self, path: str, offset: int, buffer: memoryview) -> None:
-        self.reads.append((path, offset, len(buffer)))
-        super().read(path, offset, buffer)
+    monkeypatch.setattr(Sources, "read", noted)
+    return found
 
 
 def shards(folder: Path, numels: list[int], ranks: int, dtype: str = "float32", gap: int = 0) -> list[Slot]:
@@ -89,27 +92,27 @@ def test_a_line_that_parameters_share_is_read_alike(tmp_path):
     assert bytes(memory) == b"".join(Path(path).read_bytes() for path in paths)[: len(memory)]
 
 
-def test_each_file_is_read_once(tmp_path):
+def test_each_file_is_read_once(tmp_path, reads):
     slots = [*shards(tmp_path, [300] * 50, 100), *shards(tmp_path, [300] * 50, 100, "bfloat16")]
     cuts, end = [], 0
     for slot in slots:
         assert fine_cut(slot, Extent.whole(slot.shape))
         cuts.append(Cut(slot.spans, 0, slot.numel, end))  # type: ignore[arg-type]
         end = cuts[-1].end
-    with Counting() as sources:
+    with Sources() as sources:
         read_together(cuts, memoryview(bytearray(end)), sources, 1 << 20)
-        assert len(sources.reads) == len({path for path, _, _ in sources.reads}) == 200
-        assert sum(nbytes for _, _, nbytes in sources.reads) == end
+    assert len(reads) == len({path for path, _ in reads}) == 200
+    assert sum(nbytes for _, nbytes in reads) == end
 
 
-def test_parts_of_a_parameter_are_read_at_once(tmp_path):
+def test_parts_of_a_parameter_are_read_at_once(tmp_path, reads):
     (slot,) = shards(tmp_path, [300], 100)
     cuts = [Cut(slot.spans, start, 75, (225 - start) * 4) for start in (0, 75, 150, 225)]  # type: ignore[arg-type]
     memory = bytearray(1200)
-    with Counting() as sources:
+    with Sources() as sources:
         read_together(cuts, memoryview(memory), sources, 1 << 20)
-        assert len(sources.reads) == 100
-        alone = read_extent(slot, Extent.whole(slot.shape), sources).tobytes()
+    assert len(reads) == 100
+    alone = read_slot(slot).tobytes()
     assert bytes(memory) == b"".join(alone[start : start + 300] for start in (900, 600, 300, 0))
 
 
@@ -118,23 +121,8 @@ def test_a_scan_reads_what_is_cut_finely_together(tmp_path, reads):
     sets = [SlotSet(str(number), (slot,), ("float32",)) for number, slot in enumerate(slots)]
     found = dict(scan(sets, lambda index, start, arrays: arrays[0].copy()))
     assert len(reads) < 500  # of 20 * (125 + 3 + 65) spans
-    with Sources() as sources:
-        for index, slot in enumerate(slots):
-            assert found[index].tobytes() == read_extent(slot, Extent.whole(slot.shape), sources).tobytes()
-
-
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return what gets the path of each read."""
-    found: list[str] = []
-    plain = Sources.read
-
-    def noted(sources: Sources, path: str, offset: int, buffer: memoryview) -> None:
-        found.append(path)
-        plain(sources, path, offset, buffer)
-
-    monkeypatch.setattr(Sources, "read", noted)
-    return found
+    for index, slot in enumerate(slots):
+        assert found[index].tobytes() == read_slot(slot).tobytes()
 
 
 @pytest.mark.parametrize("files", [1, 30])
@@ -145,9 +133,9 @@ def test_targets_of_what_is_cut_finely_are_read_together(tmp_path, reads, files)
         mine = slots[number * len(slots) // files : (number + 1) * len(slots) // files]
         holes, at = [], 0
         for slot, dtype in zip(mine, ["float32", "float64"] * len(mine), strict=False):
-            holes.append(Hole(at, slot.name, slot, Extent.whole(slot.shape), dtype))
+            holes.append(hole_of(slot, at, dtype))
             at += holes[-1].nbytes
-        targets.append(TargetFile(str(number), at, holes=holes, checksums=[Checksum(0, at, ())]))
+        targets.append(file_of(*holes, name=str(number), checksums=[Checksum(0, at, ())]))
         expected.append(mine)
     planned = plan(targets)
     assert planned.read_nbytes == 4 * sum(slot.numel for slot in slots)
@@ -155,12 +143,10 @@ def test_targets_of_what_is_cut_finely_are_read_together(tmp_path, reads, files)
     paths = [tmp_path / f"target{number}" for number in range(files)]
     write(planned, paths)
     assert len(reads) < 1000  # of 20 * (125 + 3 + 65) spans
-    with Sources() as sources:
-        for path, mine in zip(paths, expected, strict=True):
-            values = [read_extent(slot, Extent.whole(slot.shape), sources) for slot in mine]
-            with np.errstate(invalid="ignore"):
-                wanted = [one if i % 2 == 0 else one.astype(np.float64) for i, one in enumerate(values)]
-            assert path.read_bytes() == b"".join(one.tobytes() for one in wanted)
+    for path, mine in zip(paths, expected, strict=True):
+        with np.errstate(invalid="ignore"):
+            wanted = [read_slot(slot).astype(np.float64 if i % 2 else np.float32) for i, slot in enumerate(mine)]
+        assert path.read_bytes() == b"".join(one.tobytes() for one in wanted)
 
 
 def test_shares_of_many_ranks_are_read_once_for_all(tmp_path, reads):
@@ -174,8 +160,7 @@ def test_shares_of_many_ranks_are_read_once_for_all(tmp_path, reads):
     paths = [tmp_path / f"target{rank}" for rank in range(ranks)]
     write(plan(targets), paths)
     assert len(reads) < 1000  # 64 times as many, if each rank's are read by themselves
-    with Sources() as sources:
-        values = [read_extent(slot, Extent.whole(slot.shape), sources) for slot in slots]
+    values = [read_slot(slot) for slot in slots]
     for rank, path in enumerate(paths):
         wanted = []
         for value, share in zip(values, held, strict=True):
@@ -188,6 +173,5 @@ def test_values_that_overflow_a_cast_are_counted(tmp_path):
     (slot,) = shards(tmp_path, [640], 64)
     for rank, span in enumerate(slot.spans):
         Path(span.path).write_bytes(bytes(rank % 7) + np.full(10, 1e9 if rank == 5 else 1, np.float32).tobytes())
-    hole = Hole(0, "weight/a", slot, Extent.whole(slot.shape), "float16")
-    with refusing(ZckptError, "10 values of weight/a overflow float16"):
-        write(plan([TargetFile("t", hole.nbytes, holes=[hole])]), [tmp_path / "t"])
+    with refusing(ZckptError, "10 values of weight/w overflow float16"):
+        write(plan([file_of(hole_of(slot, dtype="float16"))]), [tmp_path / "t"])
