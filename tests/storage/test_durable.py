@@ -7,24 +7,24 @@ import fcntl
 import os
 import resource
 import signal
-import subprocess
-import sys
-import textwrap
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 from tests.gloo import WorkerError, forked
-from tests.plans import write_directory
-from zckpt.engine import workers
+from tests.plans import file_of, hole_of, in_file, slot_of, write_directory
+from zckpt.engine import SilentReporter, workers
 from zckpt.engine import write as engine_write
 from zckpt.engine.plan import Plan, plan
-from zckpt.engine.targets import Hole, TargetFile
+from zckpt.engine.targets import TargetFile
 from zckpt.errors import TargetError, TargetExistsError, ZckptError
 from zckpt.operations.target import write_target
-from zckpt.state import Extent, Slot, Span
 from zckpt.storage.durable import written
 from zckpt.storage.ownership import Owned, partial_name
 
@@ -48,17 +48,22 @@ def of_small_batches(monkeypatch) -> None:
     small_batches(monkeypatch.setattr)
 
 
-def content(nbytes: int = NBYTES) -> bytes:
-    return bytes(i * 7 % 251 for i in range(251)) * (nbytes // 251 + 1)
+CONTENT = bytes(i * 7 % 251 for i in range(251)) * (NBYTES // 251 + 1)
 
 
-def copying(directory: Path, *names: str, nbytes: int = NBYTES) -> Plan:
+def copying(directory: Path, *names: str) -> Plan:
     """Return a plan that copies one source, made in `directory`, to files of these names."""
     source = directory / "source"
-    source.write_bytes(content(nbytes)[:nbytes])
-    extent = Extent.whole((nbytes,))
-    slot = Slot("weight", "uint8", (nbytes,), (Span(extent, str(source), 0, "uint8"),))
-    return plan([TargetFile(name, nbytes, holes=[Hole(0, "w", slot, extent, "uint8")]) for name in names])
+    source.write_bytes(CONTENT[:NBYTES])
+    slot = slot_of(in_file(source, (NBYTES,), "uint8"))
+    return plan([file_of(hole_of(slot), name=name) for name in names])
+
+
+def write(made: Plan, target: Path, *, directory: bool = False, **options: object) -> None:
+    if directory:
+        write_directory(made, target, owned=ANYTHING, **options)
+    else:
+        write_target(made, target, **options)
 
 
 def listing(directory: Path) -> list[str]:
@@ -66,24 +71,11 @@ def listing(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.name != "source")
 
 
-def is_whole(path: Path, nbytes: int = NBYTES) -> bool:
-    return path.read_bytes() == content(nbytes)[:nbytes]
+def is_whole(path: Path) -> bool:
+    return path.read_bytes() == CONTENT[:NBYTES]
 
 
-class Reporter:
-    """Does nothing; a base for those that make trouble."""
-
-    def begin(self, nbytes: int) -> None:
-        pass
-
-    def advance(self, nbytes: int) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-
-class Raises(Reporter):
+class Raises(SilentReporter):
     """Raises an exception at a certain moment."""
 
     def __init__(self, moment: str, error: BaseException) -> None:
@@ -96,22 +88,29 @@ class Raises(Reporter):
 # --- what is there already --------------------------------------------------------------------------------------
 
 
-def test_existing_file_is_refused_and_untouched(tmp_path):
-    (tmp_path / "t").write_bytes(OLD)
-    with pytest.raises(TargetExistsError, match=r"t: already exists; .*--overwrite"):
-        write_target(copying(tmp_path, "t"), tmp_path / "t")
-    assert (tmp_path / "t").read_bytes() == OLD
-    assert listing(tmp_path) == ["t"]
+@pytest.fixture
+def old(directory, tmp_path) -> Path:
+    """The file that is the old target, or in it."""
+    if not directory:
+        (tmp_path / "t").write_bytes(OLD)
+        return tmp_path / "t"
+    (tmp_path / "t/below").mkdir(parents=True)
+    (tmp_path / "t/below/old").write_bytes(OLD)
+    return tmp_path / "t/below/old"
 
 
-def test_existing_directory_is_refused_and_untouched(tmp_path):
-    (tmp_path / "t").mkdir()
-    (tmp_path / "t/old").write_bytes(OLD)
-    for run in (lambda p: write_directory(p, tmp_path / "t"), lambda p: write_target(p, tmp_path / "t")):
-        with pytest.raises(TargetExistsError):
-            run(copying(tmp_path, "new"))
-    assert listing(tmp_path) == ["t"]
-    assert listing(tmp_path / "t") == ["old"]
+def assert_kept(old: Path, here: Path) -> None:
+    assert old.read_bytes() == OLD
+    assert listing(here) == ["t"]
+
+
+def test_what_is_there_is_refused_and_untouched(old, directory, tmp_path):
+    for new in (False, True):
+        with pytest.raises(TargetExistsError, match=r"t: already exists; .*--overwrite"):
+            write(copying(tmp_path, "t"), tmp_path / "t", directory=new)
+    with pytest.raises(TargetError, match=f"found a {'directory' if directory else 'file'}"):
+        write(copying(tmp_path, "t"), tmp_path / "t", directory=not directory, overwrite=True)
+    assert_kept(old, tmp_path)
 
 
 def test_one_existing_target_of_several_is_refused_before_anything_is_written(tmp_path):
@@ -128,67 +127,24 @@ def test_link_to_nothing_counts_as_there(tmp_path):
     assert listing(tmp_path) == ["t"]
 
 
-def test_overwriting_replaces_a_file(tmp_path):
-    (tmp_path / "t").write_bytes(OLD)
-    write_target(copying(tmp_path, "t"), tmp_path / "t", overwrite=True)
-    assert is_whole(tmp_path / "t")
+@pytest.mark.usefixtures("old")
+def test_overwriting_replaces_the_old_target_as_a_whole(directory, tmp_path):
+    write(copying(tmp_path, "t"), tmp_path / "t", directory=directory, overwrite=True)
     assert listing(tmp_path) == ["t"]
+    assert not directory or listing(tmp_path / "t") == ["t"]
+    assert is_whole(tmp_path / "t/t" if directory else tmp_path / "t")
 
 
-def test_overwriting_replaces_a_directory_as_a_whole(tmp_path):
-    (tmp_path / "t/below").mkdir(parents=True)
-    (tmp_path / "t/below/old").write_bytes(OLD)
-    write_directory(copying(tmp_path, "new"), tmp_path / "t", overwrite=True, owned=ANYTHING)
-    assert listing(tmp_path) == ["t"]
-    assert listing(tmp_path / "t") == ["new"]
-    assert is_whole(tmp_path / "t/new")
-
-
-def test_overwriting_does_not_replace_a_file_by_a_directory(tmp_path):
-    (tmp_path / "t").write_bytes(OLD)
-    with pytest.raises(TargetExistsError, match="cannot be replaced: expected a directory, found a file"):
-        write_directory(copying(tmp_path, "new"), tmp_path / "t", overwrite=True, owned=ANYTHING)
-    assert listing(tmp_path) == ["t"]
-    assert (tmp_path / "t").read_bytes() == OLD
-
-
-def test_overwriting_does_not_replace_a_directory_by_a_file(tmp_path):
-    (tmp_path / "t").mkdir()
-    (tmp_path / "t/old").write_bytes(OLD)
-    with pytest.raises(TargetError):
-        write_target(copying(tmp_path, "t"), tmp_path / "t", overwrite=True)
-    assert (tmp_path / "t/old").read_bytes() == OLD
-    assert listing(tmp_path) == ["t"]
-
-
-@pytest.fixture(params=[False, True])
-def directory(request):
-    """Whether the target is a directory."""
-    return request.param
-
-
-def test_overwriting_that_fails_keeps_the_old_target(directory, tmp_path):
+def test_overwriting_that_fails_keeps_the_old_target(old, directory, tmp_path):
     made = copying(tmp_path, "t")
     os.truncate(tmp_path / "source", 10)
-    if directory:
-        (tmp_path / "t").mkdir()
-    old = tmp_path / "t/old" if directory else tmp_path / "t"
-    old.write_bytes(OLD)
     with pytest.raises(ZckptError, match="ends too early"):
         write(made, tmp_path / "t", directory=directory, overwrite=True)
-    assert old.read_bytes() == OLD
-    assert listing(tmp_path) == ["t"]
-
-
-def write(made: Plan, target: Path, *, directory: bool = False, **options: object) -> None:
-    if directory:
-        write_directory(made, target, owned=ANYTHING, **options)
-    else:
-        write_target(made, target, **options)
+    assert_kept(old, tmp_path)
 
 
 def test_target_that_appears_while_a_run_writes_is_not_replaced_unasked(directory, tmp_path):
-    class Other(Reporter):
+    class Other(SilentReporter):
         def begin(self, nbytes: int) -> None:
             (tmp_path / "t").mkdir() if directory else (tmp_path / "t").write_bytes(OLD)
 
@@ -202,13 +158,9 @@ def test_target_that_appears_while_a_run_writes_is_not_replaced_unasked(director
 
 
 def test_directories_above_are_made_and_stay_only_if_the_target_does(directory, tmp_path):
+    fails = Raises("advance", RuntimeError())
     with pytest.raises(RuntimeError):
-        write(
-            copying(tmp_path, "t"),
-            tmp_path / "one/two/t",
-            directory=directory,
-            reporter=Raises("advance", RuntimeError()),
-        )
+        write(copying(tmp_path, "t"), tmp_path / "one/two/t", directory=directory, reporter=fails)
     assert listing(tmp_path) == []
     write(copying(tmp_path, "t"), tmp_path / "one/two/t", directory=directory)
     assert listing(tmp_path / "one") == ["two"]
@@ -240,7 +192,7 @@ def test_target_without_a_name_of_its_own_is_refused(target, tmp_path, monkeypat
 
 def test_device_that_takes_no_files_is_refused(tmp_path):
     with pytest.raises(TargetError):
-        write_target(copying(tmp_path, "t", nbytes=10), "/proc/self/t")
+        write_target(copying(tmp_path, "t"), "/proc/self/t")
 
 
 def test_file_system_without_room_is_refused_before_anything_is_written(tmp_path):
@@ -294,44 +246,29 @@ def test_whatever_is_raised_leaves_nothing_behind(error, moment, directory, tmp_
     assert listing(tmp_path) == []
 
 
-class Signals(Reporter):
-    """Sends a signal to its own process between two batches."""
-
-    def __init__(self, number: signal.Signals) -> None:
-        self.number = number
+class Killed(SilentReporter):
+    """Kills its own process between two batches."""
 
     def advance(self, nbytes: int) -> None:
-        os.kill(os.getpid(), self.number)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def ended(here: Path, directory: bool, by: signal.Signals) -> None:
+def write_and_be_killed(here: Path, directory: bool) -> None:
     small_batches()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
-    write(copying(here, "t"), here / "t", directory=directory, overwrite=True, reporter=Signals(by))
+    write(copying(here, "t"), here / "t", directory=directory, overwrite=True, reporter=Killed())
 
 
-def killed(here: Path, directory: bool) -> None:
+@pytest.mark.parametrize("is_old", [False, True])
+def test_killed_run_leaves_no_target_or_the_old_one_and_the_next_one_cleans_up(is_old, directory, tmp_path, request):
+    """Its lock does not outlive it."""
+    old = request.getfixturevalue("old") if is_old else None
     with pytest.raises(WorkerError, match="ended without a result"):
-        forked(ended, here, directory, signal.SIGKILL)
-
-
-def test_killed_run_leaves_no_target_and_the_next_one_cleans_up(directory, tmp_path):
-    killed(tmp_path, directory)
-    assert listing(tmp_path) == [".t.zckpt-partial"]
-    write(copying(tmp_path, "t"), tmp_path / "t", directory=directory)
+        forked(write_and_be_killed, tmp_path, directory)
+    assert listing(tmp_path) == [".t.zckpt-partial", *(["t"] if is_old else [])]
+    assert old is None or old.read_bytes() == OLD
+    write(copying(tmp_path, "t"), tmp_path / "t", directory=directory, overwrite=is_old)
     assert listing(tmp_path) == ["t"]
     assert is_whole(tmp_path / "t/t" if directory else tmp_path / "t")
-
-
-def test_killed_run_leaves_the_old_target(directory, tmp_path):
-    if directory:
-        (tmp_path / "t").mkdir()
-    old = tmp_path / "t/old" if directory else tmp_path / "t"
-    old.write_bytes(OLD)
-    killed(tmp_path, directory)
-    assert old.read_bytes() == OLD
-    write(copying(tmp_path, "t"), tmp_path / "t", directory=directory, overwrite=True)
-    assert listing(tmp_path) == ["t"]
 
 
 def test_what_a_killed_run_left_is_emptied_before_it_is_used(tmp_path):
@@ -395,68 +332,53 @@ def test_partial_name_that_is_taken_by_something_else_is_refused(tmp_path):
 # --- several runs at once ---------------------------------------------------------------------------------------
 
 
-def started(script: str, *arguments: object, **pipes: int) -> subprocess.Popen[str]:
-    """Start a script in another process."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
-    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-    return subprocess.Popen(command, text=True, env=environment, **pipes)
+class Begins(SilentReporter):
+    """Does something while a run writes."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        self.then = then
+
+    def begin(self, nbytes: int) -> None:
+        self.then()
 
 
-@pytest.fixture
-def other_run(tmp_path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that is writing to the file `t` and the directory `d`, until it is told to finish."""
-    script = """
-        import sys
-        from pathlib import Path
-        from tests.storage.test_durable import copying, small_batches, write_directory, write_target
-        from zckpt.engine import SilentReporter
+def write_until_told(here: Path, signs: Path) -> None:
+    """Write to the file `t` and the directory `d`, and say so; end when that is allowed."""
 
-        small_batches()
+    def wait() -> None:
+        (signs / "writing").touch()
+        while not (signs / "told").exists():
+            time.sleep(0.01)
 
-        class Waits(SilentReporter):
-            def __init__(self, then):
-                self.then = then
-
-            def begin(self, nbytes):
-                self.then()
-
-        def until_told():
-            print("writing", flush=True)
-            sys.stdin.readline()
-
-        here = Path(sys.argv[1])
-        made = copying(here, "t")
-        both = Waits(lambda: write_directory(made, here / "d", reporter=Waits(until_told)))
-        write_target(made, here / "t", reporter=both)
-    """
-    with started(script, tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as run:
-        assert run.stdout is not None
-        assert run.stdout.readline() == "writing\n"
-        yield run
-        if run.poll() is None:
-            run.kill()
+    made = copying(here, "t")
+    both = Begins(lambda: write_directory(made, here / "d", reporter=Begins(wait)))
+    write_target(made, here / "t", reporter=both)
 
 
-def test_second_run_to_one_target_is_refused_and_does_not_disturb_the_first(other_run, tmp_path):
+def processes(count: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(count, mp_context=get_context("forkserver"))
+
+
+def test_second_run_to_one_target_is_refused_and_does_not_disturb_the_first(tmp_path, tmp_path_factory):
     """Nor does it leave anything of another target; a run to another target alone is not refused."""
-    for target, overwrite in product(["t", "d"], [False, True]):
-        with pytest.raises(TargetError, match="another run is writing to this target"):
-            write(copying(tmp_path, "t"), tmp_path / target, directory=target == "d", overwrite=overwrite)
-    with pytest.raises(TargetError, match="another run"):
-        write_target(copying(tmp_path, "a", "t"), tmp_path / "t")
-    assert listing(tmp_path) == [".d.zckpt-partial", ".t.zckpt-partial"]
-    write_target(copying(tmp_path, "u"), tmp_path / "u")
-    other_run.communicate("\n", timeout=60)
-    assert other_run.returncode == 0
+    signs = tmp_path_factory.mktemp("signs")
+    with processes(1) as pool:
+        other = pool.submit(write_until_told, tmp_path, signs)
+        while not (signs / "writing").exists() and not other.done():
+            time.sleep(0.01)
+        try:
+            for target, overwrite in product(["t", "d"], [False, True]):
+                with pytest.raises(TargetError, match="another run is writing to this target"):
+                    write(copying(tmp_path, "t"), tmp_path / target, directory=target == "d", overwrite=overwrite)
+            with pytest.raises(TargetError, match="another run"):
+                write_target(copying(tmp_path, "a", "t"), tmp_path / "t")
+            assert listing(tmp_path) == [".d.zckpt-partial", ".t.zckpt-partial"]
+            write_target(copying(tmp_path, "u"), tmp_path / "u")
+        finally:
+            (signs / "told").touch()
+        other.result()
     assert listing(tmp_path) == ["d", "t", "u"]
     assert all(is_whole(tmp_path / name) for name in ("t", "d/t", "u"))
-
-
-def test_lock_of_a_killed_run_does_not_outlive_it(other_run, tmp_path):
-    other_run.kill()
-    other_run.wait()
-    write_target(copying(tmp_path, "t"), tmp_path / "t")
-    assert is_whole(tmp_path / "t")
 
 
 def test_one_target_given_twice_is_refused(tmp_path):
@@ -502,37 +424,24 @@ def test_run_that_fails_just_before_ours_takes_the_lock_leaves_us_a_new_one(dire
     assert (tmp_path / "t/file" if directory else tmp_path / "t").read_bytes() == OLD
 
 
-RACER = """
-    import sys
-    from pathlib import Path
-    from zckpt.storage.durable import written
-    from zckpt.errors import TargetError
-    from zckpt.storage.ownership import Owned
-
-    own, rounds, here = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    for _ in range(rounds):
-        try:
-            with written([here / "t"], overwrite=True) as [partial]:
-                partial.write_text(own * 1000)
-        except TargetError:
-            pass
-        try:
-            with written([here / "d"], overwrite=True, owned=Owned("file".__eq__)) as [partial]:
-                (partial / "file").write_text(own * 1000)
-        except TargetError:
-            pass
-"""
+def write_often(own: str, here: Path) -> None:
+    for _ in range(60):
+        with suppress(TargetError), written([here / "t"], overwrite=True) as [partial]:
+            partial.write_text(own * 1000)
+        with suppress(TargetError), written([here / "d"], overwrite=True, owned=Owned("file".__eq__)) as [partial]:
+            (partial / "file").write_text(own * 1000)
 
 
 def test_runs_that_race_for_a_target_never_leave_it_empty_or_mixed(tmp_path):
     """Locking and renaming are several steps; whatever their order, the target is one run's, whole."""
-    runs = [started(RACER, own, 60, tmp_path, stderr=subprocess.PIPE) for own in "abcd"]
-    seen = set()
-    while any(run.poll() is None for run in runs):
-        if (tmp_path / "t").exists():
-            seen.add((tmp_path / "t").read_text())
-    errors = [run.communicate()[1] for run in runs]
-    assert errors == [""] * 4
+    with processes(4) as pool:
+        runs = [pool.submit(write_often, own, tmp_path) for own in "abcd"]
+        seen = set()
+        while not all(run.done() for run in runs):
+            if (tmp_path / "t").exists():
+                seen.add((tmp_path / "t").read_text())
+        for run in runs:
+            run.result()
     assert seen <= {own * 1000 for own in "abcd"}
     assert seen
     assert (tmp_path / "d/file").read_text() in {own * 1000 for own in "abcd"}
@@ -566,21 +475,20 @@ def test_directory_appears_only_when_all_of_it_is_written(tmp_path):
     assert (tmp_path / "d/file").read_bytes() == OLD
 
 
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
 @pytest.mark.parametrize("mode", [0o600, 0o440])
-def test_what_replaces_something_may_be_read_by_those_who_could_read_that(mode, tmp_path):
-    (tmp_path / "t").write_bytes(OLD)
-    (tmp_path / "t").chmod(mode)
-    with written([tmp_path / "t"], overwrite=True) as [partial]:
-        assert partial.stat().st_mode & 0o777 == mode | 0o600
-        partial.write_bytes(b"new")
-    assert (tmp_path / "t").stat().st_mode & 0o777 == mode
-    assert (tmp_path / "t").read_bytes() == b"new"
-    (tmp_path / "d").mkdir(0o750)
-    (tmp_path / "d" / "kept").write_bytes(OLD)
-    (tmp_path / "d" / "kept").chmod(mode)
-    with written([tmp_path / "d"], overwrite=True, owned=ANYTHING) as [partial]:
-        assert partial.stat().st_mode & 0o777 == 0o750
-        (partial / "kept").write_bytes(b"new")
-    assert (tmp_path / "d").stat().st_mode & 0o777 == 0o750
-    assert (tmp_path / "d" / "kept").stat().st_mode & 0o777 == mode
-    assert (tmp_path / "d" / "kept").read_bytes() == b"new"
+def test_what_replaces_something_may_be_read_by_those_who_could_read_that(mode, old, directory, tmp_path):
+    old.chmod(mode)
+    if directory:
+        (tmp_path / "t").chmod(0o750)
+    with written([tmp_path / "t"], overwrite=True, owned=ANYTHING if directory else None) as [partial]:
+        assert mode_of(partial) == (0o750 if directory else mode | 0o600)
+        new = partial / "below/old" if directory else partial
+        new.parent.mkdir(exist_ok=True)
+        new.write_bytes(b"new")
+    assert mode_of(tmp_path / "t") == (0o750 if directory else mode)
+    assert mode_of(old) == mode
+    assert old.read_bytes() == b"new"

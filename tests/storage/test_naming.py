@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.folders import names_in
 from tests.gloo import forked
 from zckpt.engine.plan import plan
 from zckpt.errors import SourceError, TargetError, TargetExistsError
@@ -130,12 +131,12 @@ def test_a_directory_is_there_at_every_moment_while_it_is_replaced(tmp_path):
     found = [content_of(here / "t") for here in left]
     assert set(found) == {"old", "new"}
     assert found == sorted(found, reverse=True)  # the old one, until it is the new one
-    assert [path.name for path in left[-1].iterdir()] == ["t"]
+    assert names_in(left[-1]) == ["t"]
     for here in left:
         assert interrupted(here / "t") is None
         write_directory(here, content="newer")
         assert content_of(here / "t") == "newer"
-        assert [path.name for path in here.iterdir()] == ["t"]
+        assert names_in(here) == ["t"]
 
 
 def test_without_an_exchange_the_old_directory_is_kept_and_comes_back(tmp_path):
@@ -154,7 +155,7 @@ def test_without_an_exchange_the_old_directory_is_kept_and_comes_back(tmp_path):
         with pytest.raises(TargetExistsError), written([here / "t"], overwrite=False, owned=OURS):
             pass
         write_directory(here, content="newer")
-        assert [path.name for path in here.iterdir()] == ["t"]
+        assert names_in(here) == ["t"]
 
 
 def test_a_new_directory_is_there_whole_or_not_at_all(tmp_path):
@@ -172,8 +173,8 @@ def old_pair(here: Path) -> None:
     write_pair(here, content="old")
 
 
-def write_pair(here: Path, *, content: str = "new") -> None:
-    with written([here / name for name in PAIR], overwrite=True) as partials:
+def write_pair(here: Path, *, content: str = "new", overwrite: bool = True) -> None:
+    with written([here / name for name in PAIR], overwrite=overwrite) as partials:
         for partial in partials:
             partial.write_text(content)
 
@@ -200,7 +201,7 @@ def test_no_new_file_is_ever_beside_an_old_one(without_exchange, tmp_path):
         assert None not in pair or settled == ("new", "new")
         assert interrupted(here / "m") is None
         write_pair(here, content="newer")
-        assert sorted(path.name for path in here.iterdir()) == sorted(PAIR)
+        assert names_in(here) == sorted(PAIR)
         assert pair_of(here) == ("newer", "newer")
 
 
@@ -210,9 +211,7 @@ def test_of_a_new_pair_the_target_appears_last(tmp_path):
     for here in left:
         was = pair_of(here)
         try:
-            with written([here / name for name in PAIR], overwrite=False) as partials:
-                for partial in partials:
-                    partial.write_text("newer")
+            write_pair(here, content="newer", overwrite=False)
         except TargetExistsError:
             assert pair_of(here) == ("new", "new")
         else:
@@ -236,7 +235,7 @@ def test_an_interrupt_while_files_are_named_names_them_all(tmp_path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         write_pair(tmp_path)
     assert pair_of(tmp_path) == ("new", "new")
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(PAIR)
+    assert names_in(tmp_path) == sorted(PAIR)
 
 
 def test_a_disk_that_fails_while_files_are_named_is_told_and_the_next_run_goes_on(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.folders import names_in
 from zckpt.errors import TargetError
 from zckpt.storage.durable import written
 from zckpt.storage.ownership import Owned, partial_name
@@ -22,7 +23,6 @@ def write(path: Path, *, directory: bool) -> None:
         (partial / "new" if directory else partial).write_text("new")
 
 
-@pytest.mark.parametrize("directory", [False, True])
 def test_a_link_is_not_followed(directory, tmp_path):
     """Else a linked file would be overwritten, a linked directory emptied, and the target be a link."""
     precious = tmp_path / "elsewhere" / "precious"
@@ -45,7 +45,6 @@ def test_another_name_of_a_file_is_removed_and_the_file_left_alone(tmp_path):
     assert (tmp_path / "t").read_text() == "new"
 
 
-@pytest.mark.parametrize("directory", [False, True])
 def test_a_fifo_is_refused_and_does_not_hang(directory, tmp_path):
     os.mkfifo(partial_name(tmp_path / "t"))
     with pytest.raises(TargetError, match="cannot be created: found a FIFO in its place; remove it"):
@@ -53,7 +52,6 @@ def test_a_fifo_is_refused_and_does_not_hang(directory, tmp_path):
     assert stat.S_ISFIFO(partial_name(tmp_path / "t").lstat().st_mode)
 
 
-@pytest.mark.parametrize("directory", [False, True])
 def test_what_another_user_has_put_there_is_refused(directory, tmp_path):
     partial = partial_name(tmp_path / "t")
     partial.mkdir() if directory else partial.write_text("theirs")
@@ -66,7 +64,6 @@ def test_what_another_user_has_put_there_is_refused(directory, tmp_path):
     assert partial.exists()
 
 
-@pytest.mark.parametrize("directory", [False, True])
 def test_a_file_system_without_locks_is_written_to(directory, tmp_path, monkeypatch):
     """Then a run whose temporary name another one took fails at its end, and writes nothing."""
 
@@ -75,16 +72,15 @@ def test_a_file_system_without_locks_is_written_to(directory, tmp_path, monkeypa
 
     monkeypatch.setattr(fcntl, "flock", without_locks)
     write(tmp_path / "t", directory=directory)
-    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+    assert names_in(tmp_path) == ["t"]
     first = written([tmp_path / "u"], overwrite=False, owned=ANYTHING)
     first.__enter__()
     write(tmp_path / "u", directory=True)
     with pytest.raises(TargetError, match="has disappeared, or something else has its name"):
         first.__exit__(None, None, None)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["t", "u"]
+    assert names_in(tmp_path) == ["t", "u"]
 
 
-@pytest.mark.parametrize("directory", [False, True])
 def test_a_link_that_takes_the_place_of_what_is_written_is_not_named(directory, tmp_path):
     """Nobody but this user could do that; the link is what is renamed, and what it points to stays."""
     (tmp_path / "elsewhere").mkdir()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,5 +84,17 @@ def s3(served, s3_proxy, s3_kind, monkeypatch) -> Iterator[Served]:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     s3_proxy.requests.clear()
     yield served(s3_kind)
-    s3_proxy.fault = lambda _method, _path: None
-    s3_proxy.before = lambda _method, _path: None
+    s3_proxy.mend()
+
+
+def store(url: str) -> Any:
+    from zckpt.storage.remote.addresses import address_of
+    from zckpt.storage.remote.schemes import store_of
+
+    return store_of(address_of(url))
+
+
+def unfinished() -> list[Any]:
+    """The uploads in S3 that are not at their end."""
+    found: list[Any] = store("s3://bucket/x").call("list_multipart_uploads", Bucket="bucket").get("Uploads", [])
+    return found

@@ -87,13 +87,22 @@ def endless() -> Iterator[tuple[str, list[str]]]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with _served(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as address:
+    with answering(Handler) as address:
         yield address, asked
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass  # a client that has gone
+
+
 @contextmanager
-def _served(server: ThreadingHTTPServer) -> Iterator[str]:
-    server.daemon_threads = True
+def answering(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Let a handler answer requests; yield the address."""
+    server = _Server(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
@@ -150,7 +159,7 @@ def hub(directory: Path) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with _served(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as address:
+    with answering(Handler) as address:
         yield address
 
 
@@ -188,7 +197,7 @@ HELD_SECONDS = 300
 
 @dataclass
 class Proxy:
-    """A proxy of one server. `fault` says what happens to a request: `503`, `cut`, `slow`, `drop`, `hold` or None.
+    """A proxy of one server. `fault` says what happens to a request: `503`, `cut`, `drop`, `hold` or None.
 
     What is held is dropped when `released` is set; so is `stall`, which is half of an answer until then.
     """
@@ -198,6 +207,10 @@ class Proxy:
     before: Callable[[str, str], None] = lambda _method, _path: None
     requests: list[Request] = field(default_factory=list)
     released: threading.Event = field(default_factory=threading.Event)
+
+    def mend(self) -> None:
+        """Let nothing happen to requests any more."""
+        self.fault = self.before = lambda _method, _path: None
 
     def of(self, part: str, method: str = "GET") -> list[Request]:
         """The answers that brought something of what has this in its path."""
@@ -234,8 +247,6 @@ def proxied(to_port: int) -> Iterator[Proxy]:
                 self.close_connection = True
                 self.connection.shutdown(socket.SHUT_RDWR)
                 return
-            if fault == "slow":
-                time.sleep(0.3)
             server = http.client.HTTPConnection("127.0.0.1", to_port, timeout=30)
             headers = {key: value for key, value in self.headers.items() if key.lower() not in _OF_ONE_CONNECTION}
             if body or length:
@@ -281,20 +292,6 @@ def proxied(to_port: int) -> Iterator[Proxy]:
         def log_message(self, *_: object) -> None:
             pass
 
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-        request_queue_size = 128
-
-        def handle_error(self, request: object, client_address: object) -> None:
-            pass  # a client that has gone
-
-    server = Server(("127.0.0.1", 0), Handler)
-    proxy.port = server.server_address[1]
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
+    with answering(Handler) as address:
+        proxy.port = int(address.rpartition(":")[2])
         yield proxy
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -16,6 +16,7 @@ import pytest
 from tests.cli.console import FIXTURES, run, succeeded
 from tests.folders import contents
 from tests.gloo import forked
+from tests.storage.remote.conftest import unfinished
 
 SOURCE = FIXTURES / "s2_bf16_dp4"
 VERBS: dict[str, list[object]] = {
@@ -130,6 +131,4 @@ def test_killed_and_gone_on_with(kind, verb, served, request, tmp_path):
     settings = {key: value for key, value in os.environ.items() if key.startswith("AWS_")}
     assert forked(kill_and_resume, verb, place.url, place.directory, settings, 20, tmp_path, timeout=600) == []
     if kind == "s3":
-        from tests.storage.remote.test_writing import unfinished
-
         assert unfinished() == []

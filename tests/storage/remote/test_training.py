@@ -13,9 +13,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import zckpt
+from tests.folders import contents, names_in
 from tests.gloo import run
 from tests.pairwise import some
-from tests.storage.remote.conftest import Served
+from tests.storage.remote.conftest import unfinished
 from tests.storage.remote.servers import PASSWORD, USER
 from tests.training.trainings import BY_NAME, Training, differences
 from zckpt.storage.remote import attempts
@@ -46,19 +47,6 @@ def in_s3(rank, world_size, step: Callable[..., Any], settings: Settings, *argum
         attempts.FIRST_PAUSE, attempts.ATTEMPTS = 0.25, 7
         os.environ.clear()
         os.environ.update(before)
-
-
-def files(served: Served, below: str) -> list[str]:
-    root = served.directory / below
-    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
-
-
-def unfinished() -> list[Any]:
-    from zckpt.storage.remote.addresses import address_of
-    from zckpt.storage.remote.s3 import S3Store
-
-    store = S3Store(address_of("s3://bucket/x"))
-    return list(store.call("list_multipart_uploads", Bucket="bucket").get("Uploads", []))
 
 
 def trained(kind: str = "zero2-plain-float32") -> tuple[Training, dict[str, Any]]:
@@ -92,9 +80,9 @@ def test_ranks_save_to_a_store_and_load_from_it(s3, settings):
         assert (told["path"], told["extra"]) == ("s3://bucket/step2", {"seen": 2})
         assert "s3://bucket/step3" in told["refused"]
         assert "already exists" in told["refused"]
-    there = ["checkpoint.json", "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"]
-    assert files(s3, "step2") == [there[0], "fingerprint.json", *there[1:]]
-    assert files(s3, "step3") == there
+    there = {"checkpoint.json", "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"}
+    assert contents(s3.directory / "step2").keys() == {*there, "fingerprint.json"}
+    assert contents(s3.directory / "step3").keys() == there
     assert unfinished() == []
     assert zckpt.verify(f"{s3.url}/step2", deep=True).sound
     assert zckpt.open(f"{s3.url}/step3").step == 3
@@ -127,13 +115,9 @@ def test_ranks_save_formats_of_other_programs_to_a_store(s3, settings, tmp_path)
         assert "already exists" in told[0]
         assert "not a directory with a name" in told[1]
         assert len(told) == 4
-    names = files(s3, "ds")
-    assert len(names) == 7
-    assert {name: (s3.directory / "ds" / name).read_bytes() for name in names} == {
-        path.relative_to(tmp_path / "ds").as_posix(): path.read_bytes()
-        for path in (tmp_path / "ds").rglob("*")
-        if path.is_file()
-    }
+    found = contents(s3.directory / "ds")
+    assert len(found) == 7
+    assert found == contents(tmp_path / "ds")
     assert (s3.directory / "ds" / "latest").read_text() == "global_step3"
     assert zckpt.diff(s3.directory / "redundant", tmp_path / "redundant").equal
     assert unfinished() == []
@@ -156,8 +140,8 @@ def test_a_rank_that_fails_leaves_nothing(what, s3, s3_proxy, settings):
         assert "zckpt-remote" not in line
         assert PASSWORD not in line
         assert USER not in line
-    s3_proxy.fault = lambda _method, _path: None
-    assert files(s3, "failing") == []
+    s3_proxy.mend()
+    assert contents(s3.directory / "failing") == {}
     assert unfinished() == []
 
 
@@ -177,16 +161,14 @@ def a_run(rank, bucket: str, last: int, async_: bool) -> dict[str, Any]:
 
 def test_a_checkpointer_prunes_and_resumes_in_a_store(s3, settings):
     assert [told["first"] for told in run(in_s3, 2, a_run, settings, 3, True)] == [0, 0]
-    names = {name.partition("/")[0] for name in files(s3, "run")}
-    assert names == {"checkpointer.json", "latest", "step-00000002", "step-00000003"}
+    assert names_in(s3.directory / "run") == ["checkpointer.json", "latest", "step-00000002", "step-00000003"]
     assert (s3.directory / "run" / "latest").read_text() == "step-00000003"
     (s3.directory / "run" / "step-00000003" / "rank-00001-of-00002.safetensors").unlink()
     told = run(in_s3, 2, a_run, settings, 4, False)
     assert [one["first"] for one in told] == [2, 2]
     assert "skipped step-00000003" in told[0]["warned"][0]
     assert "s3://bucket/run/step-00000003" in told[0]["warned"][0]
-    names = {name.partition("/")[0] for name in files(s3, "run")}
-    assert names == {"checkpointer.json", "latest", "step-00000003", "step-00000004"}
+    assert names_in(s3.directory / "run") == ["checkpointer.json", "latest", "step-00000003", "step-00000004"]
     assert zckpt.open(f"{s3.url}/run").step == 4
     assert unfinished() == []
 
@@ -211,6 +193,9 @@ def by_dcp(rank, bucket: str) -> bool:
 
 def test_dcp_writes_to_a_store_and_reads_from_it(s3, settings):
     assert run(in_s3, 2, by_dcp, settings) == [True, True]
-    assert files(s3, "dcp") == ["checkpoint.json", *(f"rank-0000{n}-of-00003.safetensors" for n in range(3))]
+    assert names_in(s3.directory / "dcp") == [
+        "checkpoint.json",
+        *(f"rank-0000{n}-of-00003.safetensors" for n in range(3)),
+    ]
     assert not list(s3.directory.rglob("*zckpt-partial/*"))
     assert unfinished() == []

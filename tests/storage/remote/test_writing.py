@@ -18,15 +18,20 @@ import torch
 from safetensors.torch import save_file
 
 import zckpt
+from tests import folders
 from tests.cli.console import FIXTURES, command, environment, refused, run, succeeded
 from tests.pairwise import each, some
+from tests.storage.remote.conftest import store, unfinished
 from tests.storage.remote.servers import PASSWORD, USER, Proxy, moto, proxied
 from zckpt.engine import upload
 from zckpt.errors import TargetError
-from zckpt.storage.remote import attempts
+from zckpt.storage import journal
+from zckpt.storage.remote import attempts, named_uploads
 from zckpt.storage.remote.fsspec_stores import FsspecStore
 
 SOURCE = FIXTURES / "s2_bf16_dp2"
+PART_NBYTES = 1 << 18
+LITTLE = 12 * PART_NBYTES
 
 
 @pytest.fixture
@@ -37,38 +42,28 @@ def s3_kind() -> str:
 def put(source: Path, url: str) -> str:
     """Copy a file or directory into S3; return its URL."""
     at = store(url)
-    for path in [one for one in source.rglob("*") if one.is_file()] if source.is_dir() else [source]:
+    for path in folders.files_in(source) if source.is_dir() else [source]:
         name = "/".join([at.root, *path.relative_to(source).parts])
         at.call("put_object", **at.place(name), Body=path.read_bytes())
     return url
 
 
-def store(url: str) -> Any:
-    from zckpt.storage.remote.addresses import address_of
-    from zckpt.storage.remote.schemes import store_of
-
-    return store_of(address_of(url))
-
-
-def listed(url: str) -> list[str]:
-    return [one.key for one in store(url).listed()]
+@pytest.fixture
+def small_parts(monkeypatch) -> None:
+    """Let a file of a megabyte have many parts, of which each is recorded; those of `LITTLE` memory are small."""
+    monkeypatch.setattr(upload, "LEAST_PART_NBYTES", PART_NBYTES)
+    monkeypatch.setattr(upload, "PIECE_NBYTES", PART_NBYTES // 8)
+    monkeypatch.setattr(journal, "LEAST_NBYTES", 1)
+    monkeypatch.setattr(named_uploads, "RECORD_NBYTES", 1)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(directory).as_posix(): path.read_bytes()
-        for path in sorted(directory.rglob("*"))
-        if path.is_file() and not path.name.startswith(".rclone_temp_multipart")
-    }
+    found = folders.contents(directory)
+    return {name: data for name, data in found.items() if ".rclone_temp_multipart" not in name}
 
 
 def bucket() -> Any:
     return store("s3://bucket/x")
-
-
-def unfinished() -> list[Any]:
-    found: list[Any] = bucket().call("list_multipart_uploads", Bucket="bucket").get("Uploads", [])
-    return found
 
 
 WRITTEN: dict[str, Callable[[Any, Any], object]] = {
@@ -76,6 +71,7 @@ WRITTEN: dict[str, Callable[[Any, Any], object]] = {
     "model.pt": zckpt.consolidate,
     "model": lambda source, target: zckpt.consolidate(source, target, max_shard_size=3000),
     "dcp": lambda source, target: zckpt.convert(source, target, to="dcp", world_size=2, verify=True),
+    "zckpt": lambda source, target: zckpt.convert(source, target, to="zckpt", world_size=2),
     "universal": lambda source, target: zckpt.convert(source, target, to="universal"),
     "deepspeed": lambda source, target: zckpt.reshard(source, target, world_size=3),
 }
@@ -84,20 +80,12 @@ WRITTEN: dict[str, Callable[[Any, Any], object]] = {
 @pytest.mark.parametrize(("name", "kind"), each(WRITTEN, ["s3", "sftp", "webdav"]))
 def test_what_is_written_to_a_store_is_what_is_written_on_disk(kind, name, served, s3, tmp_path):
     place = s3 if kind == "s3" else served(f"{kind}-alone")
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "new").mkdir()
+    (tmp_path / "here" / "new").mkdir(parents=True)
     WRITTEN[name](SOURCE, f"{place.url}/{name}.d/new/{name}")
     WRITTEN[name](SOURCE, tmp_path / "here" / "new" / name)
     assert contents(place.directory / f"{name}.d") == contents(tmp_path / "here")
     if kind == "s3":
         assert unfinished() == []
-
-
-def test_zckpts_own_format_with_its_fingerprint(s3):
-    zckpt.convert(SOURCE, f"{s3.url}/own", to="zckpt", world_size=2)
-    assert (s3.directory / "own" / "fingerprint.json").exists()
-    assert zckpt.verify(f"{s3.url}/own", deep=True).sound
-    assert zckpt.diff(s3.directory / "own", SOURCE).equal
 
 
 def test_from_store_to_store(s3, served, tmp_path):
@@ -119,33 +107,31 @@ def test_memory(tmp_path):
     assert [path.name for path in (tmp_path / "some").iterdir()] == ["dcp"]
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
-def test_files_of_many_parts(suffix, s3, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("small_parts")
+def test_files_of_many_parts(s3, tmp_path):
     """Tensors, headers and checksums lie over the ends of parts."""
-    monkeypatch.setattr(upload, "LEAST_PART_NBYTES", 1 << 20)
+    source, here = tmp_path / "a.safetensors", tmp_path / "here"
+    here.mkdir()
     torch.manual_seed(0)
-    save_file(
-        {f"w{n}": torch.randn(1000 + n * 300_001) for n in range(7)} | {"s": torch.ones(())}, tmp_path / "a.safetensors"
-    )
-    zckpt.consolidate(
-        tmp_path / "a.safetensors", f"{s3.url}/many.{suffix}", dtype="bfloat16", memory=12 << 20, direct=True
-    )
-    zckpt.consolidate(tmp_path / "a.safetensors", tmp_path / f"many.{suffix}", dtype="bfloat16")
-    assert (s3.directory / f"many.{suffix}").read_bytes() == (tmp_path / f"many.{suffix}").read_bytes()
-    if suffix == "pt":
-        assert len(torch.load(s3.directory / "many.pt", weights_only=True)) == 8
-    zckpt.convert(tmp_path / "a.safetensors", f"{s3.url}/many-{suffix}", to="zckpt")
-    assert zckpt.verify(s3.directory / f"many-{suffix}", deep=True).sound
-    if suffix == "safetensors":  # between objects of a store that does not copy ranges
-        zckpt.strip(put(tmp_path / "a.safetensors", f"{s3.url}/a.safetensors"), f"{s3.url}/b.safetensors", padding=True)
-        zckpt.strip(tmp_path / "a.safetensors", tmp_path / "b.safetensors", padding=True)
-        assert (s3.directory / "b.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
-        assert unfinished() == []
+    save_file({f"w{n}": torch.randn(1000 + n * 75_001) for n in range(7)} | {"s": torch.ones(())}, source)
+    for name in ("many.safetensors", "many.pt"):
+        zckpt.consolidate(source, f"{s3.url}/parts/{name}", dtype="bfloat16", memory=LITTLE, direct=True)
+        zckpt.consolidate(source, here / name, dtype="bfloat16")
+    zckpt.convert(source, f"{s3.url}/parts/many", to="zckpt", memory=LITTLE)
+    zckpt.convert(source, here / "many", to="zckpt")
+    # between objects of a store that does not copy ranges
+    zckpt.strip(put(source, f"{s3.url}/a.safetensors"), f"{s3.url}/parts/b.safetensors", padding=True, memory=LITTLE)
+    zckpt.strip(source, here / "b.safetensors", padding=True)
+    assert contents(s3.directory / "parts") == contents(here)
+    assert zckpt.verify(s3.directory / "parts" / "many", deep=True).sound
+    assert len(torch.load(s3.directory / "parts" / "many.pt", weights_only=True)) == 8
+    assert unfinished() == []
 
 
 def test_what_is_there_is_kept_or_replaced(s3, tmp_path):
     target = f"{s3.url}/there/dcp"
-    zckpt.convert(SOURCE, target, to="dcp", world_size=3)
+    done = succeeded("convert", SOURCE, target, "--to", "dcp", "--world-size", 3, "--json")
+    assert sorted(json.loads(done.stdout)["files"])[0].startswith("s3://bucket/there/dcp/")
     refused(4, "convert", SOURCE, target, "--to", "dcp", words=(target, "already exists"))
     zckpt.convert(SOURCE, target, to="dcp", world_size=2, overwrite=True)
     assert {path.name for path in (s3.directory / "there" / "dcp").iterdir()} >= {"__0_0.distcp", "__1_0.distcp"}
@@ -181,23 +167,26 @@ def gone_after(parts: int, proxy: Proxy, then: Callable[[], object] = lambda: No
     proxy.fault = fault
 
 
+@pytest.mark.usefixtures("small_parts")
 def test_a_store_that_goes_away_is_named_and_what_it_has_is_kept(s3, s3_proxy, tmp_path, monkeypatch, capfd):
     """Each further request is made once; nobody can say that nothing is left."""
     monkeypatch.setattr(attempts, "_SERVERS", {})
     monkeypatch.setattr(attempts, "TOLD_SECONDS", 1000)
-    save_file({f"w{n}": torch.randn(1 << 20) for n in range(8)}, tmp_path / "a.safetensors")
+    save_file({f"w{n}": torch.randn(1 << 15) for n in range(16)}, tmp_path / "a.safetensors")
     target = f"{s3.url}/gone.pt"
+    given = ("consolidate", tmp_path / "a.safetensors", target, "--memory", LITTLE)
     gone_after(3, s3_proxy)
-    line = refused(4, "consolidate", tmp_path / "a.safetensors", target, "-q", words=(f"{target}: cannot be written",))
-    assert f"of {32 << 20} bytes are sent and kept in unfinished uploads: --resume continues" in line
+    line = refused(4, *given, "-q", words=(f"{target}: cannot be written",))
+    assert f"of {2 << 20} bytes are sent and kept in unfinished uploads: --resume continues" in line
     assert capfd.readouterr().err == ""
-    s3_proxy.fault = lambda _method, _path: None
-    zckpt.consolidate(tmp_path / "a.safetensors", target, resume=True)
+    s3_proxy.mend()
+    succeeded(*given, "--resume")
     assert unfinished() == []
+    monkeypatch.setattr(journal, "LEAST_NBYTES", 1 << 20)  # of less, nothing is kept
     main = threading.main_thread().ident or 0  # as a terminal's Ctrl-C reaches it, whatever it waits for
     gone_after(3, s3_proxy, lambda: signal.pthread_kill(main, signal.SIGINT))
     done = run("consolidate", SOURCE, f"{s3.url}/gone", "--max-shard-size", "2kB")
-    s3_proxy.fault = lambda _method, _path: None
+    s3_proxy.mend()
     assert done.returncode == 130
     assert "nothing was left behind" not in done.stderr
     assert "could not be removed" in done.stderr
@@ -205,7 +194,7 @@ def test_a_store_that_goes_away_is_named_and_what_it_has_is_kept(s3, s3_proxy, t
     assert unfinished() == []
 
 
-@pytest.mark.parametrize("most", some([40], [100]))
+@pytest.mark.parametrize("most", some([20], [100]))
 def test_faults_while_writing(most, s3, s3_proxy, tmp_path):
     """Requests refused, answers cut, connections dropped."""
     seen = faults = 0
@@ -223,7 +212,7 @@ def test_faults_while_writing(most, s3, s3_proxy, tmp_path):
         zckpt.convert(SOURCE, f"{s3.url}/{directory}/{n}", to="dcp", world_size=2)
         if faults >= most:
             break
-    s3_proxy.fault = lambda _method, _path: None
+    s3_proxy.mend()
     zckpt.convert(SOURCE, tmp_path / "dcp", to="dcp", world_size=2)
     assert faults >= most
     for one in (s3.directory / directory).iterdir():
@@ -245,8 +234,8 @@ def test_a_failure_leaves_nothing(method, s3, s3_proxy, monkeypatch):
     line = refused(4, "convert", SOURCE, f"{s3.url}/failing/dcp", "--to", "dcp", "--world-size", "2",
                    words=("s3://bucket/failing/dcp",))  # fmt: skip
     assert PASSWORD not in line
-    s3_proxy.fault = lambda _method, _path: None
-    assert not [path for path in s3.directory.rglob("failing/**/*") if path.is_file()]
+    s3_proxy.mend()
+    assert not folders.files_in(s3.directory / "failing")
     assert unfinished() == []
 
 
@@ -272,7 +261,7 @@ def ended(arguments: list[Any], proxy: Proxy, by: signal.Signals, when: Callable
     proxy.released.set()
     said = child.communicate(timeout=300)[1]
     assert child.returncode == (130 if by == signal.SIGINT else -9), said
-    proxy.fault = lambda _method, _path: None
+    proxy.mend()
     return said
 
 
@@ -303,10 +292,12 @@ def dropped(proxy: Proxy, method: str, part: str, count: int, how: str = "drop")
     return lambda: len(seen) > count and answered() >= before + count
 
 
+@pytest.mark.usefixtures("small_parts")
 def test_a_run_goes_on_with_what_another_has_sent(s3, s3_proxy, tmp_path, monkeypatch):
     monkeypatch.setattr(attempts, "ATTEMPTS", 2)
-    save_file({f"w{n}": torch.randn(3 << 20) for n in range(2)}, tmp_path / "large.safetensors")
-    given = ("consolidate", tmp_path / "large.safetensors", f"{s3.url}/again", "--max-shard-size", "13MB")
+    save_file({f"w{n}": torch.randn(3 << 16) for n in range(2)}, tmp_path / "large.safetensors")
+    given = ("consolidate", tmp_path / "large.safetensors", f"{s3.url}/again", "--max-shard-size", "800kB",
+             "--memory", LITTLE)  # fmt: skip
     dropped(s3_proxy, "PUT", "again", 2)
     refused(4, *given, words=("bytes are sent and kept in unfinished uploads: --resume continues with them",))
     sent = parts(s3_proxy, "again")
@@ -315,7 +306,7 @@ def test_a_run_goes_on_with_what_another_has_sent(s3, s3_proxy, tmp_path, monkey
     dropped(s3_proxy, "POST", "uploadId", 1)
     refused(4, *given, "--resume")  # objects were there, and are removed
     assert len(parts(s3_proxy, "again")) == len(set(parts(s3_proxy, "again")))
-    s3_proxy.fault = lambda _method, _path: None
+    s3_proxy.mend()
     succeeded(*given, "--resume")
     succeeded(*given[:2], tmp_path / "here", *given[3:])
     assert contents(s3.directory / "again") == contents(tmp_path / "here")
@@ -361,7 +352,7 @@ def test_what_a_run_has_left_is_thrown_away(s3, s3_proxy, tmp_path):
     other.write_bytes(bytes(sum(nbytes for _, nbytes in sent.values())))
     for one in unfinished():
         bucket().call("abort_multipart_upload", Bucket="bucket", Key=one["Key"], UploadId=one["UploadId"])
-    s3_proxy.fault = lambda _method, _path: None
+    s3_proxy.mend()
     put(other, f"{s3.url}/left/{name}")
     refused(4, *given, "--restart", words=("exists",))  # an object of somebody else's, as large as the run's
     assert (s3.directory / "left" / name).read_bytes() == other.read_bytes()
@@ -386,31 +377,32 @@ def test_options_that_a_store_limits_are_named(tmp_path):
     assert [note for note in done.notes if "this process makes and sends" in note]
 
 
+@pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("kind", ["webdav", "sftp"])
 def test_files_that_have_come_are_not_sent_again(kind, served, tmp_path, monkeypatch):
     """To stores without uploads in parts: of a run that fails, whole files are gone on with."""
     place = served(f"{kind}-alone")
-    torch.manual_seed(0)
-    save_file({f"w{n}": torch.randn(3 << 20) for n in range(4)}, tmp_path / "large.safetensors")
-    given = ("consolidate", tmp_path / "large.safetensors", f"{place.url}/again", "--max-shard-size", "13MB")
-    partial, journal = (place.directory / f".again.zckpt-{what}" for what in ("partial", "journal"))
+    save_file({f"w{n}": torch.randn(3 << 16) for n in range(4)}, tmp_path / "large.safetensors")
+    given = ("consolidate", tmp_path / "large.safetensors", f"{place.url}/again", "--max-shard-size", "800kB")
+    partial, record = (place.directory / f".again.zckpt-{what}" for what in ("partial", "journal"))
     write, sent, come = FsspecStore.send, [], threading.Event()
 
     def failing(store: FsspecStore, key: str, nbytes: int, parts: Any) -> str:
-        if nbytes > 1 << 20:
+        is_large = nbytes > 1 << 19
+        if is_large:
             sent.append(key.partition("zckpt-partial/")[2])
             if len(sent) == 3:
                 assert come.wait(60)  # one of those that other threads are sending
                 raise PermissionError("no more")
         version = write(store, key, nbytes, parts)
-        if nbytes > 1 << 20:
+        if is_large:
             come.set()
         return version
 
     monkeypatch.setattr(FsspecStore, "send", failing)
     refused(4, *given, words=("bytes are sent and kept in .again.zckpt-partial: --resume continues with them",))
     refused(4, *given, words=("did not finish", "in .again.zckpt-partial", "--resume"))
-    recorded = {json.loads(line[9:])[0] for one in journal.glob("0*") for line in one.read_bytes().splitlines()}
+    recorded = {json.loads(line[9:])[0] for one in record.glob("0*") for line in one.read_bytes().splitlines()}
     assert recorded
     sent[3:] = []
     with store(place.url).client.open("bucket/.again.zckpt-partial/more", "wb") as file:
@@ -420,17 +412,14 @@ def test_files_that_have_come_are_not_sent_again(kind, served, tmp_path, monkeyp
     succeeded(*given[:2], tmp_path / "here", *given[3:])
     assert contents(place.directory / "again") == contents(tmp_path / "here")
     assert not partial.exists()
-    assert not journal.exists()
+    assert not record.exists()
 
 
+@pytest.mark.usefixtures("small_parts")
 def test_where_the_record_is_refused_too_the_first_error_is_told(monkeypatch):
     """With what another run will know of: files in lines that have come, not those in lines that have not."""
-    monkeypatch.setattr("zckpt.storage.journal.LEAST_NBYTES", 1)
-    monkeypatch.setattr("zckpt.storage.remote.named_uploads.RECORD_NBYTES", 1)
     target, write = "memory://refusing/target", FsspecStore.send
-    sent = {}
-    recorded = {}
-    refuses = True
+    sent, recorded, refuses = {}, {}, True
 
     def failing(store: FsspecStore, key: str, nbytes: int, parts: Any) -> str:
         name = key.partition("zckpt-partial/")[2]
@@ -441,7 +430,7 @@ def test_where_the_record_is_refused_too_the_first_error_is_told(monkeypatch):
             sent[name] = nbytes
         elif refuses:
             recorded.update(sent)
-            monkeypatch.setattr("zckpt.storage.remote.named_uploads.RECORD_NBYTES", 1 << 20)
+            monkeypatch.setattr(named_uploads, "RECORD_NBYTES", 1 << 20)
         return version
 
     monkeypatch.setattr(FsspecStore, "send", failing)
@@ -459,9 +448,8 @@ def test_where_the_record_is_refused_too_the_first_error_is_told(monkeypatch):
     assert not [key for key in store(target).client.find("refusing") if "zckpt-" in key]
 
 
+@pytest.mark.usefixtures("small_parts")
 def test_what_was_sent_with_other_options_is_not_taken_for_the_target(monkeypatch):
-    monkeypatch.setattr("zckpt.storage.journal.LEAST_NBYTES", 1)
-    monkeypatch.setattr("zckpt.storage.remote.named_uploads.RECORD_NBYTES", 1)
     source, target = SOURCE, "memory://others/target"
     write, sent, come = FsspecStore.send, [], threading.Event()
 
@@ -488,11 +476,6 @@ def test_what_was_sent_with_other_options_is_not_taken_for_the_target(monkeypatc
 
 def test_web_servers_are_read_only(served):
     refused(4, "consolidate", SOURCE, f"{served('http').url}/m.safetensors", words=("read-only",))
-
-
-def test_documents_name_urls(s3):
-    document = json.loads(succeeded("convert", SOURCE, f"{s3.url}/named", "--to", "dcp", "--json").stdout)
-    assert sorted(document["files"])[0].startswith("s3://bucket/named/")
 
 
 @pytest.mark.nightly
