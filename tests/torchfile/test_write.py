@@ -22,8 +22,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import plans
 from tests.live import trained
 from tests.pairwise import some
+from tests.plans import slot_of
 from tests.refusals import refusing
 from zckpt.engine.plan import plan
 from zckpt.errors import LayoutError, UnsupportedError
@@ -38,13 +40,11 @@ from zckpt.formats.torch_files.writer import (
     view,
 )
 from zckpt.operations.target import write_target
-from zckpt.state import Extent, Slot, Span
+from zckpt.state import Extent
 from zckpt.torchfile import (
     Global,
     MemoryFormat,
-    Object,
     OrderedMapping,
-    Storage,
     Tensor,
     dump,
     read_pickle,
@@ -58,9 +58,10 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 FORMATS = [
     pytest.param({"pickle_protocol": 2}, id="zip-2"),
     pytest.param({"pickle_protocol": 4}, id="zip-4"),
-    pytest.param({"pickle_protocol": 5}, id="zip-5"),
     pytest.param({"_use_new_zipfile_serialization": False}, id="legacy-2"),
+    pytest.param({"pickle_protocol": 5}, id="zip-5"),
 ]
+"""Every run has the first and the third of each content."""
 
 
 class Stage(enum.IntEnum):
@@ -295,45 +296,15 @@ def check_rewritten(source, target):
     before, after = rewrite(source, target)
     Same()(load(source), load(target))
     Same()(load(source), load(target, mmap=True))
-    plainly = outcome(source, weights_only=True), outcome(target, weights_only=True)
-    if before.protocol == 2 or plainly[0] is not pickle.UnpicklingError:  # it does not know every opcode of later ones
-        Same()(*plainly)
-    same_nodes(before.root, after.root, {}, {})
+    plainly = outcome(source, weights_only=True)
+    if before.protocol == 2 or plainly is not pickle.UnpicklingError:  # it does not know every opcode of later ones
+        for mmap in (False, True):
+            Same()(plainly, outcome(target, weights_only=True, mmap=mmap))
+    again = target.parent / "again" / target.name  # what we read of ours is what we read of theirs
+    again.parent.mkdir(exist_ok=True)
+    rewrite(target, again)
+    assert again.read_bytes() == target.read_bytes()
     return before, after
-
-
-def same_nodes(a, b, there, back):
-    """Compare two trees of nodes; storages may lie elsewhere, under other keys."""
-    if isinstance(a, Object) and a.how in ("newobj_ex", "reconstructor", "inst", "obj"):
-        return  # in protocol 2 they are spelled in another way
-    if isinstance(a, Global) and ("." in a.name or a.module in ("builtins", "copyreg")):
-        return
-    assert type(a) is type(b)
-    if isinstance(a, Storage):
-        assert (a.dtype, a.nbytes, a.location) == (b.dtype, b.nbytes, b.location)
-        if a.nbytes:
-            assert there.setdefault(a, b) == b
-            assert back.setdefault(b, a) == a
-        return
-    if isinstance(a, (list, dict)) or dataclasses.is_dataclass(a):
-        if id(a) in there:
-            return
-        there[id(a)] = a
-    if isinstance(a, (list, tuple)):
-        parts = list(a), list(b)
-    elif isinstance(a, dict):
-        parts = [*a, *a.values(), getattr(a, "state", None)], [*b, *b.values(), getattr(b, "state", None)]
-    elif dataclasses.is_dataclass(a):
-        names = [field.name for field in dataclasses.fields(a)]
-        parts = [getattr(a, name) for name in names], [getattr(b, name) for name in names]
-    else:
-        assert repr(sorted(a, key=repr) if isinstance(a, (set, frozenset)) else a) == repr(
-            sorted(b, key=repr) if isinstance(b, (set, frozenset)) else b
-        )
-        return
-    assert len(parts[0]) == len(parts[1])
-    for one, other in zip(*parts, strict=True):
-        same_nodes(one, other, there, back)
 
 
 def plain_data():
@@ -455,11 +426,15 @@ def parameters():
     with_state, attributed = torch.nn.Parameter(torch.ones(3)), torch.ones(4)
     gradient = torch.ones(5, requires_grad=True)
     with_state.ds_id, attributed.ds_id, attributed.plain = 4, 5, plain
+    return [plain, frozen, with_state, attributed, gradient, plain]
+
+
+def subclasses():
     tagged, untagged = torch.ones(5).as_subclass(Tagged), torch.ones(5).as_subclass(Tagged)
     tagged.note = "kept"
     slotted = torch.ones(5).as_subclass(SlottedTensor)
     slotted.note = ["in a slot"]
-    return [plain, frozen, with_state, attributed, gradient, tagged, untagged, slotted, plain]
+    return [tagged, untagged, slotted, tagged]
 
 
 def flagged():
@@ -496,8 +471,9 @@ def training():
 
 
 CONTENTS = [plain_data, mappings, namespaces, torch_values, objects, cycles, arrays, scalars, random_states, views,
-            element_types, parameters, flagged, other_tensors, storages, training]  # fmt: skip
+            element_types, parameters, subclasses, flagged, other_tensors, storages, training]  # fmt: skip
 ONLY_IN_ZIP = [newer_element_types, computed_tensors]  # torch cannot load these from legacy files
+FOR_WEIGHTS_ONLY = [training, element_types, newer_element_types, views, parameters]
 CASES = [
     pytest.param(content, options.values[0], id=f"{content.__name__}-{options.id}")
     for content in [*CONTENTS, *ONLY_IN_ZIP]
@@ -507,23 +483,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("content", "options"), CASES)
-@pytest.mark.every(3)
+@pytest.mark.every(2)
 def test_what_torch_saved_is_loaded_equal_from_our_file(tmp_path, content, options):
     torch.save(content(), tmp_path / "source.pt", **options)
     before, after = check_rewritten(tmp_path / "source.pt", tmp_path / "target.pt")
     if options.get("pickle_protocol") == 2:
         assert after.globals == before.globals
-
-
-@pytest.mark.parametrize("content", [training, element_types, newer_element_types, views, parameters])
-def test_what_weights_only_loads_it_loads_from_our_file(tmp_path, content):
-    value = content()
-    if content is parameters:
-        value = [one for one in value if not isinstance(one, (Tagged, SlottedTensor))]
-    torch.save(value, tmp_path / "source.pt")
-    rewrite(tmp_path / "source.pt", tmp_path / "target.pt")
-    for options in ({}, {"mmap": True}):
-        Same()(value, load(tmp_path / "target.pt", weights_only=True, **options))
+        if content in FOR_WEIGHTS_ONLY:
+            assert outcome(tmp_path / "target.pt", weights_only=True) is not pickle.UnpicklingError
 
 
 def test_backward_hooks(tmp_path):
@@ -598,9 +565,8 @@ def test_globals_allowed_by_the_user_are_found_by_weights_only(tmp_path):
 def test_location_is_kept(tmp_path):
     torch.save([torch.ones(2), torch.zeros(3)], tmp_path / "source.pt")
     file = read_torchfile(tmp_path / "source.pt")
-    file.root[0] = dataclasses.replace(
-        file.root[0], storage=dataclasses.replace(file.root[0].storage, location="cuda:3")
-    )
+    there = dataclasses.replace(file.root[0].storage, location="cuda:3")
+    file.root[0] = dataclasses.replace(file.root[0], storage=there)
     after = write(tmp_path / "target.pt", FromFile.of(file, file.root))
     assert [node.storage.location for node in after.root] == ["cuda:3", "cpu"]
     Same()([torch.ones(2), torch.zeros(3)], load(tmp_path / "target.pt"))
@@ -608,10 +574,10 @@ def test_location_is_kept(tmp_path):
 
 def test_depth_is_no_matter():
     tree = []
-    for _ in range(50_000):
+    for _ in range(5_000):
         tree = [tree]
     loaded = pickle.loads(dump(tree).data)
-    for _ in range(50_000):
+    for _ in range(5_000):
         (loaded,) = loaded
         (tree,) = tree
     assert loaded == tree == []
@@ -673,9 +639,7 @@ def test_parts_of_two_files_in_one(tmp_path):
 @pytest.fixture
 def stored(tmp_path):
     """A slot of 6 float32 values, 0 to 5, that lies in a file."""
-    (tmp_path / "values").write_bytes(np.arange(6, dtype="<f4").tobytes())
-    span = Span(Extent.whole((2, 3)), str(tmp_path / "values"), 0, "float32")
-    return Slot("weight", "float32", (2, 3), (span,))
+    return slot_of(plans.stored(tmp_path / "values", np.arange(6, dtype="<f4").reshape(2, 3)))
 
 
 def test_views_of_one_new_storage_with_padding(tmp_path, stored):
@@ -687,10 +651,8 @@ def test_views_of_one_new_storage_with_padding(tmp_path, stored):
     ]
     flat = new_storage("float32", 16, parts)
     root = OrderedMapping()
-    root.update(
-        w=view(flat, shape, start=2), t=view(flat, (3, 2), start=2, strides=(1, 3)), one=view(flat, (), start=8)
-    )
-    root.update(partition=view(flat, (14,)), empty=view(flat, (0, 3), start=16))
+    root |= {"w": view(flat, shape, start=2), "t": view(flat, (3, 2), start=2, strides=(1, 3))}
+    root |= {"one": view(flat, (), start=8), "partition": view(flat, (14,)), "empty": view(flat, (0, 3), start=16)}
     write(tmp_path / "new.pt", root)
     for options in ({}, {"mmap": True}):
         loaded = load(tmp_path / "new.pt", weights_only=True, **options)
@@ -717,10 +679,8 @@ def test_checksum_counts_what_no_part_fills(tmp_path, stored, gap):
 
 
 def test_storage_of_nothing_but_zeros_or_values(tmp_path):
-    zeros, values = (
-        new_storage("int64", 3),
-        new_storage("int16", 4, [ValueContent(3, b"\1\0"), ValueContent(0, b"\2\0\3\0")]),
-    )
+    zeros = new_storage("int64", 3)
+    values = new_storage("int16", 4, [ValueContent(3, b"\1\0"), ValueContent(0, b"\2\0\3\0")])
     write(tmp_path / "new.pt", [view(zeros, (3,)), view(values, (4,)), view(new_storage("int8", 0), (0,))])
     loaded = load(tmp_path / "new.pt", weights_only=True)
     assert [tensor.tolist() for tensor in loaded] == [[0, 0, 0], [2, 3, 0, 1], []]
@@ -772,24 +732,29 @@ def test_what_cannot_be_laid_out_is_refused(tmp_path, stored):
             lay_out("x.pt", [node])
 
 
-def test_the_same_tree_gives_the_same_bytes_in_every_process(tmp_path):
-    torch.save({"names": {f"name {number}" for number in range(50)}, "t": torch.ones(2)}, tmp_path / "source.pt")
-    code = (
-        "import sys; from zckpt.torchfile import read_torchfile; from zckpt.formats.torch_files.writer import *; "
-        "file = read_torchfile(sys.argv[1]); made = lay_out('x.pt', FromFile.of(file, file.root)); "
-        "sys.stdout.buffer.write(b''.join(literal.data for literal in made.literals)); "
-        "assert not {'torch', 'numpy'} & set(sys.modules)"
-    )
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", code, tmp_path / "source.pt"],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2", "3")
-    }
-    assert len(found) == 1
+IN_A_PROCESS = """
+import sys
+from zckpt.torchfile import plain, read_torchfile
+
+file = read_torchfile(sys.argv[1])
+plain(file.root)
+assert not {"torch", "numpy", "pickle", "zipfile"} & set(sys.modules)
+
+from zckpt.formats.torch_files.writer import FromFile, lay_out
+
+made = lay_out("x.pt", FromFile.of(file, file.root))
+sys.stdout.buffer.write(b"".join(literal.data for literal in made.literals))
+assert not {"torch", "numpy"} & set(sys.modules)
+"""
+
+
+def test_the_same_tree_gives_the_same_bytes_in_every_process_which_imports_neither_torch_nor_numpy(tmp_path):
+    tree = {"names": {f"name {number}" for number in range(50)}, "t": torch.ones(2), "a": np.ones(2)}
+    torch.save(tree, tmp_path / "source.pt")
+    command = [sys.executable, "-c", IN_A_PROCESS, tmp_path / "source.pt"]
+    seeded = [{**os.environ, "PYTHONHASHSEED": seed} for seed in "12"]
+    first, second = (subprocess.run(command, env=one, capture_output=True, check=True).stdout for one in seeded)
+    assert first == second != b""
 
 
 def test_each_storage_is_written_once_in_the_order_of_its_first_mention(tmp_path):
@@ -853,7 +818,7 @@ RUNS = [
 
 
 @pytest.mark.interop
-@pytest.mark.parametrize("run", some(RUNS[::12], [run for run in RUNS if run not in RUNS[::12]]))
+@pytest.mark.parametrize("run", some(RUNS[-1:], RUNS[:-1]))
 def test_deepspeed_unpickles_its_own_classes_from_our_files(tmp_path, run, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     import deepspeed  # noqa: F401  # its classes are named by the files
