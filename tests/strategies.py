@@ -39,12 +39,6 @@ def groups(*, most: int = 8) -> st.SearchStrategy[list[tuple[int, ...]]]:
 
 
 @st.composite
-def orders(draw: st.DrawFn, count: int) -> list[int]:
-    """Draw an order of `count` things."""
-    return draw(st.permutations(range(count)))
-
-
-@st.composite
 def cuts(draw: st.DrawFn, total: int, *, most: int = 6, empty: bool = True) -> list[tuple[int, int]]:
     """Draw (start, size) of runs that tile [0, total); with `empty` some may have size zero."""
     points = sorted(draw(st.lists(st.integers(0, total), max_size=most)))

@@ -52,7 +52,7 @@ class ExpertsBySigmoid(nn.Module):
     def __init__(self, m, c) -> None:
         super().__init__()
         self.m, self.c = m, c
-        own = Shape(hidden=m.hidden, heads=1, groups=1, d=1, ffn=c.moe_intermediate_size, layers=1, rows=1)
+        own = Shape(ffn=c.moe_intermediate_size)
         self.router = nn.Linear(m.hidden, c.n_routed_experts, bias=False)
         self.router.register_buffer("expert_bias", torch.zeros(c.n_routed_experts))
         self.experts = nn.Module()

@@ -7,6 +7,8 @@ Megatron-Bridge builds it.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
@@ -66,21 +68,16 @@ class MetaAttention(nn.Module):
         self.halves = c.model_type in ("qwen3", "qwen3_moe")
         if self.halves and not nested:
             self.q_norm, self.k_norm = (RMSNorm(self.d, c.rms_norm_eps) for _ in range(2))
-        linears = {
-            "wq": nn.Linear(c.hidden_size, self.heads * self.d, bias=bias),
-            "wk": nn.Linear(c.hidden_size, self.groups * self.d, bias=bias),
-            "wv": nn.Linear(c.hidden_size, self.groups * self.d, bias=bias),
-        }
-        self.fused = fused
+        heads = {"wq": self.heads, "wk": self.groups, "wv": self.groups}
         if fused:
-            rows = (self.heads + 2 * self.groups) * self.d
-            self.qkv_linear = nn.ModuleDict({"wqkv": nn.Linear(c.hidden_size, rows, bias=bias)})
-        elif nested:
+            heads = {"wqkv": sum(heads.values())}
+        linears = {name: nn.Linear(c.hidden_size, n * self.d, bias=bias) for name, n in heads.items()}
+        if nested:
             self.qkv_linear = nn.ModuleDict(linears)
         else:
             for name, one in linears.items():
-                setattr(self, name, one)
-        self.nested = nested
+                self.add_module(name, one)
+        self.nested, self.fused = nested, fused
         self.wo = nn.Linear(self.heads * self.d, c.hidden_size, bias=False)
         if self.halves and nested:
             self.q_norm, self.k_norm = (RMSNorm(self.d, c.rms_norm_eps) for _ in range(2))
@@ -327,20 +324,13 @@ class MegatronLayer(nn.Module):
         return x + self.mlp(self.pre_mlp_layernorm(x))
 
 
-class Shape:
-    """What Megatron's arguments say of a model."""
+class Shape(SimpleNamespace):
+    """What Megatron's arguments say of a model; of a small one with two layers, where they say nothing else."""
 
-    def __init__(self, *, hidden, heads, groups, d, ffn, layers, rows, norm="rms", eps=1e-6, bias=False, qkv_bias=False,
-                 qk_norm=False, gated=True, gelu="none", rotary=1.0, positions=0, experts=0, tied=False, embedding=1.0,
-                 post=False, scale=None, attention_cap=None, logit_cap=None):  # fmt: skip
-        self.hidden, self.heads, self.groups, self.d, self.ffn, self.layers, self.rows = (
-            hidden, heads, groups, d, ffn, layers, rows,
-        )  # fmt: skip
-        self.norm, self.eps, self.bias, self.qkv_bias, self.qk_norm = norm, eps, bias, qkv_bias, qk_norm
-        self.gated, self.gelu, self.rotary, self.positions = gated, gelu, rotary, positions
-        self.experts, self.tied = experts, tied
-        self.embedding, self.post, self.scale = embedding, post, scale
-        self.attention_cap, self.logit_cap = attention_cap, logit_cap
+    hidden, ffn, layers, heads, groups, d, rows = 24, 20, 2, 6, 6, 8, 37
+    norm, eps, bias, qkv_bias, qk_norm, gated, gelu = "rms", 1e-6, False, False, False, True, "none"
+    rotary, positions, experts, tied, embedding, post = 1.0, 0, 0, False, 1.0, False
+    scale = attention_cap = logit_cap = None
 
 
 class Megatron(nn.Module):

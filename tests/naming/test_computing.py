@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.cli.console import refused, succeeded
+from tests.logical import assert_same_tree
 from tests.operations.test_merge_adapter import ADAPTERS
 from tests.refusals import refusing
-from tests.truth import assert_same
 from zckpt.errors import UsageError
 
 MAP = {
@@ -26,7 +26,7 @@ MAP = {
         {"apart": "norm", "joined": "ln"},
     ],
 }
-CONFIG = {"n_head": 4}
+MAPPED = {"map": MAP, "map_config": {"n_head": 4}}
 
 
 def saved(path: Path, seed: int, prefix: str = "") -> Path:
@@ -37,26 +37,21 @@ def saved(path: Path, seed: int, prefix: str = "") -> Path:
 
 
 def assert_alike(found: Path, expected: Path) -> None:
-    first, second = load_file(found), load_file(expected)
-    assert first.keys() == second.keys()
-    for name, value in second.items():
-        assert_same(first[name], value, name)
+    assert_same_tree(load_file(found), load_file(expected))
 
 
 def test_a_mean_of_two_arrangements_is_that_of_one(tmp_path):
     a, b = (saved(tmp_path / f"{seed}.safetensors", seed) for seed in range(2))
     joined = tmp_path / "joined.safetensors"
-    zckpt.consolidate(b, joined, map=MAP, map_config=CONFIG)
+    zckpt.consolidate(b, joined, **MAPPED)
     zckpt.average([a, b], tmp_path / "mean.safetensors", weights=[1, 3])
-    zckpt.consolidate(tmp_path / "mean.safetensors", tmp_path / "expected.safetensors", map=MAP, map_config=CONFIG)
+    zckpt.consolidate(tmp_path / "mean.safetensors", tmp_path / "expected.safetensors", **MAPPED)
 
     # all of them get the names that the first has not; what has them already stays
-    done = zckpt.average(
-        [a, joined], tmp_path / "m.safetensors", weights=[1, 3], map=MAP, map_config=CONFIG, verify=True
-    )
+    done = zckpt.average([a, joined], tmp_path / "m.safetensors", weights=[1, 3], verify=True, **MAPPED)
     assert_alike(tmp_path / "m.safetensors", tmp_path / "expected.safetensors")
     assert done.notes[0] == "the map: names of apart become those of joined"
-    zckpt.average([joined, a], tmp_path / "back.safetensors", weights=[3, 1], map=MAP, map_config=CONFIG)
+    zckpt.average([joined, a], tmp_path / "back.safetensors", weights=[3, 1], **MAPPED)
     assert_alike(tmp_path / "back.safetensors", tmp_path / "mean.safetensors")
 
 
@@ -70,12 +65,10 @@ def test_a_prefix_that_some_sources_have_is_taken_off_those(tmp_path):
         succeeded("average", *sources, "--target", target, "--strip-prefix", "model.", "--rename", "^norm=ln",
                   "--rename", "^ln=norm")  # fmt: skip
         assert_alike(target, tmp_path / "expected.safetensors")
-    refused(2, "average", a, plain, "--target", tmp_path / "no.safetensors", "--strip-prefix", "model.",
+    no = ("--target", tmp_path / "no.safetensors")
+    refused(2, "average", a, plain, *no, "--strip-prefix", "model.",
             words=("--strip-prefix model. matches no name", "in any of the sources"))  # fmt: skip
-    renamed = ("--rename", "^norm=q.weight")
-    refused(
-        2, "average", a, b, "--target", tmp_path / "no.safetensors", *renamed, words=("norm and q.weight the same",)
-    )
+    refused(2, "average", a, b, *no, "--rename", "^norm=q.weight", words=("norm and q.weight the same",))
     assert not (tmp_path / "no.safetensors").exists()
 
 
@@ -93,7 +86,7 @@ def test_an_adapter_is_merged_into_a_base_of_other_names(tmp_path):
 
 def test_an_adapter_is_merged_into_a_base_that_is_arranged_otherwise(tmp_path):
     base = saved(tmp_path / "base.safetensors", 0)
-    zckpt.consolidate(base, tmp_path / "joined.safetensors", map=MAP, map_config=CONFIG)
+    zckpt.consolidate(base, tmp_path / "joined.safetensors", **MAPPED)
     (tmp_path / "adapter").mkdir()
     drawn = torch.Generator().manual_seed(2)
     factors = {}
@@ -105,8 +98,7 @@ def test_an_adapter_is_merged_into_a_base_that_is_arranged_otherwise(tmp_path):
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(about))
     zckpt.merge_adapter(base, tmp_path / "adapter", tmp_path / "expected.safetensors")
     done = zckpt.merge_adapter(
-        tmp_path / "joined.safetensors", tmp_path / "adapter", tmp_path / "m.safetensors", map=MAP, map_config=CONFIG,
-        verify=True,
-    )  # fmt: skip
+        tmp_path / "joined.safetensors", tmp_path / "adapter", tmp_path / "m.safetensors", verify=True, **MAPPED
+    )
     assert_alike(tmp_path / "m.safetensors", tmp_path / "expected.safetensors")
     assert (done.num_merged, done.notes[0]) == (2, "the map: names of joined become those of apart")

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.live import save_both
-from tests.naming.test_shipped import CONFIGS, LLAMA, made
+from tests.logical import assert_same_tree
+from tests.naming.test_shipped import CONFIGS, LLAMA, assert_same_logits, made
 from tests.naming.test_training import trained
 from tests.refusals import refusing
 from tests.truth import assert_same
@@ -35,14 +36,10 @@ def test_upcycled_the_model_says_the_same_as_the_dense_one(name, tmp_path):
     zckpt.consolidate(tmp_path / "dense", tmp_path / "experts", map=name, map_config=tmp_path / "initial")
     done = zckpt.consolidate(tmp_path / "experts", tmp_path / "moe", fill_from=tmp_path / "initial",
                              config=tmp_path / "initial")  # fmt: skip
-    routers = {
-        f"model.layers.{n}.{'block_sparse_moe' if name == 'dense-mixtral' else 'mlp'}.gate.weight" for n in (0, 1)
-    }
-    assert {one["name"] for one in done.filled} == routers
+    inner = "block_sparse_moe" if name == "dense-mixtral" else "mlp"
+    assert {one["name"] for one in done.filled} == {f"model.layers.{n}.{inner}.gate.weight" for n in (0, 1)}
     loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "moe", attn_implementation="eager").float().eval()
-    tokens = torch.randint(0, 37, (2, 11))
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(tokens).logits, dense(tokens).logits, rtol=1e-4, atol=1e-5)
+    assert_same_logits(loaded, dense)
     zckpt.consolidate(tmp_path / "experts", tmp_path / "back", map=name)
     assert zckpt.diff(tmp_path / "dense", tmp_path / "back").equal
     with refusing(UnsupportedError, "a dense model has no router"):
@@ -69,11 +66,9 @@ def test_moments_go_to_every_expert_and_names_have_the_order_of_the_models_param
     assert [name.split("experts.")[1] for name in first] == [f"{e}.w{n}.weight" for e in range(3) for n in (1, 2, 3)]
     zckpt.convert(tmp_path / "moe", tmp_path / "moe.pt", to="consolidated")
     loaded = torch.load(tmp_path / "moe.pt", weights_only=True)
-    every = [
-        *loaded["model"].values(),
-        *(value for one in loaded["optimizer"]["state"].values() for value in one.values()),
-    ]
-    assert len({value.data_ptr() for value in every}) == len(every)
+    every = [loaded["model"], *loaded["optimizer"]["state"].values()]
+    places = [value.data_ptr() for one in every for value in one.values()]
+    assert len({*places}) == len(places)
     zckpt.convert(tmp_path / "moe", tmp_path / "back", to="zckpt", map="dense-mixtral")
     assert zckpt.diff(tmp_path / "dense.pt", tmp_path / "back").equal
 
@@ -97,9 +92,7 @@ def test_a_live_model_of_experts_goes_on_from_a_dense_run_with_its_own_router(tm
     down, whole = "model.layers.1.mlp.experts.down_proj", model.get_parameter("model.layers.1.mlp.down_proj.weight")
     for key in ("exp_avg", "exp_avg_sq"):
         assert_same(new.state[moe.get_parameter(down)][key], optimizer.state[whole][key].expand(3, -1, -1), key)
-    tokens = torch.randint(0, 37, (2, 11))
-    with torch.no_grad():
-        torch.testing.assert_close(moe.eval()(tokens).logits, model.eval()(tokens).logits, rtol=1e-4, atol=1e-5)
+    assert_same_logits(moe.eval(), model.eval())
     trained(moe.train(), new, range(2, 4))
     assert not torch.equal(moe.get_parameter("model.layers.1.mlp.gate.weight"), router)
 
@@ -114,12 +107,11 @@ STACKED = {
 def test_copies_within_a_tensor(tmp_path):
     up = torch.randn(3, 2)
     save_file({"up": up}, tmp_path / "dense.safetensors")
-    zckpt.consolidate(
-        tmp_path / "dense.safetensors", tmp_path / "moe.safetensors", map=STACKED, map_config={"experts": 4}
-    )
-    assert_same(load_file(tmp_path / "moe.safetensors")["up.all"], up.T.repeat(1, 4), "up.all")
-    zckpt.consolidate(tmp_path / "moe.safetensors", tmp_path / "b.safetensors", map=STACKED, map_config={"experts": 4})
-    assert_same(load_file(tmp_path / "b.safetensors")["up"], up, "up")
+    mapped = {"map": STACKED, "map_config": {"experts": 4}}
+    zckpt.consolidate(tmp_path / "dense.safetensors", tmp_path / "moe.safetensors", **mapped)
+    assert_same_tree(load_file(tmp_path / "moe.safetensors"), {"up.all": up.T.repeat(1, 4)})
+    zckpt.consolidate(tmp_path / "moe.safetensors", tmp_path / "b.safetensors", **mapped)
+    assert_same_tree(load_file(tmp_path / "b.safetensors"), {"up": up})
 
 
 def test_copies_that_differ_are_not_made_one(tmp_path):
@@ -134,13 +126,13 @@ def test_copies_that_differ_are_not_made_one(tmp_path):
 
 
 def test_how_many_copies_is_told_by_the_configuration(tmp_path):
-    save_file({"up": torch.ones(3, 2)}, tmp_path / "dense.safetensors")
-    with refusing(UsageError, "do not determine e"):
-        zckpt.consolidate(tmp_path / "dense.safetensors", tmp_path / "moe.safetensors", map=STACKED)
-    with refusing(UsageError, "at most"):
-        zckpt.consolidate(
-            tmp_path / "dense.safetensors", tmp_path / "moe.safetensors", map=STACKED, map_config={"experts": 1 << 40}
-        )
+    source = tmp_path / "dense.safetensors"
+    save_file({"up": torch.ones(3, 2)}, source)
+    for config, words in (({}, "do not determine e"), ({"experts": 1 << 40}, "at most")):
+        with refusing(UsageError, words):
+            zckpt.consolidate(
+                tmp_path / "dense.safetensors", tmp_path / "m.safetensors", map=STACKED, map_config=config
+            )
 
 
 @pytest.mark.parametrize("rule", [

@@ -50,6 +50,13 @@ def saved(path: Path, found: dict[str, torch.Tensor]) -> Path:
     return path
 
 
+def mapped(source: Path, document: object = QKV, **config: object) -> dict[str, torch.Tensor]:
+    """What a map makes of a model, whose configuration says these numbers."""
+    target = source.with_name("mapped.safetensors")
+    zckpt.consolidate(source, target, map=document, map_config=config or None, overwrite=True)
+    return load_file(target)
+
+
 # --- the page
 
 
@@ -70,19 +77,15 @@ def test_the_pages_maps_do_what_the_page_says(tmp_path):
     assert_same(found["blocks.0.gate_up.weight"], gates.contiguous(), "gate_up")
 
     drawn = {f"h.3.{one}.weight": torch.randn(32, 5) for one in "vqk"}
-    saved(tmp_path / "c.safetensors", drawn)
-    zckpt.consolidate(tmp_path / "c.safetensors", tmp_path / "d.safetensors", map=joined, map_config={"n_head": 4})
+    found = mapped(saved(tmp_path / "c.safetensors", drawn), joined, n_head=4)
     parts = [drawn[f"h.3.{one}.weight"].view(4, 1, 8, 5) for one in "vqk"]
-    found = load_file(tmp_path / "d.safetensors")
     assert_same(found["h.3.vqk.weight"], torch.cat(parts, dim=1).reshape(96, 5), "vqk")
 
     drawn = {f"layers.1.experts.{e}.down.weight": torch.randn(3, 2) for e in range(11)}
-    saved(tmp_path / "e.safetensors", drawn)
-    zckpt.consolidate(tmp_path / "e.safetensors", tmp_path / "f.safetensors", map=experts)
-    found = load_file(tmp_path / "f.safetensors")
+    found = mapped(saved(tmp_path / "e.safetensors", drawn), experts)
     stacked = torch.stack([drawn[f"layers.1.experts.{e}.down.weight"].T for e in range(11)])
     assert_same(found["layers.1.experts.down"], stacked, "experts")
-    back = zckpt.consolidate(tmp_path / "f.safetensors", tmp_path / "g.safetensors", map=experts)
+    back = zckpt.consolidate(tmp_path / "mapped.safetensors", tmp_path / "g.safetensors", map=experts)
     assert back.notes == ("the map: names of memory become those of files",)
     assert zckpt.diff(tmp_path / "e.safetensors", tmp_path / "g.safetensors").equal
 
@@ -140,18 +143,8 @@ def test_sizes_are_whole_numbers():
     sizes = {"heads": 6, "in": 4}
     assert evaluated("(heads + in*2) / 7 - 1", sizes.get, "here") == 1
     assert evaluated("heads*unknown", sizes.get, "here") is None
-    for text in (
-        "heads/in",
-        "heads//in",
-        "1.5",
-        "heads +",
-        "f(1)",
-        "()",
-        "",
-        "heads/0",
-        "__import__('os')",
-        "(" * 5000,
-    ):
+    malformed = ["heads/in", "heads//in", "1.5", "heads +", "f(1)", "()", "", "heads/0", "__import__('os')", "(" * 5000]
+    for text in malformed:
         with refusing(UsageError, "is not a size"):
             evaluated(text, sizes.get, "here")
 
@@ -180,27 +173,26 @@ def test_names_are_in_the_order_of_the_program():
 def test_names_that_fit_neither_side_or_both_are_refused(tmp_path):
     source = saved(tmp_path / "a.safetensors", tensors(more=torch.ones(2)))
     with refusing(UsageError, "has no rule for more"):
-        zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV, map_config={"n_head": 3})
+        mapped(source, n_head=3)
     without = tensors()
     del without["k.weight"]
-    saved(source, without)
     with refusing(UsageError, r"no rule for q\.weight, v\.weight"):
-        zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV, map_config={"n_head": 3})
+        mapped(saved(source, without), n_head=3)
     same = {"sides": ["one", "other"], "rules": [{"one": "x", "other": "x"}]}
     with refusing(UsageError, "both one and other"):
-        zckpt.consolidate(saved(source, {"x": torch.ones(1)}), tmp_path / "b.safetensors", map=same)
+        mapped(saved(source, {"x": torch.ones(1)}), same)
 
 
 def test_what_shapes_do_not_tell_is_asked_for(tmp_path):
     source = saved(tmp_path / "a.safetensors", tensors())
     with refusing(UsageError, "do not determine heads: expected a configuration with n_head.*--map-config"):
-        zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV)
+        mapped(source)
     with refusing(UsageError, r"q\.weight has another shape"):
-        zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV, map_config={"n_head": 5, "d": 1})
+        mapped(source, n_head=5, d=1)
     wrong = {**QKV, "sizes": {**QKV["sizes"], "d": "4"}}
     with refusing(UsageError, r"expected \(16, 5\) with d=4, heads=4, in=5, three=3, found \(12, 5\)"):
-        zckpt.consolidate(source, tmp_path / "b.safetensors", map=wrong, map_config={"n_head": 4})
-    assert not (tmp_path / "b.safetensors").exists()
+        mapped(source, wrong, n_head=4)
+    assert not (tmp_path / "mapped.safetensors").exists()
 
 
 @pytest.mark.parametrize("axes", ["(heads three[0:2] d) in", "(heads three[1] d) in"])
@@ -208,8 +200,7 @@ def test_a_map_that_loses_or_doubles_elements_is_refused(axes, tmp_path):
     rule = {"apart": {**QKV["rules"][0]["apart"], "q.weight": axes}, "joined": QKV["rules"][0]["joined"]}
     source = saved(tmp_path / "a.safetensors", {**tensors(), "q.weight": torch.ones(24 if ":" in axes else 12, 5)})
     with refusing(UsageError, "not every element"):
-        zckpt.consolidate(source, tmp_path / "b.safetensors", map={**QKV, "rules": [rule, QKV["rules"][1]]},
-                          map_config={"n_head": 3})  # fmt: skip
+        mapped(source, {**QKV, "rules": [rule, QKV["rules"][1]]}, n_head=3)
 
 
 def trained(
@@ -231,19 +222,19 @@ def trained(
 
 
 def test_parts_of_one_tensor_must_be_alike(tmp_path):
-    def mapped(source, **more: object):
-        zckpt.convert(source, tmp_path / "out", to="zckpt", map=QKV, map_config={"n_head": 3}, **more)
+    def converted(source: Path) -> None:
+        zckpt.convert(source, tmp_path / "out", to="zckpt", map=QKV, map_config={"n_head": 3})
 
     with refusing(UnsupportedError, "differ in the param group"):
-        mapped(trained(tmp_path / "groups.pt", groups=("qv", "kn")))
+        converted(trained(tmp_path / "groups.pt", groups=("qv", "kn")))
     with refusing(LayoutError, "differ in step"):
-        mapped(trained(tmp_path / "steps.pt", steps="qvn"))
+        converted(trained(tmp_path / "steps.pt", steps="qvn"))
     with refusing(LayoutError, "not all have exp_avg"):
-        mapped(trained(tmp_path / "slots.pt", steps="qn"))
+        converted(trained(tmp_path / "slots.pt", steps="qn"))
     with refusing(UnsupportedError, r"row_var of q\.weight does not have one number per element"):
-        mapped(trained(tmp_path / "factored.pt", optimizer=torch.optim.Adafactor))
+        converted(trained(tmp_path / "factored.pt", optimizer=torch.optim.Adafactor))
     assert not (tmp_path / "out").exists()
-    mapped(trained(tmp_path / "sound.pt"))
+    converted(trained(tmp_path / "sound.pt"))
     renamed = {"sides": ["apart", "other"], "rules": [{"apart": f"{one}.weight", "other": one} for one in "qkv"]
                + [{"apart": "norm", "other": "n"}]}  # fmt: skip
     zckpt.convert(tmp_path / "factored.pt", tmp_path / "names", to="zckpt", map=renamed, verify=True)
@@ -327,7 +318,7 @@ def test_numbers_are_those_of_the_source_and_no_other_models(tmp_path):
     (tmp_path / "model").mkdir()
     source = saved(tmp_path / "model" / "a.safetensors", tensors())
     with refusing(UsageError, "do not determine heads"):
-        zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV)
+        mapped(source)
     (tmp_path / "model" / "params.json").write_text('{"n_head": 3, "other": null}')
     done = zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV)
     assert done.notes[-1] == f"the model's sizes are from {tmp_path / 'model' / 'params.json'}"
@@ -379,18 +370,15 @@ def test_a_configuration_that_says_the_weights_are_others_is_refused(tmp_path):
     about = {**QKV, "settings": {"zero_centered": True}}
     for config in ({"zero_centered": False}, {"text_config": {"zero_centered": False}}):
         with refusing(UnsupportedError, r"zero_centered.*expected True, found False"):
-            zckpt.consolidate(source, tmp_path / "b.safetensors", map=about, map_config={"n_head": 2, **config})
+            mapped(source, about, n_head=2, **config)
     for config in ({}, {"zero_centered": True}, {"zero_centered": None}):
-        zckpt.consolidate(
-            source, tmp_path / "b.safetensors", map=about, map_config={"n_head": 2, **config}, overwrite=True
-        )
+        mapped(source, about, n_head=2, **config)
 
 
 def test_a_tensor_without_a_place_is_refused_by_name_until_a_map_leaves_it_out(tmp_path):
     source = saved(tmp_path / "a.safetensors", tensors(**{"router.bias": torch.ones(3)}))
     about = {**QKV, "refused": {"apart": {"router.bias": "it chooses"}}}
     with refusing(UnsupportedError, r"router\.bias: it chooses; write your own map"):
-        zckpt.consolidate(source, tmp_path / "b.safetensors", map=about, map_config={"n_head": 2})
+        mapped(source, about, n_head=2)
     about = {**about, "ignored": {"apart": ["router.bias"]}}
-    zckpt.consolidate(source, tmp_path / "b.safetensors", map=about, map_config={"n_head": 2})
-    assert load_file(tmp_path / "b.safetensors").keys() == {"qkv.weight", "ln"}
+    assert mapped(source, about, n_head=2).keys() == {"qkv.weight", "ln"}

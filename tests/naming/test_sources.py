@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 import zckpt
-from tests.cli.console import FIXTURES, run, succeeded
+from tests.cli.console import FIXTURES, succeeded
 from tests.pairwise import each
 from tests.test_imports import without
 from tests.truth import Truth, assert_same
@@ -35,10 +37,11 @@ WAYS = {
 def test_all_state_is_mapped_and_comes_back(mapped, to, tmp_path):
     name, map_ = mapped
     source, config = FIXTURES / name, {**SOURCES[name][0], "padded_vocab_size": 80, "vocab_size": 67}
-    done = zckpt.convert(source, tmp_path / "there", to=to, map=map_, map_config=config, verify=True, **WAYS[to])
+    how = {"map": map_, "map_config": config}
+    done = zckpt.convert(source, tmp_path / "there", to=to, verify=True, **how, **WAYS[to])
     assert done.verified > 0
-    assert zckpt.diff(source, tmp_path / "there", map=map_, map_config=config, ignore_metadata=True).equal
-    zckpt.convert(tmp_path / "there", tmp_path / "back", to="zckpt", map=map_, map_config=config, verify=True)
+    assert zckpt.diff(source, tmp_path / "there", ignore_metadata=True, **how).equal
+    zckpt.convert(tmp_path / "there", tmp_path / "back", to="zckpt", verify=True, **how)
     assert zckpt.diff(source, tmp_path / "back", ignore_metadata=True).equal
     same = zckpt.diff(source, tmp_path / "back")
     assert not [one for one in same.settings if "param_groups" in one.key or one.key == "step"]
@@ -69,20 +72,15 @@ def test_every_matrix_of_a_checkpoint_is_transposed_and_transposed_back(name, tm
     assert zckpt.diff(source, tmp_path / "back", ignore_metadata=True).equal
 
 
-def test_a_model_is_mapped_where_torch_is_not_installed(tmp_path):
-    (tmp_path / "config.json").write_text('{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}')
-    for source, target in ((FIXTURES / "hf_llama_s2_bf16_dp2", "meta"), (tmp_path / "meta.safetensors", "back")):
-        mapped = ("--map", "llama-huggingface-meta", "--map-config", tmp_path / "config.json")
-        done = without(("torch", "transformers"), "consolidate", source, tmp_path / f"{target}.safetensors", *mapped)
-        assert done.returncode == 0, done.stderr
-    back = zckpt.open(tmp_path / "back.safetensors")
-    for name, value in Truth(FIXTURES / "hf_llama_s2_bf16_dp2").masters.items():
-        assert_same(back.read(name), value, name)
-
-
-def test_the_command_line_says_which_way_a_map_went_and_lists_the_maps(tmp_path):
-    (tmp_path / "config.json").write_text('{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}')
+def test_a_model_is_mapped_where_torch_is_not_installed_and_it_is_said_which_way_a_map_went(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     mapped = ("--map", "llama-huggingface-meta", "--map-config", tmp_path / "config.json")
-    done = run("convert", FIXTURES / "hf_llama_s2_bf16_dp2", tmp_path / "there", "--to", "zckpt", *mapped)
-    assert "names of huggingface become those of meta" in done.stderr
+    here, there, back = FIXTURES / "hf_llama_s2_bf16_dp2", tmp_path / "meta.safetensors", tmp_path / "back.safetensors"
+    for source, target, ways in ((here, there, ("huggingface", "meta")), (there, back, ("meta", "huggingface"))):
+        done = without(("torch", "transformers"), "consolidate", source, target, *mapped)
+        assert done.returncode == 0, done.stderr
+        assert "names of {} become those of {}".format(*ways) in done.stderr
+    opened = zckpt.open(back)
+    for name, value in Truth(here).masters.items():
+        assert_same(opened.read(name), value, name)
     assert "--map llama-huggingface-meta: Llama, Mistral and Qwen2" in succeeded("formats").stdout

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refusals import refusing
-from tests.strategies import alignments, groups, orders, shapes, world_sizes
+from tests.strategies import alignments, groups, world_sizes
 from zckpt.errors import LayoutError, UsageError
 from zckpt.state.partition import (
     FLAT_ALIGNMENT,
@@ -23,11 +23,17 @@ from zckpt.state.partition import (
     greedy_partition,
     round_robin_order,
     shard_numel,
+    shard_paddings,
     shard_share,
     sub_groups,
 )
 
 PAD = -1
+
+TOTALS = st.integers(0, 10_000) | st.integers(2**53, 2**70)
+"""Also above what floating-point numbers count one by one."""
+
+WORLDS = world_sizes | st.integers(1, 4096)
 
 
 def flat_buffer(numels: list[int], pads: list[int] | None, partition: int, world_size: int) -> list[object]:
@@ -71,44 +77,33 @@ def test_flat_partitions_hold_every_element_once(group, world_size, multiple):
     assert reassembled(numels, *partitions(numels, multiple, world_size)) == each_once(numels)
 
 
-@given(groups(), world_sizes, alignments)
-def test_round_robin_order_is_undone_by_itself(group, world_size, multiple):
-    order = round_robin_order(len(group), world_size)
-    numels = [math.prod(group[index]) for index in order]
-    found = reassembled(numels, *partitions(numels, multiple, world_size))
-    in_the_optimizers_order = {(order[index], i): values for (index, i), values in found.items()}
-    held = {element: [(order[index], i) for index, i in values] for element, values in in_the_optimizers_order.items()}
-    assert held == each_once([math.prod(shape) for shape in group])
+@given(st.integers(0, 300), st.integers(1, 64))
+def test_round_robin_deals_each_parameter_once(count, world_size):
+    assert sorted(round_robin_order(count, world_size)) == list(range(count))
 
 
-@given(st.data(), groups(), world_sizes)
-def test_any_order_of_the_buffer_holds_every_element_once(data, group, world_size):
-    order = data.draw(orders(len(group)))
-    numels = [math.prod(group[index]) for index in order]
-    assert reassembled(numels, *partitions(numels, None, world_size)) == each_once(numels)
-
-
-@given(groups(), world_sizes)
-def test_fragments_and_padding_of_a_rank_fill_its_partition(group, world_size):
+@given(groups(), world_sizes, st.booleans())
+def test_fragments_are_those_that_a_search_finds_and_padding_is_the_rest(group, world_size, is_padded):
     numels = [math.prod(shape) for shape in group]
-    starts, partition, _ = partitions(numels, None, world_size)
+    starts = flat_starts(numels, alignment_padding(numels, 4) if is_padded else None)
+    partition = flat_partition_numel(starts[-1], world_size)
     for rank in range(world_size):
-        held = sum(fragment.numel for fragment in flat_shares(numels, starts, partition, rank))
-        assert held + flat_padding(starts[-1], partition, rank) == partition
+        low, high = rank * partition, (rank + 1) * partition
+        places = [(max(s, low), min(s + n, high), i, s) for i, (n, s) in enumerate(zip(numels, starts, strict=False))]
+        expected = [FlatShare(i, begin - s, begin - low, end - begin) for begin, end, i, s in places if begin < end]
+        found = list(flat_shares(numels, starts, partition, rank))
+        assert found == expected
+        if not is_padded:
+            assert sum(one.numel for one in found) + flat_padding(starts[-1], partition, rank) == partition
 
 
-@given(st.integers(0, 10_000), world_sizes)
-def test_flat_padding_of_all_ranks_adds_up(total, world_size):
-    partition = flat_partition_numel(total, world_size)
-    assert sum(flat_padding(total, partition, r) for r in range(world_size)) == partition * world_size - total
-
-
-@given(st.integers(0, 10_000), world_sizes)
+@given(TOTALS, WORLDS)
 def test_flat_partition_is_the_smallest_aligned_one_that_holds_the_group(total, world_size):
     partition = flat_partition_numel(total, world_size)
     assert partition % FLAT_ALIGNMENT == 0
     assert (partition - FLAT_ALIGNMENT) * world_size < total or partition == 0
     assert partition * world_size >= total
+    assert sum(flat_padding(total, partition, r) for r in range(world_size)) == partition * world_size - total
 
 
 @given(groups(), st.sampled_from([2, 4, 8, 16]))
@@ -125,32 +120,22 @@ def test_nothing_is_padded_after_the_last_parameter():
     assert alignment_padding([], 4) == []
 
 
-@given(groups(), world_sizes)
-def test_fragments_come_in_the_order_of_the_partition_and_are_never_empty(group, world_size):
-    numels = [math.prod(shape) for shape in group]
-    starts, partition, _ = partitions(numels, None, world_size)
+@given(TOTALS, WORLDS)
+def test_shards_of_a_parameter_follow_each_other_and_only_padding_is_missing(numel, world_size):
+    per_rank, at = shard_numel(numel, world_size), 0
+    assert numel <= per_rank * world_size < numel + world_size
     for rank in range(world_size):
-        at = 0
-        for fragment in flat_shares(numels, starts, partition, rank):
-            assert fragment.position == at
-            assert fragment.numel > 0
-            at += fragment.numel
+        start, size = shard_share(numel, world_size, rank)
+        assert start == at
+        assert 0 <= size <= per_rank
+        at += size
+    assert at == numel
 
 
-@given(shapes(), world_sizes)
-def test_shards_of_a_parameter_hold_every_element_once_in_rank_order(shape, world_size):
-    numel = math.prod(shape)
-    shards = [shard_share(numel, world_size, rank) for rank in range(world_size)]
-    assert [i for start, size in shards for i in range(start, start + size)] == list(range(numel))
-
-
-@given(shapes(), world_sizes)
-def test_every_shard_fits_and_only_padding_is_missing(shape, world_size):
-    numel = math.prod(shape)
-    per_rank = shard_numel(numel, world_size)
-    sizes = [shard_share(numel, world_size, rank)[1] for rank in range(world_size)]
-    assert all(0 <= size <= per_rank for size in sizes)
-    assert sum(per_rank - size for size in sizes) == per_rank * world_size - numel < max(world_size, 1)
+@given(st.lists(st.integers(0, 40), max_size=12), world_sizes)
+def test_padding_of_shards_is_what_they_do_not_hold(numels, world):
+    expected = [sum(shard_numel(n, world) - shard_share(n, world, rank)[1] for n in numels) for rank in range(world)]
+    assert shard_paddings(numels, world) == expected
 
 
 def test_more_ranks_than_elements_leaves_trailing_ranks_all_padding():
@@ -159,41 +144,31 @@ def test_more_ranks_than_elements_leaves_trailing_ranks_all_padding():
     assert [flat_padding(3, partition, rank) for rank in range(8)] == [0, 1, 2, 2, 2, 2, 2, 2]
     assert list(flat_shares([3], [0, 3], partition, 1)) == [FlatShare(0, 2, 0, 1)]
     assert list(flat_shares([3], [0, 3], partition, 5)) == []
-
-
-def test_shards_of_a_parameter_smaller_than_the_world():
     assert [shard_share(2, 4, rank) for rank in range(4)] == [(0, 1), (1, 1), (2, 0), (2, 0)]
 
 
-def test_empty_group_has_empty_partitions():
-    assert flat_partition_numel(0, 4) == 0
-    assert flat_padding(0, 0, 3) == 0
-    assert list(flat_shares([], [0], 0, 0)) == []
+@pytest.mark.parametrize(
+    ("count", "world_size", "expected"),
+    [(7, 3, [0, 3, 6, 1, 4, 2, 5]), (5, 1, [0, 1, 2, 3, 4]), (3, 8, [0, 1, 2])],
+)
+def test_round_robin_deals_parameters_to_ranks_like_cards(count, world_size, expected):
+    assert round_robin_order(count, world_size) == expected
 
 
-def test_round_robin_deals_parameters_to_ranks_like_cards():
-    assert round_robin_order(7, 3) == [0, 3, 6, 1, 4, 2, 5]
-
-
-def test_round_robin_of_one_rank_is_the_optimizers_order():
-    assert round_robin_order(5, 1) == [0, 1, 2, 3, 4]
-
-
-def test_round_robin_with_more_ranks_than_parameters_is_the_optimizers_order():
-    assert round_robin_order(3, 8) == [0, 1, 2]
+CUTS = {
+    "flat": flat_partition_numel,
+    "shards": shard_numel,
+    "shard": lambda numel, world_size: shard_share(numel, world_size, 0),
+    "round robin": round_robin_order,
+    "dealt": lambda numel, world_size: greedy_partition([[numel]], world_size),
+}
 
 
 @pytest.mark.parametrize("world_size", [0, -1])
-@pytest.mark.parametrize("cut", [flat_partition_numel, shard_numel, round_robin_order], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_world_without_ranks_is_refused(cut, world_size):
     with refusing(UsageError, f"expected at least 1, found {world_size}"):
         cut(10, world_size)
-
-
-@pytest.mark.parametrize("world_size", [0, -1])
-def test_shard_of_a_world_without_ranks_is_refused(world_size):
-    with pytest.raises(UsageError):
-        shard_share(10, world_size, 0)
 
 
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=30), st.integers(1, 17), st.integers(1, 300))
@@ -230,13 +205,6 @@ def test_greedy_partition_is_torchs_rule(groups, world_size):
 
 
 @given(dealings, world_sizes)
-def test_every_parameter_is_dealt_to_one_rank(groups, world_size):
-    held = greedy_partition(groups, world_size)
-    for number, numels in enumerate(groups):
-        assert sorted(index for rank in held for index in rank[number]) == list(range(len(numels)))
-
-
-@given(dealings, world_sizes)
 def test_order_of_dealing_follows_from_what_ranks_hold(groups, world_size):
     held = greedy_partition(groups, world_size)
     sizes = [[[groups[number][i] for i in mine] for number, mine in enumerate(rank)] for rank in held]
@@ -255,14 +223,6 @@ def test_real_partition_of_two_groups_over_two_ranks():
     ]
 
 
-def test_parameters_of_one_size_go_round_in_their_order():
-    assert greedy_partition([[2, 2, 2, 2, 2]], 2) == [[[0, 2, 4]], [[1, 3]]]
-
-
-def test_parameters_without_elements_all_go_to_one_rank():
-    assert greedy_partition([[0, 0, 0]], 3) == [[[0, 1, 2]], [[]], [[]]]
-
-
 @pytest.mark.parametrize(
     "held",
     [
@@ -277,8 +237,3 @@ def test_parameters_without_elements_all_go_to_one_rank():
 def test_what_was_not_dealt_that_way_is_refused(held):
     with refusing(LayoutError, "not assigned largest first"):
         greedy_order(held)
-
-
-def test_dealing_to_no_ranks_is_refused():
-    with refusing(UsageError, "expected at least 1, found 0"):
-        greedy_partition([[1]], 0)

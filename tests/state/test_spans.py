@@ -16,18 +16,12 @@ from zckpt.state.boxes import SpanIndex
 from zckpt.state.cuts import Cuts, merged_ranges
 from zckpt.state.partition import (
     alignment_padding,
-    flat_padding,
     flat_partition_numel,
     flat_shares,
     flat_starts,
-    round_robin_order,
     shard_numel,
-    shard_paddings,
     shard_share,
 )
-
-LARGE = st.integers(2**53, 2**70)
-"""Above what floating-point numbers count one by one."""
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8)
 WORLDS = st.integers(1, 13)
@@ -117,41 +111,3 @@ def test_no_ranges_merge_to_none():
 
     empty = np.array([3, 5], np.int64)
     assert merged_ranges(empty, empty).tolist() == []
-
-
-@given(total=LARGE, world=st.integers(1, 4096))
-def test_partitions_are_exact_where_floating_point_is_not(total, world):
-    partition = flat_partition_numel(total, world)
-    assert partition % 2 == 0
-    assert partition * world >= total > (partition - 2) * world
-    assert sum(flat_padding(total, partition, rank) for rank in range(world)) == partition * world - total
-
-
-@given(numel=LARGE, world=st.integers(1, 4096))
-def test_shards_are_exact_where_floating_point_is_not(numel, world):
-    held = shard_numel(numel, world)
-    assert held * world >= numel > (held - 1) * world
-    assert sum(shard_share(numel, world, rank)[1] for rank in range(world)) == numel
-
-
-@given(numels=st.lists(st.integers(0, 40), max_size=12), world=WORLDS)
-def test_padding_of_shards_is_what_they_do_not_hold(numels, world):
-    expected = [sum(shard_numel(n, world) - shard_share(n, world, rank)[1] for n in numels) for rank in range(world)]
-    assert shard_paddings(numels, world) == expected
-
-
-@given(numels=st.lists(st.integers(0, 9), min_size=1, max_size=12), world=WORLDS, pads=st.booleans())
-def test_fragments_are_those_that_a_search_of_all_parameters_finds(numels, world, pads):
-    starts = flat_starts(numels, alignment_padding(numels, 4) if pads else None)
-    partition = flat_partition_numel(starts[-1], world)
-    for rank in range(world):
-        low, high = rank * partition, (rank + 1) * partition
-        places = [(max(s, low), min(s + n, high), i, s) for i, (n, s) in enumerate(zip(numels, starts, strict=False))]
-        expected = [(i, begin - s, begin - low, end - begin) for begin, end, i, s in places if begin < end]
-        found = flat_shares(numels, starts, partition, rank)
-        assert [(f.index, f.start, f.position, f.numel) for f in found] == expected
-
-
-@given(count=st.integers(0, 300), world=st.integers(1, 64))
-def test_round_robin_deals_each_parameter_once(count, world):
-    assert sorted(round_robin_order(count, world)) == list(range(count))
