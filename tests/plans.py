@@ -21,6 +21,12 @@ FILL = 0xAA
 """What stands before a tensor in the files that tests make, so that an offset that is off shows."""
 
 
+def part_of(tensor, extent: Extent):
+    """The elements of an array or tensor that an extent holds, in its order."""
+    box = tensor[tuple(slice(o, o + s) for o, s in zip(extent.offsets, extent.sizes, strict=True))]
+    return box.reshape(-1)[extent.start : extent.start + extent.numel]
+
+
 def in_file(path: str | Path, shape: tuple[int, ...], dtype: str = "float32", at: int = 0, **lies: object) -> Span:
     """All elements of a tensor, from byte `at` of a file on."""
     return Span(Extent.whole(shape), str(path), at, dtype, **lies)

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.plans import file_of, hole_of, write_directory
+from tests.plans import file_of, hole_of, part_of, write_directory
 from tests.refusals import refusing
 from tests.strategies import shapes, tilings
 from zckpt.engine.computed import Computed
@@ -45,9 +45,8 @@ def stored(path: Path, tensor: torch.Tensor, pieces: list[Extent] | None = None)
     dtype = str(tensor.dtype).removeprefix("torch.")
     spans, data = [], b""
     for extent in pieces or [Extent.whole(tuple(tensor.shape))]:
-        box = tensor[tuple(slice(o, o + s) for o, s in zip(extent.offsets, extent.sizes, strict=True))]
         spans.append(Span(extent, str(path), len(data), dtype))
-        data += raw(box.reshape(-1)[extent.start : extent.start + extent.numel])
+        data += raw(part_of(tensor, extent))
     path.write_bytes(data)
     return Slot("weight", dtype, tuple(tensor.shape), tuple(spans))
 

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from tests.folders import names_in
 from tests.pairwise import each
-from tests.plans import Counter, file_of, hole_of, in_file, noise, slot_of, stored, write_directory
+from tests.plans import Counter, file_of, hole_of, in_file, noise, part_of, slot_of, stored, write_directory
 from tests.refusals import refusing
 from tests.strategies import extents, shapes, storages, tilings
 from zckpt.engine.cast import numpy_dtype
@@ -129,14 +129,10 @@ def test_more_sources_than_a_worker_keeps_open(tmp_path):
 
 @given(st.data(), shapes(), st.sampled_from([4, 8, 12, 40, 100, 10_000]))
 def test_pieces_of_any_part_of_any_layout_fill_the_hole_within_their_bound(data, shape, most):
-    assert_pieces_fill(data.draw(tilings(shape)), shape, data.draw(extents(shape)), most)
-
-
-def assert_pieces_fill(tiles: list[Extent], shape: tuple[int, ...], extent: Extent, most: int) -> None:
-    tensor = np.arange(math.prod(shape), dtype="<i4").reshape(shape)
+    tensor, extent = np.arange(math.prod(shape), dtype="<i4").reshape(shape), data.draw(extents(shape))
     with tempfile.NamedTemporaryFile() as file:
         spans = []
-        for tile in tiles:
+        for tile in data.draw(tilings(shape)):
             spans.append(Span(tile, file.name, file.tell(), "int32"))
             file.write(part_of(tensor, tile).tobytes())
         file.flush()
@@ -147,11 +143,6 @@ def assert_pieces_fill(tiles: list[Extent], shape: tuple[int, ...], extent: Exte
     assert b"".join(content) == part_of(tensor, extent).tobytes()
     assert [piece.nbytes for piece in found] == [len(data) for data in content]
     assert all(0 < piece.nbytes <= most for piece in found)
-
-
-def part_of(tensor: np.ndarray, extent: Extent) -> np.ndarray:
-    box = tensor[tuple(slice(o, o + s) for o, s in zip(extent.offsets, extent.sizes, strict=True))]
-    return box.reshape(-1)[extent.start : extent.start + extent.numel]
 
 
 # --- other element types, orders and layouts of the source ------------------------------------------------------

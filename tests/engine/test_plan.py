@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.plans import part_of
 from tests.refusals import refusing
 from tests.strategies import extents, shapes, storages, tilings
 from zckpt.engine import plan as planning
@@ -30,9 +31,7 @@ OFFSET = 100
 
 def indices(extent: Extent, shape: tuple[int, ...]) -> np.ndarray:
     """Return which elements of the flattened tensor an extent holds, in its order. The reference, by numpy alone."""
-    tensor = np.arange(math.prod(shape)).reshape(shape)
-    box = tensor[tuple(slice(o, o + s) for o, s in zip(extent.offsets, extent.sizes, strict=True))]
-    return box.reshape(-1)[extent.start : extent.start + extent.numel]
+    return part_of(np.arange(math.prod(shape)).reshape(shape), extent)
 
 
 def flat_span(extent: Extent, path: str = FILE, offset: int = 0) -> Span:

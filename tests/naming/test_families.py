@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -12,46 +11,20 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.logical import assert_same_tree
-from tests.naming.test_shipped import LLAMA, deepseek, load_all, made
+from tests.megatron_families import FAMILIES, write_huggingface
+from tests.naming.test_shipped import load_all, made
 from tests.refusals import refusing
 from tests.truth import assert_same
 from zckpt.errors import UnsupportedError, UsageError
 
-MOE = {**LLAMA, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-CONFIGS = {
-    "qwen2-moe": lambda: hf.Qwen2MoeConfig(num_experts=3, shared_expert_intermediate_size=12, **MOE),
-    "gpt-oss": lambda: hf.GptOssConfig(num_local_experts=3, layer_types=["full_attention"] * 2, **MOE),
-    "minimax-m2": lambda: hf.MiniMaxM2Config(num_local_experts=3, rotary_dim=4, **MOE),
-    "deepseek-mtp": lambda: deepseek(q_lora_rank=12),
-    "glm4-moe": lambda: hf.Glm4MoeConfig(
-        n_routed_experts=3, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1, use_qk_norm=True,
-        attention_bias=True, **MOE,
-    ),
-}  # fmt: skip
 PREDICTING = ("deepseek-mtp", "glm4-moe")
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=["qwen2-moe", "gpt-oss", "minimax-m2", "deepseek-v2", *PREDICTING])
 def family(request, tmp_path):
     """A model's files, with one layer that predicts further tokens where released ones have it; and its config."""
-    torch.manual_seed(0)
-    model = hf.AutoModelForCausalLM.from_config(CONFIGS[request.param]()).float()
-    with torch.no_grad():
-        for one in [*model.parameters(), *model.buffers()]:
-            if one.is_floating_point():
-                one.copy_(torch.randn_like(one))
-    model.save_pretrained(tmp_path / "hf")
-    tensors = load_all(tmp_path / "hf")
-    if request.param in PREDICTING:
-        last = "model.layers.1."
-        tensors |= {f"model.layers.2.{name.removeprefix(last)}": torch.randn_like(one)
-                    for name, one in tensors.items() if name.startswith(last)}  # fmt: skip
-        tensors |= {f"model.layers.2.{name}.weight": torch.randn(24) for name in ("enorm", "hnorm", "shared_head.norm")}
-        tensors["model.layers.2.eh_proj.weight"] = torch.randn(24, 48)
-        tensors["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-        tensors["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-        save_file(tensors, tmp_path / "hf" / "model.safetensors")
-    return request.param, tensors, json.loads((tmp_path / "hf" / "config.json").read_text())
+    config = write_huggingface(request.param, tmp_path / "hf")
+    return request.param, load_all(tmp_path / "hf"), config
 
 
 def expected(kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -67,7 +40,17 @@ def expected(kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     gate_up = ("gate_proj", "up_proj")
     one, mlp = "model.layers.1", "decoder.layers.1.mlp"
     found = {"decoder.final_layernorm.weight": tensors["model.norm.weight"]}
-    if kind != "deepseek-mtp":
+    if "deepseek" in kind:
+        attention = "decoder.layers.1.self_attention"
+        named = {"linear_kv_down_proj": "kv_a_proj_with_mqa", "linear_kv_up_proj": "kv_b_proj", "linear_proj": "o_proj"}
+        if kind == "deepseek-v2":
+            named["linear_q_proj"] = "q_proj"
+        else:
+            named |= {"linear_q_down_proj": "q_a_proj", "linear_q_up_proj": "q_b_proj"}
+            found[f"{attention}.linear_q_up_proj.layer_norm_weight"] = tensors[f"{one}.self_attn.q_a_layernorm.weight"]
+        found[f"{attention}.linear_kv_up_proj.layer_norm_weight"] = tensors[f"{one}.self_attn.kv_a_layernorm.weight"]
+        found |= {f"{attention}.{ours}.weight": tensors[f"{one}.self_attn.{its}.weight"] for ours, its in named.items()}
+    else:
         found["decoder.layers.1.self_attention.linear_qkv.weight"] = queries_keys_values(one, "weight")
         found["decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"] = tensors[f"{one}.input_layernorm.weight"]
     if kind in ("gpt-oss", "qwen2-moe", "glm4-moe"):
@@ -111,7 +94,7 @@ def expected(kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 def test_names_and_values_are_as_published_and_the_way_back_gives_the_same_bits(family, tmp_path):
     kind, tensors, config = family
-    name = f"{kind}-huggingface-megatron"
+    name = f"{FAMILIES[kind].map or kind}-huggingface-megatron"
     zckpt.consolidate(tmp_path / "hf", tmp_path / "there.safetensors", map=name)
     there = load_file(tmp_path / "there.safetensors")
     some = expected(kind, tensors)
@@ -141,7 +124,7 @@ def test_names_and_values_are_as_published_and_the_way_back_gives_the_same_bits(
 
 def test_moments_of_experts_go_where_their_weights_go_and_return(tmp_path):
     torch.manual_seed(1)
-    model = hf.AutoModelForCausalLM.from_config(CONFIGS["gpt-oss"]()).float()
+    model = hf.AutoModelForCausalLM.from_config(FAMILIES["gpt-oss"].config(hf)).float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(torch.randint(0, 37, (2, 7))).logits.square().mean().backward()
     optimizer.step()

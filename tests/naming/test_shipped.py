@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.logical import assert_same_tree
-from tests.naming.latent import MegatronLatent
 from tests.naming.models import Megatron, MetaLlama, Shape
 from tests.truth import assert_same
 from zckpt.naming.document import read_map, shipped
@@ -28,14 +27,6 @@ ROWS = 64
 
 def llama(**more):
     return hf.LlamaConfig(**{**LLAMA, **more})
-
-
-def deepseek(**more):
-    return hf.DeepseekV3Config(
-        n_routed_experts=3, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1, n_group=1,
-        topk_group=1, first_k_dense_replace=1, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5,
-        **{**COMMON, "num_key_value_heads": 6}, tie_word_embeddings=False, **more,
-    )  # fmt: skip
 
 
 def gpt_neox(**more):
@@ -57,8 +48,6 @@ CONFIGS = {
         num_experts=3, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True, use_sliding_window=False,
         **LLAMA,
     ),
-    "deepseek": lambda: deepseek(q_lora_rank=12),
-    "deepseek_whole_queries": lambda: deepseek(q_lora_rank=None),
     "gemma": lambda: hf.GemmaConfig(**TIED),
     "gemma2": lambda: hf.Gemma2Config(query_pre_attn_scalar=16, sliding_window=64, **TIED),
     "gemma3": lambda: hf.Gemma3TextConfig(
@@ -83,13 +72,10 @@ def made(kind: str):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(torch.randn_like(buffer) * 0.3)
     return model
 
 
-def megatron(kind: str, config, rows: int) -> Megatron | MegatronLatent:
+def megatron(kind: str, config, rows: int) -> Megatron:
     if kind in ("gpt2", "gpt_neox"):
         own = {"gelu": "tanh", "rotary": 0, "positions": 16, "tied": True} if kind == "gpt2" else {"rotary": 0.5}
         return Megatron(Shape(
@@ -102,8 +88,6 @@ def megatron(kind: str, config, rows: int) -> Megatron | MegatronLatent:
         return Megatron(Shape(
             groups=2, rows=rows, tied=True, norm="zero", gelu="tanh", embedding=24**0.5, qk_norm=kind == "gemma3", **own
         ))  # fmt: skip
-    if kind.startswith("deepseek"):
-        return MegatronLatent(Shape(d=10, rows=rows), config)
     moe = kind == "qwen3_moe"
     return Megatron(Shape(
         groups=config.num_key_value_heads, d=config.head_dim, ffn=16 if moe else 20, rows=rows,
@@ -123,8 +107,6 @@ CASES = [
     ("gemma3", "gemma2-huggingface-megatron"),
     ("mixtral", "mixtral-huggingface-megatron"),
     ("qwen3_moe", "qwen3-moe-huggingface-megatron"),
-    ("deepseek", "deepseek-huggingface-megatron"),
-    ("deepseek_whole_queries", "deepseek-huggingface-megatron"),
     ("gpt2", "gpt2-huggingface-megatron"),
     ("gpt_neox", "gpt-neox-huggingface-megatron"),
 ]  # fmt: skip
