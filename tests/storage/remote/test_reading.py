@@ -24,7 +24,7 @@ import zckpt
 from tests.cli.console import FIXTURES, environment, in_time, refused, run, succeeded
 from tests.pairwise import some
 from tests.storage.remote.conftest import Served
-from tests.storage.remote.servers import PASSWORD, answering, endless, free_port, hub
+from tests.storage.remote.servers import PASSWORD, USER, answering, endless, free_port, hub
 from zckpt.engine.workers import running_on
 from zckpt.errors import Interrupted
 from zckpt.storage import stand_ins
@@ -41,6 +41,10 @@ def put(served: Served, source: Path, name: str) -> str:
     return f"{served.url}/{name}"
 
 
+def without_user(url: str) -> str:
+    return url.replace(f"{USER}:{PASSWORD}@", "")
+
+
 def of_url(document: Any, url: str, path: Path) -> Any:
     return json.loads(json.dumps(document).replace(url, str(path)))
 
@@ -53,7 +57,7 @@ def undated(document: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["s3", "http", "sftp", "webdav"])
 def test_a_checkpoint_in_a_store_is_what_it_is_on_disk(kind, served, s3, tmp_path):
     url = put(s3 if kind == "s3" else served(kind), SOURCE, "run")
-    shown = url.replace(f"zckpt-user:{PASSWORD}@", "")
+    shown = without_user(url)
     assert undated(of_url(zckpt.inspect(url).as_dict(), shown, SOURCE)) == undated(zckpt.inspect(SOURCE).as_dict())
     assert zckpt.diff(url, SOURCE).equal
     assert of_url(zckpt.scan(url).as_dict(), shown, SOURCE) == zckpt.scan(SOURCE).as_dict()
@@ -160,9 +164,12 @@ def test_faults_that_pass_are_not_seen(s3, s3_proxy, tmp_path):
     assert len(seen) > 5
 
 
-def test_faults_that_stay_are_one_line(s3, s3_proxy, monkeypatch, tmp_path):
+def test_faults_that_stay_are_one_line_as_the_store_says_it(s3, s3_proxy, monkeypatch, tmp_path):
     monkeypatch.setattr(attempts, "ATTEMPTS", 2)
     url = put(s3, SOURCE, "run")
+    s3_proxy.fault = lambda _method, _path: "503"  # of which a library makes an errno
+    line = refused(3, "inspect", url, words=(f"{url}: cannot be read", "503", "2 times"))
+    assert "Errno" not in line
     s3_proxy.fault = lambda method, path: "cut" if method == "GET" and path.endswith(".pt") else None
     line = refused(3, "consolidate", url, tmp_path / "m.safetensors", words=(f"{url}/global_step5/", "cannot be read"))
     assert PASSWORD not in line
@@ -250,38 +257,56 @@ def test_wrong_credentials_are_named_and_not_shown(s3, monkeypatch):
     assert "another-secret" not in line
 
 
-def test_credentials_of_a_url_are_nowhere(served, tmp_path):
-    url = put(served("webdav"), SOURCE, "run")
-    assert PASSWORD in url
-    page = tmp_path / "page.html"
-    done = succeeded("inspect", url, "--json", "--html", page)
-    assert PASSWORD not in done.stdout + done.stderr + page.read_text()
-    assert "webdav://127.0.0.1" in done.stdout
-    assert PASSWORD not in refused(3, "inspect", url + "x")
+def signed_s3(request) -> tuple[str, str]:
+    """Part of a name."""
+    s3 = request.getfixturevalue("s3")
+    return put(s3, SOURCE, f"signed{SIGNATURE}"), f"{s3.url}/signed"
 
 
-@pytest.mark.parametrize("scheme", ["s3", "http"])
-def test_signatures_of_a_url_are_nowhere(scheme, s3, proxies, served, tmp_path):
-    """A server of pages asks for them with every request; of S3, they are part of a name."""
-    if scheme == "s3":
-        put(s3, SOURCE, "signed?X-Amz-Signature=SIGNED")
-        url = f"{s3.url}/signed"
-    else:
-        put(served("http"), SOURCE, "signed")
-        proxy = proxies("http")
-        proxy.fault = lambda _method, path: None if path.endswith("?X-Amz-Signature=SIGNED") else "503"
-        url = f"http://127.0.0.1:{proxy.port}/bucket/signed"
-    given = f"{url}?X-Amz-Signature=SIGNED"
-    done = succeeded("inspect", given, "--json", "--html", tmp_path / "page.html")
-    assert url in done.stdout
-    texts = [done.stdout, (tmp_path / "page.html").read_text(), succeeded("verify", given, "--json", "--deep").stdout]
-    texts.append(succeeded("consolidate", given, tmp_path / "m.safetensors", "--json").stdout)
-    texts.append(refused(3, "inspect", given, "--tag", "nope", words=(url,)))
-    texts.append(refused(3, "inspect", f"{url}x?X-Amz-Signature=SIGNED", words=(url,)))
+def signed_http(request) -> tuple[str, str]:
+    """Asked for with every request."""
+    put(request.getfixturevalue("served")("http"), SOURCE, "signed")
+    proxy = request.getfixturevalue("proxies")("http")
+    proxy.fault = lambda _method, path: None if path.endswith(SIGNATURE) else "503"
+    url = f"http://127.0.0.1:{proxy.port}/bucket/signed"
+    return f"{url}{SIGNATURE}", url
+
+
+def webdav(request) -> tuple[str, str]:
+    url = put(request.getfixturevalue("served")("webdav"), SOURCE, "run")
+    return url, without_user(url)
+
+
+SIGNATURE = "?X-Amz-Signature=SIGNED"
+
+
+@pytest.mark.parametrize("made", [signed_s3, signed_http, webdav])
+def test_what_is_opened_by_a_url_is_called_by_it_without_what_is_secret(made, request, tmp_path):
+    """In all that is returned, printed, drawn or refused, also of a checkpoint that is open."""
+    given, url = made(request)
     checkpoint = zckpt.open(given)
+    assert checkpoint.opened == url
+    assert zckpt.diff(checkpoint, SOURCE).equal
+    zckpt.convert(checkpoint, tmp_path / "dcp", to="dcp")
+    assert zckpt.diff(tmp_path / "dcp", checkpoint).equal
+    with pytest.raises(zckpt.UsageError) as raised:
+        checkpoint.read("nothing")
+    texts = [repr(checkpoint), str(raised.value)]
+    for done in (zckpt.map(checkpoint), zckpt.inspect(checkpoint, include_inventory=True), zckpt.verify(checkpoint)):
+        texts.append(json.dumps(done.as_dict()))
     sources = [str(file.path) for file in checkpoint.files]
     texts.append(str(Purpose.of("consolidate", {"config": given}, [], [1], sources, [])))
-    assert not [text for text in texts if "SIGNED" in text or "zckpt-remote-" in text]
+    for verb, *options in (("inspect", "--json"), ("verify", "--json", "--deep"), ("inspect",), ("verify",)):
+        page = tmp_path / f"{verb}{len(options)}.html"
+        done = succeeded(verb, given, *options, "--html", page)
+        texts += [done.stdout, done.stderr, page.read_text()]
+        assert url in done.stdout
+    texts.append(succeeded("consolidate", given, tmp_path / "m.safetensors", "--json").stdout)
+    texts.append(succeeded("convert", given, tmp_path / "again", "--to", "dcp", "--dry-run", "--json").stdout)
+    texts.append(refused(3, "inspect", given, "--tag", "nope", words=(url,)))
+    there, nowhere = "/bucket/", "/bucket/none/"
+    texts.append(refused(3, "inspect", given.replace(there, nowhere), words=(url.replace(there, nowhere),)))
+    assert not [text for text in texts if "SIGNED" in text or PASSWORD in text or "zckpt-remote-" in text]
 
 
 def test_a_server_without_an_end(tmp_path):
@@ -397,27 +422,20 @@ def test_how_often_something_is_asked_for(monkeypatch):
     assert clock.asked(refused_) == (1, 0)
 
 
-def test_what_a_library_makes_an_errno_of_is_said_as_the_store_says_it(s3, s3_proxy, monkeypatch):
-    monkeypatch.setattr(attempts, "ATTEMPTS", 2)
-    s3_proxy.fault = lambda _method, _path: "503"
-    line = refused(3, "inspect", "s3://bucket/run", words=("s3://bucket/run: cannot be read", "503", "2 times"))
-    assert "Errno" not in line
-
-
 def test_who_does_not_answer_is_named(monkeypatch, s3):
     port = free_port()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
     monkeypatch.setattr(attempts, "_SERVERS", {})
     monkeypatch.setattr(attempts, "ATTEMPTS", 2)
-    for url in ("s3://bucket/run", *(f"{one}://user:{PASSWORD}@127.0.0.1:{port}/run" for one in ("sftp", "webdav"))):
-        shown = url.replace(f"user:{PASSWORD}@", "")
-        line = refused(3, "inspect", url, words=(f"{shown}: cannot be read", str(port)))
+    for url in ("s3://bucket/run", *(f"{one}://{USER}:{PASSWORD}@127.0.0.1:{port}/run" for one in ("sftp", "webdav"))):
+        line = refused(3, "inspect", url, words=(f"{without_user(url)}: cannot be read", str(port)))
         assert PASSWORD not in line
 
 
 def test_what_is_opened_is_read_until_it_is_let_go(s3):
-    checkpoint = zckpt.open(put(s3, SOURCE, "run"))
-    here = zckpt.open(SOURCE)
+    url = put(s3, SOURCE, "run")
+    checkpoint, here = zckpt.open(url), zckpt.open(SOURCE)
+    assert (checkpoint.source, checkpoint.opened) == (f"{url}/global_step5", url)
     name = next(iter(here.parameters))
     assert torch.equal(checkpoint.read(name), here.read(name))
     assert zckpt.diff(checkpoint, SOURCE).equal
@@ -442,25 +460,3 @@ def test_a_file_has_its_companions(s3, tmp_path):
     whole = zckpt.inspect(s3.directory / "with.safetensors")
     assert zckpt.inspect(f"{s3.url}/with.safetensors").slots == whole.slots
     assert load_file(s3.directory / "with.safetensors")
-
-
-def test_what_is_opened_by_a_url_is_called_by_it(s3, tmp_path):
-    """In all that is returned, printed, drawn or refused, also of a checkpoint that is open."""
-    url = put(s3, SOURCE, "run")
-    checkpoint = zckpt.open(url)
-    assert (checkpoint.source, checkpoint.opened) == (f"{url}/global_step5", url)
-    assert zckpt.diff(checkpoint, SOURCE).equal
-    assert zckpt.verify(checkpoint, deep=True).sound
-    zckpt.convert(checkpoint, tmp_path / "dcp", to="dcp")
-    assert zckpt.diff(tmp_path / "dcp", checkpoint).equal
-    texts = [repr(checkpoint), json.dumps(zckpt.map(checkpoint).as_dict())]
-    texts.append(json.dumps(zckpt.inspect(checkpoint, include_inventory=True).as_dict()))
-    texts.append(json.dumps(zckpt.verify(checkpoint).as_dict()))
-    for verb in ("inspect", "verify"):
-        texts.append(succeeded(verb, url, "--html", tmp_path / f"{verb}.html").stdout)
-        texts.append((tmp_path / f"{verb}.html").read_text())
-    texts.append(succeeded("convert", url, tmp_path / "again", "--to", "dcp", "--dry-run", "--json").stdout)
-    with pytest.raises(zckpt.UsageError) as raised:
-        checkpoint.read("nothing")
-    texts.append(str(raised.value))
-    assert not [text for text in texts if "zckpt-remote-" in text]
