@@ -183,10 +183,7 @@ def assert_refused(shape: tuple[int, ...], tiles: list[Extent], words: str) -> N
     ("shape", "tiles"),
     [
         ((4, 4), [Extent.whole((4, 4))] * 2),
-        ((10,), [Extent.flat((10,), 0, 6), Extent.flat((10,), 5, 5)]),
-        ((10,), [Extent.flat((10,), 0, 6), Extent.flat((10,), 4, 4)]),  # a gap and an overlap of the same size
         ((4, 4), [Extent((0, 0), (4, 3), 0, 12), Extent((0, 2), (4, 2), 0, 8)]),
-        ((4, 4), [Extent((0, 0), (4, 2), 0, 5), Extent((0, 0), (4, 2), 4, 4), Extent((0, 2), (4, 2), 0, 8)]),
         ((4, 4), [Extent.flat((4, 4), 0, 12), Extent((2, 0), (2, 4), 0, 8)]),
         ((4, 4), [Extent.flat((4, 4), 0, 8), Extent((1, 0), (2, 4), 0, 8)]),  # as many elements as there should be
         ((2, 2), [Extent.whole((2, 2)), Extent.flat((2, 2), 0, 1)]),

@@ -377,6 +377,26 @@ def test_options_that_a_store_limits_are_named(tmp_path):
     assert [note for note in done.notes if "this process makes and sends" in note]
 
 
+def third_refused(monkeypatch, counts: Callable[[str, int], bool]) -> list[str]:
+    """Let a store refuse the third of the files that count, once another has come; return what gets their names."""
+    write, sent, come = FsspecStore.send, [], threading.Event()
+
+    def send(store: FsspecStore, key: str, nbytes: int, parts: Any) -> str:
+        name = key.partition("zckpt-partial/")[2]
+        if not counts(name, nbytes):
+            return write(store, key, nbytes, parts)
+        sent.append(name)
+        if len(sent) == 3:
+            assert come.wait(60)  # one of those that other threads are sending
+            raise PermissionError("no more")
+        version = write(store, key, nbytes, parts)
+        come.set()
+        return version
+
+    monkeypatch.setattr(FsspecStore, "send", send)
+    return sent
+
+
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("kind", ["webdav", "sftp"])
 def test_files_that_have_come_are_not_sent_again(kind, served, tmp_path, monkeypatch):
@@ -385,21 +405,7 @@ def test_files_that_have_come_are_not_sent_again(kind, served, tmp_path, monkeyp
     save_file({f"w{n}": torch.randn(3 << 16) for n in range(4)}, tmp_path / "large.safetensors")
     given = ("consolidate", tmp_path / "large.safetensors", f"{place.url}/again", "--max-shard-size", "800kB")
     partial, record = (place.directory / f".again.zckpt-{what}" for what in ("partial", "journal"))
-    write, sent, come = FsspecStore.send, [], threading.Event()
-
-    def failing(store: FsspecStore, key: str, nbytes: int, parts: Any) -> str:
-        is_large = nbytes > 1 << 19
-        if is_large:
-            sent.append(key.partition("zckpt-partial/")[2])
-            if len(sent) == 3:
-                assert come.wait(60)  # one of those that other threads are sending
-                raise PermissionError("no more")
-        version = write(store, key, nbytes, parts)
-        if is_large:
-            come.set()
-        return version
-
-    monkeypatch.setattr(FsspecStore, "send", failing)
+    sent = third_refused(monkeypatch, lambda _name, nbytes: nbytes > 1 << 19)
     refused(4, *given, words=("bytes are sent and kept in .again.zckpt-partial: --resume continues with them",))
     refused(4, *given, words=("did not finish", "in .again.zckpt-partial", "--resume"))
     recorded = {json.loads(line[9:])[0] for one in record.glob("0*") for line in one.read_bytes().splitlines()}
@@ -451,22 +457,9 @@ def test_where_the_record_is_refused_too_the_first_error_is_told(monkeypatch):
 @pytest.mark.usefixtures("small_parts")
 def test_what_was_sent_with_other_options_is_not_taken_for_the_target(monkeypatch):
     source, target = SOURCE, "memory://others/target"
-    write, sent, come = FsspecStore.send, [], threading.Event()
-
-    def failing(store: FsspecStore, key: str, nbytes: int, parts: Any) -> str:
-        sent.append(key.partition("zckpt-partial/")[2])
-        if sent[-1] and sent.count("") < len(sent) - 5:  # what is recorded comes
-            assert come.wait(60)  # one of those that other threads are sending
-            raise PermissionError("no more")
-        version = write(store, key, nbytes, parts)
-        if "zckpt-partial/zero/" in key:
-            come.set()
-        return version
-
-    monkeypatch.setattr(FsspecStore, "send", failing)
+    third_refused(monkeypatch, lambda name, _nbytes: name.startswith("zero/"))
     with pytest.raises(TargetError, match="--resume continues with them"):
         zckpt.convert(source, target, to="universal")
-    monkeypatch.setattr(FsspecStore, "send", write)
     assert [key for key in store(target).client.find("others") if "partial/zero/" in key]
     zckpt.convert(source, target, to="dcp", resume=True)
     assert zckpt.open(target).format == "dcp"
