@@ -8,9 +8,8 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 import zckpt
-from tests.live import save_both
 from tests.logical import assert_same_tree
-from tests.naming.test_shipped import CONFIGS, LLAMA, assert_same_logits, made
+from tests.naming.test_shipped import CONFIGS, LLAMA, assert_same_logits, made, saved_run
 from tests.naming.test_training import trained
 from tests.refusals import refusing
 from tests.truth import assert_same
@@ -47,11 +46,7 @@ def test_upcycled_the_model_says_the_same_as_the_dense_one(name, tmp_path):
 
 
 def test_moments_go_to_every_expert_and_names_have_the_order_of_the_models_parameters(tmp_path):
-    model = made("mistral").train()
-    optimizer = torch.optim.AdamW(model.named_parameters())
-    model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
-    optimizer.step()
-    save_both(model, optimizer, tmp_path / "dense.pt")
+    model, optimizer = saved_run("mistral", tmp_path / "dense.pt")
     zckpt.convert(tmp_path / "dense.pt", tmp_path / "moe", to="zckpt", map="dense-mixtral",
                   map_config={"num_local_experts": 3})  # fmt: skip
     found = zckpt.open(tmp_path / "moe")
@@ -61,7 +56,7 @@ def test_moments_go_to_every_expert_and_names_have_the_order_of_the_models_param
         name = f"model.layers.1.block_sparse_moe.experts.{expert}.w3.weight"
         assert_same(found.read(name, "weight"), own["model.layers.1.mlp.up_proj.weight"].detach(), name)
         assert_same(found.read(name, "exp_avg"), moment["exp_avg"], name)
-        assert found.param_groups[0].state["step"].value == 1
+        assert found.param_groups[0].state["step"].value == 2
     first = [name for name in found.param_groups[0].parameters if ".layers.0." in name and "experts" in name]
     assert [name.split("experts.")[1] for name in first] == [f"{e}.w{n}.weight" for e in range(3) for n in (1, 2, 3)]
     zckpt.convert(tmp_path / "moe", tmp_path / "moe.pt", to="consolidated")
@@ -74,10 +69,7 @@ def test_moments_go_to_every_expert_and_names_have_the_order_of_the_models_param
 
 
 def test_a_live_model_of_experts_goes_on_from_a_dense_run_with_its_own_router(tmp_path):
-    model = made("mistral").train()
-    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.01)
-    trained(model, optimizer, range(2))
-    save_both(model, optimizer, tmp_path / "dense.pt")
+    model, optimizer = saved_run("mistral", tmp_path / "dense.pt")
     moe = as_large("mixtral").train()
     if "model.layers.0.mlp.experts.gate_up_proj" not in moe.state_dict():
         pytest.skip("transformers before 5")

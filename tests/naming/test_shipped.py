@@ -11,8 +11,10 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 import zckpt
+from tests.live import save_both
 from tests.logical import assert_same_tree
 from tests.naming.models import Megatron, MetaLlama, Shape
+from tests.naming.test_training import trained
 from tests.truth import assert_same
 from zckpt.naming.document import read_map, shipped
 
@@ -73,6 +75,15 @@ def made(kind: str):
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3)
     return model
+
+
+def saved_run(kind: str, path: Path) -> tuple[torch.nn.Module, torch.optim.AdamW]:
+    """Save such a model and its optimizer after some steps."""
+    model = made(kind).train()
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.01)
+    trained(model, optimizer, range(2))
+    save_both(model, optimizer, path)
+    return model, optimizer
 
 
 def megatron(kind: str, config, rows: int) -> Megatron:

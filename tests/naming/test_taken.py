@@ -13,7 +13,7 @@ import zckpt
 from tests import live
 from tests.cli.console import FIXTURES
 from tests.live import save_both
-from tests.naming.test_shipped import CONFIGS, made
+from tests.naming.test_shipped import CONFIGS, made, saved_run
 from tests.naming.test_training import trained
 from tests.refusals import refusing
 from tests.truth import assert_same
@@ -27,8 +27,7 @@ TOKENS = torch.randint(0, 37, (2, 11), generator=torch.Generator().manual_seed(0
 
 def llama(kind: str = "llama", **more):
     config = CONFIGS[kind]()
-    for key, value in more.items():
-        setattr(config, key, value)
+    config.update(more)
     return hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
 
 
@@ -71,10 +70,7 @@ def test_layers_taken_make_the_model_that_was_put_together_by_hand_and_moments_f
 
 @pytest.mark.parametrize("kind", ["llama", "llama_tied"])
 def test_a_vocabulary_grown_is_that_of_resize_token_embeddings_with_rows_of_zeros_or_copies(kind, tmp_path):
-    model = made(kind).train()
-    optimizer = torch.optim.AdamW(model.named_parameters())
-    trained(model, optimizer, range(2))
-    save_both(model, optimizer, tmp_path / "run.pt")
+    model, optimizer = saved_run(kind, tmp_path / "run.pt")
     taken = {"model.embed_tokens.weight": "0-36,zero*3,5*2"}
     if kind == "llama":
         taken["lm_head.weight"] = "0-,zero*3,5*2"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import torch.distributed.checkpoint as dcp
 
 import zckpt
 from tests import gloo
+from tests.live import groups_of, state
+from tests.logical import assert_same_tree
 from tests.naming.models import Megatron, MetaLlama
 from tests.refusals import refusing
 from tests.truth import assert_same
@@ -20,13 +23,8 @@ from zckpt.optim import ZeroOptimizer
 NAMES = ("llama-huggingface-meta", "llama-huggingface-megatron")
 
 
-def groups(model: torch.nn.Module) -> list[dict[str, object]]:
-    """Two param groups, as most programs make them: matrices decay, and vectors do not."""
-    named = list(model.named_parameters())
-    return [
-        {"params": [one for one in named if one[1].dim() > 1], "weight_decay": 0.1},
-        {"params": [one for one in named if one[1].dim() == 1], "weight_decay": 0.0},
-    ]
+def adamw(model: torch.nn.Module, lr: float = 3e-3) -> torch.optim.AdamW:
+    return torch.optim.AdamW(groups_of(model, named=True), lr=lr)
 
 
 def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
@@ -43,10 +41,15 @@ def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: ran
     return losses
 
 
-def llama() -> torch.nn.Module:
+def llama_trained(path: Path) -> tuple[torch.nn.Module, torch.optim.AdamW, dict[str, object]]:
+    """Save a model of Hugging Face after some steps; return it, its optimizer, and its configuration."""
     from tests.naming.test_shipped import made  # which imports transformers: ranks do without
 
-    return made("llama").train()
+    model = made("llama").train()
+    optimizer = adamw(model)
+    trained(model, optimizer, range(3))
+    zckpt.save(path, model=model, optimizer=optimizer, step=3)
+    return model, optimizer, json.loads(model.config.to_json_string())
 
 
 def other(name: str, config) -> Megatron | MetaLlama:
@@ -57,26 +60,20 @@ def other(name: str, config) -> Megatron | MetaLlama:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_llama_trained_in_one_naming_goes_on_in_the_other_and_back(name, tmp_path):
-    model = llama()
-    optimizer = torch.optim.AdamW(groups(model), lr=3e-3)
-    trained(model, optimizer, range(3))
-    zckpt.save(tmp_path / "mine", model=model, optimizer=optimizer, step=3)
-    mapped = {"map": name, "map_config": json.loads(model.config.to_json_string())}
+    model, optimizer, config = llama_trained(tmp_path / "mine")
+    mapped = {"map": name, "map_config": config}
 
     # zckpt.load maps by itself; `convert` writes it for the other program, and torch loads it by number
     theirs = other(name, model.config)
-    live = torch.optim.AdamW(groups(theirs), lr=1.0)
+    live = adamw(theirs, lr=1.0)
     zckpt.load(tmp_path / "mine", model=theirs, optimizer=live, **mapped)
     zckpt.convert(tmp_path / "mine", tmp_path / "theirs.pt", to="consolidated", verify=True, **mapped)
     file = torch.load(tmp_path / "theirs.pt", weights_only=True)
     plain = other(name, model.config)
-    by_number = torch.optim.AdamW(groups(plain), lr=1.0)
+    by_number = adamw(plain, lr=1.0)
     plain.load_state_dict(file["model"])
     by_number.load_state_dict(file["optimizer"])
-    for one, two in zip(theirs.parameters(), plain.parameters(), strict=True):
-        assert_same(one, two, "weight")
-        for key in ("step", "exp_avg", "exp_avg_sq"):
-            assert_same(live.state[one][key], by_number.state[two][key], key)
+    assert_same_tree(state(theirs, live), state(plain, by_number))
 
     expected = trained(model, optimizer, range(3, 6))
     assert trained(theirs, live, range(3, 6)) == pytest.approx(expected, rel=2e-4)
@@ -88,29 +85,19 @@ def test_a_llama_trained_in_one_naming_goes_on_in_the_other_and_back(name, tmp_p
 
 
 def test_moments_are_arranged_as_torch_arranges_them(tmp_path):
-    model = llama()
-    optimizer = torch.optim.AdamW(groups(model), lr=3e-3)
-    trained(model, optimizer, range(3))
-    zckpt.save(tmp_path / "mine", model=model, optimizer=optimizer, step=3)
-    changed = tmp_path / "theirs"
-    zckpt.convert(tmp_path / "mine", changed, to="universal", map="llama-huggingface-megatron",
-                  map_config=model.config.to_dict())  # fmt: skip
-    found = zckpt.open(changed)
-    named = dict(model.named_parameters())
-
-    def state(layer, part, key):
-        parameter = named[f"model.layers.{layer}.{part}.weight"]
-        return parameter.detach() if key == "weight" else optimizer.state[parameter][key]
-
-    for layer in range(2):
-        for key in ("exp_avg", "exp_avg_sq"):
-            q, k, v = (state(layer, f"self_attn.{one}_proj", key) for one in "qkv")
-            parts = [q.view(2, 3, 8, 24), k.view(2, 1, 8, 24), v.view(2, 1, 8, 24)]
-            name = f"decoder.layers.{layer}.self_attention.linear_qkv.weight"
-            assert_same(found.read(name, key), torch.cat(parts, dim=1).reshape(80, 24), name)
-            gates = torch.cat([state(layer, f"mlp.{one}_proj", key) for one in ("gate", "up")])
-            name = f"decoder.layers.{layer}.mlp.linear_fc1.weight"
-            assert_same(found.read(name, key), gates, name)
+    model, optimizer, config = llama_trained(tmp_path / "mine")
+    names = {"map": "llama-huggingface-megatron", "map_config": config}
+    zckpt.convert(tmp_path / "mine", tmp_path / "theirs", to="universal", **names)
+    found, ours = zckpt.open(tmp_path / "theirs"), state(model, optimizer)
+    for layer, key in product(range(2), ("exp_avg", "exp_avg_sq")):
+        here = f"{key}/model.layers.{layer}"
+        q, k, v = (ours[f"{here}.self_attn.{one}_proj.weight"] for one in "qkv")
+        parts = [q.view(2, 3, 8, 24), k.view(2, 1, 8, 24), v.view(2, 1, 8, 24)]
+        name = f"decoder.layers.{layer}.self_attention.linear_qkv.weight"
+        assert_same(found.read(name, key), torch.cat(parts, dim=1).reshape(80, 24), name)
+        gates = torch.cat([ours[f"{here}.mlp.{one}_proj.weight"] for one in ("gate", "up")])
+        name = f"decoder.layers.{layer}.mlp.linear_fc1.weight"
+        assert_same(found.read(name, key), gates, name)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -127,9 +114,9 @@ def test_training_of_torchtitan_with_one_parameter_of_queries_keys_and_values_go
             parameter.copy_(torch.randn_like(parameter) * 0.3)
     optimizer = torch.optim.AdamW(titan.named_parameters(), lr=3e-3)
     trained(titan, optimizer, range(2))
-    state, (group,) = optimizer.state_dict()["state"], optimizer.state_dict()["param_groups"]
+    moments, (group,) = optimizer.state_dict()["state"], optimizer.state_dict()["param_groups"]
     names = dict(zip(group.pop("params"), group.pop("param_names"), strict=True))
-    flat = {f"state.{names[i]}.{key}": value for i, one in state.items() for key, value in one.items()}
+    flat = {f"state.{names[i]}.{key}": value for i, one in moments.items() for key, value in one.items()}
     flat |= {f"param_groups.{one}.{key}": value for one in names.values() for key, value in group.items()}
     dcp.save({**titan.saved(), "optimizer": flat}, checkpoint_id=tmp_path / "titan")
 
@@ -181,7 +168,7 @@ JOINED = {
 
 def _saved_by_ranks(rank: int, world_size: int, folder: Path) -> list[float]:
     model = Net(joined=False)
-    optimizer = ZeroOptimizer(groups(model), torch.optim.AdamW, lr=3e-3, stage=2)
+    optimizer = ZeroOptimizer(groups_of(model, named=True), torch.optim.AdamW, lr=3e-3, stage=2)
     trained(model, optimizer, range(3))
     zckpt.save(folder / "mine", model=model, optimizer=optimizer, step=3)
     return trained(model, optimizer, range(3, 6))
@@ -189,7 +176,7 @@ def _saved_by_ranks(rank: int, world_size: int, folder: Path) -> list[float]:
 
 def _goes_on_at_ranks(rank: int, world_size: int, folder: Path) -> list[float]:
     model = Net(joined=True)
-    optimizer = ZeroOptimizer(groups(model), torch.optim.AdamW, lr=1.0, stage=1)
+    optimizer = ZeroOptimizer(groups_of(model, named=True), torch.optim.AdamW, lr=1.0, stage=1)
     zckpt.load(folder / "mine", model=model, optimizer=optimizer, map=JOINED)
     return trained(model, optimizer, range(3, 6))
 
