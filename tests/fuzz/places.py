@@ -1,4 +1,4 @@
-"""Where mutated checkpoints lie: real files in memory's file system, written where they differ from those before."""
+"""Where mutated checkpoints lie: real files in memory's file system."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def in_memory(data: bytes) -> FileRange:
 
 
 class Base:
-    """A checkpoint that is mutated.
+    """A checkpoint that is mutated, and written anew for each mutation.
 
     Parameters
     ----------
@@ -58,7 +59,6 @@ class Base:
 
     def __init__(self, source: Path | Node, inside: str = "") -> None:
         self._source, self._inside = source, inside
-        self._now: dict[str, bytes] = {}
 
     @cached_property
     def tree(self) -> Tree:
@@ -71,28 +71,11 @@ class Base:
     def put(self, script: bytes) -> Path:
         """Write what a script makes of it; return where it is."""
         files = files_of(self.tree.edited(script))
-        for name in [name for name in self._now if name not in files]:
-            self._remove(name)
+        shutil.rmtree(self.folder)
+        self.folder.mkdir()
         for name, data in files.items():
-            if self._now.get(name) is not data:
-                self._write(name, data)
-        return self.folder / self._inside
-
-    def _remove(self, name: str) -> None:
-        (self.folder / name).unlink()
-        del self._now[name]
-        for above in (self.folder / name).parents:
-            if above == self.folder or any(above.iterdir()):
-                break
-            above.rmdir()
-
-    def _write(self, name: str, data: bytes) -> None:
-        path = self.folder / name
-        try:
-            if name not in self._now:
+            path = self.folder / name
+            with suppress(OSError):  # below a file, or in the place of a folder
                 path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-        except OSError:  # below a file, or in the place of a folder
-            self._now.pop(name, None)
-        else:
-            self._now[name] = data
+                path.write_bytes(data)
+        return self.folder / self._inside
