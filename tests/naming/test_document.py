@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zckpt
+from tests import live
 from tests.cli.console import ROOT, refused, succeeded
 from tests.refusals import refusing
 from tests.truth import assert_same
@@ -242,58 +243,41 @@ def test_parts_of_one_tensor_must_be_alike(tmp_path):
 
 
 def test_ties_buffers_and_frozen_parameters_are_mapped(tmp_path):
-    class Model(torch.nn.Module):
-        def __init__(self, names):
-            super().__init__()
-            emb, head, self.frozen, counts = names
-            self.add_module(emb, torch.nn.Embedding(6, 4))
-            self.add_module(head, torch.nn.Linear(4, 6, bias=False))
-            self.get_submodule(head).weight = self.get_submodule(emb).weight
-            self.register_parameter(self.frozen, torch.nn.Parameter(torch.randn(2, 3), requires_grad=False))
-            self.register_buffer(counts, torch.randn(2, 2))
-
-    first, second = Model(("emb", "head", "fix", "counts")), Model(("wte", "out", "still", "tally"))
-    document = {
-        "sides": ["one", "other"],
-        "rules": [
-            {"one": {"emb.weight": "v d"}, "other": {"wte.weight": "v d"}},
-            {"one": "head.weight", "other": "out.weight"},
-            {"one": {"fix": "a b"}, "other": {"still": "b a"}},
-            {"one": {"counts": "a b"}, "other": {"tally": "b a"}},
-        ],
-    }
+    first, second = live.Words(4, 6, beside=(2,)), torch.nn.ModuleDict({"net": live.Words(4, 6)})
+    second.net.frozen = torch.nn.Parameter(torch.zeros(4, 2), requires_grad=False)
+    second.net.register_buffer("scale", torch.zeros(4, 2))
+    turned = ("frozen", "scale")
+    rules = [
+        {"one": name, "other": f"net.{name}"} for name in first.state_dict() if name not in ("embed.weight", *turned)
+    ]
+    rules += [{"one": {name: "a b"}, "other": {f"net.{name}": "b a"}} for name in turned]
+    rules += [{"one": {"embed.weight": "a b"}, "other": {"net.embed.weight": "a b"}}]
+    document = {"sides": ["one", "other"], "rules": rules}
     zckpt.save(tmp_path / "run", model=first)
     zckpt.convert(tmp_path / "run", tmp_path / "there", to="zckpt", map=document)
     found = zckpt.open(tmp_path / "there")
-    assert found.parameters["out.weight"].tied_to == "wte.weight"
-    assert found.parameters["still"].frozen == zckpt.open(tmp_path / "run").parameters["fix"].frozen
-    assert list(found.buffers) == ["tally"]
-    assert_same(found.read("still"), first.fix.detach().T.contiguous(), "still")
-    assert_same(found.read("tally"), first.counts.T.contiguous(), "tally")
-    second.register_parameter("still", torch.nn.Parameter(torch.zeros(3, 2)))
+    assert found.parameters["net.head.weight"].tied_to == "net.embed.weight"
+    assert found.parameters["net.frozen"].frozen == zckpt.open(tmp_path / "run").parameters["frozen"].frozen
+    assert list(found.buffers) == ["net.scale"]
     zckpt.load(tmp_path / "run", model=second, map=document)
-    assert_same(second.wte.weight, first.emb.weight, "wte")
-    assert_same(second.tally, first.counts.T.contiguous(), "tally")
+    for name, value in first.state_dict().items():
+        for its in (found.read(f"net.{name}"), second.state_dict()[f"net.{name}"]):
+            assert_same(its, value.T if name in turned else value, name)
     zckpt.convert(tmp_path / "there", tmp_path / "back", to="zckpt", map=document)
     assert zckpt.diff(tmp_path / "run", tmp_path / "back").equal
 
 
 def test_a_vocabulary_is_padded_and_cut_in_every_slot(tmp_path):
-    rule = {"mine": {"e": "rows[:vocab] d"}, "theirs": {"emb": "rows d"}, "padded": ["rows"]}
+    rule = {"mine": {"weight": "rows[:vocab] d"}, "theirs": {"emb": "rows d"}, "padded": ["rows"]}
     document = {"sides": ["mine", "theirs"], "sizes": {"rows": "padded", "vocab": "vocab_size"}, "rules": [rule]}
-    parameter = torch.nn.Parameter(torch.randn(5, 3))
-    optimizer = torch.optim.AdamW([("e", parameter)])
-    parameter.grad = torch.randn(5, 3)
-    optimizer.step()
-    torch.save({"model": {"e": parameter.detach()}, "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
-    done = zckpt.convert(
-        tmp_path / "c.pt", tmp_path / "d", to="dcp", map=document, map_config={"padded": 8}, world_size=2
-    )
-    assert "rows 5 to 7 of e are added as padding, zero" in done.notes[1]
-    found = zckpt.open(tmp_path / "d")
-    for key, value in (("weight", parameter.detach()), ("exp_avg", optimizer.state[parameter]["exp_avg"])):
-        expected = torch.cat([value, torch.zeros(3, 3)])
-        assert_same(found.read("emb", key), expected, key)
+    trained_both = live.trained(torch.nn.Linear(3, 5, bias=False))
+    live.save_both(*trained_both, tmp_path / "c.pt")
+    padded = {"map": document, "map_config": {"padded": 8}}
+    done = zckpt.convert(tmp_path / "c.pt", tmp_path / "d", to="dcp", world_size=2, **padded)
+    assert "rows 5 to 7 of weight are added as padding, zero" in done.notes[1]
+    found, state = zckpt.open(tmp_path / "d"), live.state(*trained_both)
+    for key in ("weight", "exp_avg"):
+        assert_same(found.read("emb", key), torch.cat([state[f"{key}/weight"], torch.zeros(3, 3)]), key)
     done = zckpt.convert(tmp_path / "d", tmp_path / "back", to="zckpt", map=document, map_config={"vocab_size": 5})
     assert "rows 5 to 7 of emb are left out as padding" in done.notes[1]
     assert zckpt.diff(tmp_path / "c.pt", tmp_path / "back").equal
