@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import random
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -71,22 +72,17 @@ def test_placed_elements_are_those_of_numpy(dtype):
 def test_mappings_are_windows_of_bounded_size_and_kept_as_far_as_they_have_so_many_bytes(is_kept, source, monkeypatch):
     monkeypatch.setattr(copy, "WINDOW_NBYTES", 1 << 16)
     monkeypatch.setattr(files, "MAPPED_NBYTES", 1 << 24 if is_kept else 1 << 17)
-    mapped, counts, map_file = [], [], mmap.mmap
-
-    def noted(descriptor, nbytes, **how: int):
-        mapped.append(nbytes)
-        return map_file(descriptor, nbytes, **how)
-
-    monkeypatch.setattr(mmap, "mmap", noted)
-    with Sources() as sources:
+    counts = []
+    with mock.patch.object(mmap, "mmap", wraps=mmap.mmap) as mapped, Sources() as sources:
         for start in (8, 24):
             found = np.empty((200, 4), "u4")
             gather_mapped(found, sources, str(source), start, (5000, 4))
             assert np.array_equal(found, np.ndarray((200, 4), "u4", source.read_bytes(), start, (5000, 4)))
-            counts.append(len(mapped))
+            counts.append(mapped.call_count)
     assert counts[0] > 7
     assert counts[1] == counts[0] * (1 if is_kept else 2)
-    assert max(mapped) <= (1 << 16) + files.NEXT_NBYTES + mmap.ALLOCATIONGRANULARITY
+    most = max(call.args[1] for call in mapped.call_args_list)
+    assert most <= (1 << 16) + files.NEXT_NBYTES + mmap.ALLOCATIONGRANULARITY
 
 
 def test_file_that_ends_within_a_box_is_refused(source):
