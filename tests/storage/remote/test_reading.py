@@ -440,6 +440,7 @@ def test_what_is_opened_is_read_until_it_is_let_go(s3):
     assert torch.equal(checkpoint.read(name), here.read(name))
     assert zckpt.diff(checkpoint, SOURCE).equal
     assert zckpt.inspect(checkpoint).source.startswith("s3://bucket/run")
+    gc.collect()  # what other tests have opened
     ((_, inside),) = stand_ins._BASE
     count = len(list(inside.iterdir()))
     del checkpoint
