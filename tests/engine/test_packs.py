@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.state.test_spans import flat_cut, shard_cut
 from zckpt.engine import packs, together
 from zckpt.engine.packs import PackedSlot
 from zckpt.engine.plan import fill, plan
@@ -20,48 +21,28 @@ from zckpt.engine.write import write
 from zckpt.errors import LayoutError
 from zckpt.state import CutFiles, CutSpans, Extent, Slot
 from zckpt.state.cuts import Cuts
-from zckpt.state.partition import (
-    flat_partition_numel,
-    flat_starts,
-    shard_numel,
-    shard_share,
-)
+from zckpt.state.partition import flat_starts, shard_numel, shard_share
 
 NUMELS = st.lists(st.integers(1, 30), min_size=1, max_size=9)
 WORLDS = st.integers(1, 9)
-HEAD = 12
-
-
-def source(directory: Path, numels: list[int], world: int, *, flat: bool) -> list[CutSpans]:
-    """Write parameters as ZeRO-1/2 or 3 cuts them, each element another number; return where they lie."""
-    starts = flat_starts(numels)
-    partition = flat_partition_numel(starts[-1], world)
-    held = [shard_numel(n, world) for n in numels]
-    ats = flat_starts(held)
-    paths = tuple(str(directory / f"{rank}") for rank in range(world))
-    for rank, path in enumerate(paths):
-        data = np.full(partition if flat else ats[-1], 2**32 - 1, np.uint32)
-        for i, n in enumerate(numels):
-            whole = np.arange(n, dtype=np.uint32) + 1000 * (i + 1)
-            if flat:
-                low, high = max(starts[i], rank * partition), min(starts[i] + n, (rank + 1) * partition)
-                if low < high:
-                    data[low - rank * partition : high - rank * partition] = whole[low - starts[i] : high - starts[i]]
-            else:
-                start, count = shard_share(n, world, rank)
-                data[ats[i] : ats[i] + count] = whole[start : start + count]
-        Path(path).write_bytes(bytes(HEAD) + data.tobytes())
-    files = CutFiles(paths, (HEAD,) * world, "float32")
-    if flat:
-        return [CutSpans(files, (n,), starts[i], partition) for i, n in enumerate(numels)]
-    return [CutSpans(files, (n,), 0, held[i], ats[i]) for i, n in enumerate(numels)]
 
 
 def shards(numels: list[int], world: int) -> list[CutSpans]:
     """Where parameters lie that ZeRO-3 cuts, in files that need not be there."""
-    held = [shard_numel(n, world) for n in numels]
-    files = CutFiles(tuple(map(str, range(world))), (0,) * world, "float32")
-    return [CutSpans(files, (n,), 0, k, at) for n, k, at in zip(numels, held, flat_starts(held), strict=False)]
+    return [rule for rule, _ in shard_cut([(n,) for n in numels], world)]
+
+
+def source(directory: Path, numels: list[int], world: int, *, flat: bool) -> list[CutSpans]:
+    """Write parameters as ZeRO-1/2 or 3 cuts them, each element another number; return where they lie."""
+    made = (flat_cut if flat else shard_cut)([(n,) for n in numels], world, folder=directory)
+    content = {path: np.full(sum(numels) + 250 * world, 2**32 - 1, np.uint32) for path in made[0][0].files.paths}
+    for number, (_, spans) in enumerate(made, 1):
+        for one in spans:
+            at, start, count = one.offset // 4, one.extent.start, one.extent.numel
+            content[one.path][at : at + count] = np.arange(start, start + count) + 1000 * number
+    for path, data in content.items():
+        data.tofile(path)
+    return [rule for rule, _ in made]
 
 
 def row(spans: list[CutSpans], world: int) -> PackedSlot:

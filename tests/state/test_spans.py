@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -27,21 +28,26 @@ SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1
 WORLDS = st.integers(1, 13)
 
 
-def files(world: int) -> CutFiles:
-    return CutFiles(
-        tuple(f"{rank}.pt" for rank in range(world)), tuple(1000 * rank for rank in range(world)), "float32"
-    )
+HERE = Path()
+
+
+def files(world: int, folder: Path = HERE) -> CutFiles:
+    paths = tuple(str(folder / f"{rank}.pt") for rank in range(world))
+    return CutFiles(paths, tuple(1000 * rank for rank in range(world)), "float32")
 
 
 def span(made: CutFiles, shape: tuple[int, ...], rank: int, start: int, numel: int, position: int) -> Span:
     return Span(Extent.flat(shape, start, numel), made.paths[rank], made.offsets[rank] + 4 * position, made.dtype)
 
 
-def flat_cut(shapes: list[tuple[int, ...]], world: int, align: int | None) -> list[tuple[CutSpans, list[Span]]]:
+Cut = list[tuple[CutSpans, list[Span]]]
+
+
+def flat_cut(shapes: list[tuple[int, ...]], world: int, align: int | None = None, *, folder: Path = HERE) -> Cut:
     """Return for each parameter of a flat group its rule, and its spans one by one."""
     numels = [math.prod(shape) for shape in shapes]
     starts = flat_starts(numels, alignment_padding(numels, align) if align else None)
-    partition, made = flat_partition_numel(starts[-1], world), files(world)
+    partition, made = flat_partition_numel(starts[-1], world), files(world, folder)
     spelled: list[list[Span]] = [[] for _ in shapes]
     for rank in range(world):
         for one in flat_shares(numels, starts, partition, rank):
@@ -49,9 +55,9 @@ def flat_cut(shapes: list[tuple[int, ...]], world: int, align: int | None) -> li
     return [(CutSpans(made, shape, starts[i], partition), spelled[i]) for i, shape in enumerate(shapes)]
 
 
-def shard_cut(shapes: list[tuple[int, ...]], world: int, _: int | None) -> list[tuple[CutSpans, list[Span]]]:
+def shard_cut(shapes: list[tuple[int, ...]], world: int, _: int | None = None, *, folder: Path = HERE) -> Cut:
     """Return the same for parameters that are cut one by one."""
-    made, at, found = files(world), 0, []
+    made, at, found = files(world, folder), 0, []
     for shape in shapes:
         numel, spelled = math.prod(shape), []
         for rank in range(world):
