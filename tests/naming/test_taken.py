@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import zckpt
 from tests import live
 from tests.cli.console import FIXTURES
 from tests.live import save_both
+from tests.logical import assert_same_tree
 from tests.naming.test_shipped import CONFIGS, made, saved_run
 from tests.naming.test_training import trained
 from tests.refusals import refusing
@@ -31,28 +33,15 @@ def llama(kind: str = "llama", **more):
     return hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
 
 
-def of_numbers(model: torch.nn.Module) -> tuple[torch.optim.AdamW, dict[str, torch.nn.Parameter]]:
-    """An optimizer of two groups, which a file only numbers in the order of the model."""
-    named = dict(model.named_parameters())
-    groups = [{"params": [one for one in named.values() if (one.dim() > 1) == large]} for large in (True, False)]
-    return torch.optim.AdamW(groups, lr=0.01), named
-
-
 @pytest.mark.parametrize(("said", "numbers"), [("0-1,0-1", [0, 1, 0, 1]), ("1", [1]), ("0-,1*2", [0, 1, 1, 1])])
 def test_layers_taken_make_the_model_that_was_put_together_by_hand_and_moments_follow(said, numbers, tmp_path):
-    model = made("llama").train()
-    optimizer, own = of_numbers(model)
+    """Of optimizers of two groups, which a file only numbers in the order of the model."""
+    model, other = made("llama").train(), llama(num_hidden_layers=len(numbers)).train()
+    optimizer, next_optimizer = (torch.optim.AdamW(live.groups_of(one), lr=0.01) for one in (model, other))
     trained(model, optimizer, range(2))
-    names = [[name for name, one in own.items() if (one.dim() > 1) == large] for large in (True, False)]
+    trained(other, next_optimizer, range(1))  # so that it has state, which is not the one loaded
     save_both(model, optimizer, tmp_path / "run.pt")
-    other = llama(num_hidden_layers=len(numbers))
-    next_optimizer, theirs = of_numbers(other)
-    trained(other.train(), next_optimizer, range(1))  # so that it has state, which is not the one loaded
-    was = {}
-    for name in theirs:
-        parts = name.split(".")
-        was[name] = ".".join([*parts[:2], str(numbers[int(parts[2])]), *parts[3:]]) if "layers" in parts else name
-    order = [name for some in names for name in some]
+    order = [name for group in live.groups_of(model, named=True) for name, _ in group["params"]]
     done = zckpt.convert(tmp_path / "run.pt", tmp_path / "new.pt", to="consolidated", names=order,
                          map={"taken": {LAYERS: said}})  # fmt: skip
     assert any("config.json must state how many" in note for note in done.notes)
@@ -61,10 +50,9 @@ def test_layers_taken_make_the_model_that_was_put_together_by_hand_and_moments_f
     assert len({value.data_ptr() for value in states}) == len(states)
     other.load_state_dict(found["model"])
     next_optimizer.load_state_dict(found["optimizer"])
-    for name, one in theirs.items():
-        assert_same(one.detach(), own[was[name]].detach(), name)
-        for key in ("exp_avg", "exp_avg_sq", "step"):
-            assert_same(next_optimizer.state[one][key], optimizer.state[own[was[name]]][key], f"{key} of {name}")
+    ours, theirs = live.state(model, optimizer), live.state(other, next_optimizer)
+    was = {key: re.sub(r"(?<=layers\.)\d+", lambda layer: str(numbers[int(layer[0])]), key) for key in theirs}
+    assert_same_tree(theirs, {key: ours[was[key]] for key in theirs})
     trained(other, next_optimizer, range(3, 5))
 
 
@@ -82,19 +70,19 @@ def test_a_vocabulary_grown_is_that_of_resize_token_embeddings_with_rows_of_zero
         for name in taken:
             weight = other.get_parameter(name)
             weight[37:40], weight[40:] = 0, weight[5]
-    live = llama(kind, vocab_size=42)
-    new = torch.optim.AdamW(live.named_parameters())
-    zckpt.load(tmp_path / "new", model=live, optimizer=new)
-    for name, one in other.named_parameters():
-        assert_same(live.get_parameter(name).detach(), one.detach(), name)
+    grown = llama(kind, vocab_size=42)
+    new = torch.optim.AdamW(grown.named_parameters())
+    zckpt.load(tmp_path / "new", model=grown, optimizer=new)
+    assert live.equal(grown, other)
     with torch.no_grad():
-        assert torch.equal(live(TOKENS).logits, other.eval()(TOKENS).logits)
-        assert torch.equal(live(TOKENS).logits[..., :37], model.eval()(TOKENS).logits)
+        assert torch.equal(grown(TOKENS).logits, other.eval()(TOKENS).logits)
+        assert torch.equal(grown(TOKENS).logits[..., :37], model.eval()(TOKENS).logits)
+    ours, theirs = live.state(model, optimizer), live.state(grown, new)
     for name in taken:
-        moment = optimizer.state[model.get_parameter(name)]["exp_avg"]
+        moment = ours[f"exp_avg/{name}"]
         expected = torch.cat([moment, torch.zeros(3, 24), moment[5:6], moment[5:6]])
-        assert_same(new.state[live.get_parameter(name)]["exp_avg"], expected, name)
-    trained(live.train(), new, range(2, 4))
+        assert_same(theirs[f"exp_avg/{name}"], expected, name)
+    trained(grown.train(), new, range(2, 4))
 
 
 def test_a_vocabulary_is_cut(tmp_path):

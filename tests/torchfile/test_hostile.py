@@ -124,18 +124,17 @@ MALFORMED = {
     "deep tuple as a key": b"}N" + b"\x85" * MANY + b"Ns.",
     "wide tuple as a key": b"}(" + b"N" * MANY + b"tNs.",
     "key of 2**60 parts": b"}N" + b"\x85q\0h\0\x86" * 60 + b"Ns.",
-    "a key that is hashed too often": b"}(" + b"N" * 900 + b"tq\0Ns" + b"0}h\0Ns" * 8_000 + b".",
-    "colliding integers": b"}(" + b"".join(integer(i * ((1 << 61) - 1)) + b"N" for i in range(1, 5000)) + b"u.",
+    "a key that is hashed too often": b"}(" + b"N" * 900 + b"tq\0Ns" + b"0}h\0Ns" * 400 + b".",
+    "colliding integers": b"}(" + b"".join(integer(i * ((1 << 61) - 1)) + b"N" for i in range(1, 100)) + b"u.",
     "colliding tuples": b"}("
     + b"".join(
-        b"(" + b"".join(b"J" + struct.pack("<i", -1 - (i >> bit & 1)) for bit in range(12)) + b"tN"
-        for i in range(4096)
+        b"(" + b"".join(b"J" + struct.pack("<i", -1 - (i >> bit & 1)) for bit in range(8)) + b"tN" for i in range(256)
     )
     + b"u.",
     "set copied again and again": b"]q\0(" + b"".join(b"M" + struct.pack("<H", i) for i in range(20_000)) + b"e0"
-    + b"c__builtin__\nset\nq\x010](" + b"h\x01h\0\x85R" * 5000 + b"e.",
+    + b"c__builtin__\nset\nq\x010](" + b"h\x01h\0\x85R" * 100 + b"e.",
     "text encoded again and again": text("x" * MANY) + b"q\0" + text("latin1") + b"\x86q\0"
-    + b"c_codecs\nencode\nq\x0100](" + b"h\x01h\0R" * 5000 + b"e.",
+    + b"c_codecs\nencode\nq\x0100](" + b"h\x01h\0R" * 100 + b"e.",
     "too many globals": b"](" + b"".join(b"cm\nn%d\n" % i for i in range(5000)) + b"e.",
     "bytes of a length": b"c__builtin__\nbytes\n" + integer(1 << 60) + b"\x85R.",
     "bytearray of a length": b"c__builtin__\nbytearray\n" + integer(1 << 60) + b"\x85R.",
