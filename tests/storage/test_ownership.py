@@ -56,7 +56,7 @@ def test_what_is_no_file_and_no_directory_stays(overwrite, directory, odd):
     assert names_in(odd.parent) == ["directory", "file", "t"]
 
 
-def write(path: Path, *, directory: bool, overwrite: bool) -> None:
+def write(path: Path, *, directory: bool, overwrite: bool = False) -> None:
     with written([path], overwrite=overwrite, owned=OURS if directory else None) as [partial]:
         (partial / "a.bin" if directory else partial).write_text("new")
 
@@ -65,7 +65,7 @@ def write(path: Path, *, directory: bool, overwrite: bool) -> None:
     "foreign", ["src/train.py", "notes.txt", "a.bin.bak", "zero/notes.txt", ".git/", "zero/cache/", "b.bin"]
 )
 def test_a_directory_with_anything_else_in_it_stays(foreign, tmp_path):
-    write(tmp_path / "t", directory=True, overwrite=False)
+    write(tmp_path / "t", directory=True)
     path = tmp_path / "t" / foreign
     path.parent.mkdir(exist_ok=True)
     path.mkdir() if foreign.endswith("/") else path.write_text("precious")
@@ -77,7 +77,7 @@ def test_a_directory_with_anything_else_in_it_stays(foreign, tmp_path):
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
 def test_a_link_in_a_directory_is_something_else_whatever_its_name(kind, tmp_path):
-    write(tmp_path / "t", directory=True, overwrite=False)
+    write(tmp_path / "t", directory=True)
     (tmp_path / "elsewhere").mkdir()
     name = "a.bin" if kind == "file" else "zero"
     (tmp_path / "t" / name).unlink(missing_ok=True)
@@ -109,7 +109,7 @@ def test_names_are_not_enough_where_a_format_has_a_mark(tmp_path):
 
 
 def test_what_is_put_there_while_a_run_writes_is_not_removed(tmp_path):
-    write(tmp_path / "t", directory=True, overwrite=False)
+    write(tmp_path / "t", directory=True)
     made = written([tmp_path / "t"], overwrite=True, owned=OURS)
     (made.__enter__()[0] / "a.bin").write_text("newer")
     (tmp_path / "t" / "thesis.tex").write_text("precious")
@@ -130,7 +130,7 @@ def test_what_appears_in_the_last_moment_is_not_replaced_unasked(way, directory,
 
     monkeypatch.setattr(durable, "check_target", check_and_make)
     with pytest.raises(TargetError):
-        write(tmp_path / "t", directory=directory, overwrite=False)
+        write(tmp_path / "t", directory=directory)
     assert names_in(tmp_path) == ["t"]
     assert (tmp_path / "t").read_bytes() == b"precious" if way == "write_bytes" else not any((tmp_path / "t").iterdir())
 
@@ -142,8 +142,8 @@ def test_what_appears_in_the_last_moment_is_not_replaced_unasked(way, directory,
 def test_what_is_new_has_the_modes_that_the_umask_leaves(umask, tmp_path):
     before = os.umask(umask)
     try:
-        write(tmp_path / "new" / "t", directory=True, overwrite=False)
-        write(tmp_path / "f", directory=False, overwrite=False)
+        write(tmp_path / "new" / "t", directory=True)
+        write(tmp_path / "f", directory=False)
     finally:
         os.umask(before)
     for path in (tmp_path / "new", tmp_path / "new" / "t"):

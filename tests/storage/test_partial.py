@@ -6,21 +6,16 @@ import errno
 import fcntl
 import os
 import stat
-from pathlib import Path
 
 import pytest
 
 from tests.folders import names_in
+from tests.storage.test_ownership import write
 from zckpt.errors import TargetError
 from zckpt.storage.durable import written
 from zckpt.storage.ownership import Owned, partial_name
 
 ANYTHING = Owned(lambda _: True)
-
-
-def write(path: Path, *, directory: bool) -> None:
-    with written([path], overwrite=False, owned=ANYTHING if directory else None) as [partial]:
-        (partial / "new" if directory else partial).write_text("new")
 
 
 def test_a_link_is_not_followed(directory, tmp_path):
