@@ -49,15 +49,20 @@ def cloned(source: Checkpoint, target: Checkpoint) -> dict[str, int]:
     return found
 
 
+def assert_cloned(source: Path, target: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Each large tensor of the target can be a clone of the source's."""
+    found = cloned(zckpt.open(source), zckpt.open(target))
+    for name in "abc":
+        assert found[name] > tensors[name].nbytes - 2 * BLOCK_NBYTES
+
+
 @pytest.mark.usefixtures("clones")
 @pytest.mark.parametrize("source", ["m.safetensors", "m.pt"])
 def test_every_large_record_of_a_torch_file_can_be_a_clone(source, tmp_path):
     tensors = saved(tmp_path / source)
     target = tmp_path / "t.pt"
     zckpt.consolidate(tmp_path / source, target)
-    found = cloned(zckpt.open(tmp_path / source), zckpt.open(target))
-    for name in "abc":
-        assert found[name] > tensors[name].nbytes - 2 * BLOCK_NBYTES
+    assert_cloned(tmp_path / source, target, tensors)
     for mapped in (False, True):
         assert_equal(torch.load(target, weights_only=True, mmap=mapped), tensors)
     assert zckpt.verify(target, deep=True).sound
@@ -111,9 +116,7 @@ def test_residue_is_that_of_most_bytes_and_a_multiple_of_the_step(tmp_path):
 def test_every_large_item_of_a_dcp_directory_can_be_a_clone(source, tmp_path):
     tensors = saved(tmp_path / source)
     zckpt.convert(tmp_path / source, tmp_path / "dcp", to="dcp")
-    found = cloned(zckpt.open(tmp_path / source), zckpt.open(tmp_path / "dcp"))
-    for name in "abc":
-        assert found[name] > tensors[name].nbytes - 2 * BLOCK_NBYTES
+    assert_cloned(tmp_path / source, tmp_path / "dcp", tensors)
     zckpt.convert(tmp_path / source, tmp_path / "of3", to="dcp", world_size=3)
     for directory in ("dcp", "of3"):
         assert zckpt.verify(tmp_path / directory, deep=True).sound

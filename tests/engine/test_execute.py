@@ -308,21 +308,13 @@ def everything(tmp_path: Path) -> tuple[Plan, bytes]:
     return plan([file]), expected + zlib.crc32(expected).to_bytes(4, "little")
 
 
-def test_processes_write_the_same_bytes_as_threads(processes, tmp_path):
+@pytest.mark.parametrize("workers", [None, 1, 3, 16, "processes"])
+def test_executors_of_the_callers_write_the_same_bytes_and_are_left_running(workers, processes, tmp_path):
     made, expected = everything(tmp_path)
-    write_target(made, tmp_path / "threads")
-    with running_on(processes):
-        write_target(made, tmp_path / "processes")
-    assert (tmp_path / "threads").read_bytes() == (tmp_path / "processes").read_bytes() == expected
-
-
-@pytest.mark.parametrize("workers", [1, 3, 16])
-def test_threads_of_the_callers_are_used_and_left_running(workers, tmp_path):
-    made, expected = everything(tmp_path)
-    with ThreadPoolExecutor(workers) as pool:
-        with running_on(pool):
-            write_target(made, tmp_path / "t")
-        assert pool.submit(sum, [1, 2]).result() == 3
+    pool = ThreadPoolExecutor(workers) if isinstance(workers, int) else processes
+    with running_on(None if workers is None else pool):
+        write_target(made, tmp_path / "t")
+    assert pool.submit(sum, [1, 2]).result() == 3
     assert (tmp_path / "t").read_bytes() == expected
 
 
@@ -343,7 +335,7 @@ class Slow(ThreadPoolExecutor):
         self.futures: list[Future[object]] = []
 
     def submit(self, task, *args):
-        wait = 0.2 if self.futures else 0
+        wait = 0.05 if self.futures else 0
         self.futures.append(super().submit(lambda: (time.sleep(wait), task(*args))[1]))
         return self.futures[-1]
 

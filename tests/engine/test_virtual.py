@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.console import FIXTURES
 from tests.refusals import refusing
 from zckpt.engine.plan import plan
 from zckpt.engine.read import check_reads
@@ -20,8 +21,6 @@ from zckpt.formats import open_checkpoint
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.documents import target_files
 from zckpt.formats.deepspeed.options import RecutOptions
-
-FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
 def laid_out(source: Path, world_size: int, stage: int) -> list[TargetFile]:

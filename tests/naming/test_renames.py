@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -126,10 +127,15 @@ def test_names_in_metadata_that_are_names_for_sure_follow(tmp_path):
     average = {name: value * 2 for name, value in model.state_dict().items()}
     own = {"average": average, "frozen": ("0.weight", ["1.bias", "0"]), "decay": 0.9, "weights": {"0": 1}}
     torch.save({"model": model.state_dict(), "ema": own, "also": average}, tmp_path / "c.pt")
-    done = zckpt.convert(tmp_path / "c.pt", tmp_path / "z", to="zckpt", rename=[("^0", "first")], verify=True)
-    assert any(note.startswith("ema refers to tensors") for note in done.notes)
-    zckpt.convert(tmp_path / "z", tmp_path / "d.pt", to="consolidated")
-    found = torch.load(tmp_path / "d.pt", weights_only=True)["zckpt"]["metadata"]["ema"]
+
+    def renamed(*rename: tuple[str, str]) -> dict[str, Any]:
+        there = tmp_path / rename[0][1]
+        done = zckpt.convert(tmp_path / "c.pt", there, to="zckpt", rename=rename, verify=True)
+        assert any(note.startswith("ema refers to tensors") for note in done.notes)
+        zckpt.convert(there, there.with_suffix(".pt"), to="consolidated")
+        return torch.load(there.with_suffix(".pt"), weights_only=True)["zckpt"]["metadata"]["ema"]
+
+    found = renamed(("^0", "first"))
     new = {name.replace("0.", "first.", 1): value for name, value in average.items()}
     assert list(found["average"]) == list(new)
     assert all(found["average"][name].equal(value) for name, value in new.items())
@@ -137,10 +143,7 @@ def test_names_in_metadata_that_are_names_for_sure_follow(tmp_path):
     assert (found["decay"], found["weights"]) == (0.9, {"0": 1})
 
     # two names exchanged are exchanged in it, too
-    zckpt.convert(tmp_path / "c.pt", tmp_path / "y", to="zckpt",
-                  rename=[("^0", "x"), ("^1", "0"), ("^x", "1")])  # fmt: skip
-    zckpt.convert(tmp_path / "y", tmp_path / "e.pt", to="consolidated")
-    found = torch.load(tmp_path / "e.pt", weights_only=True)["zckpt"]["metadata"]["ema"]["average"]
+    found = renamed(("^0", "x"), ("^1", "0"), ("^x", "1"))["average"]
     assert all(found[f"{1 - int(name[0])}{name[1:]}"].equal(value) for name, value in average.items())
 
     # in a map, only what has nothing but another name
@@ -152,12 +155,11 @@ def test_names_in_metadata_that_are_names_for_sure_follow(tmp_path):
         zckpt.convert(tmp_path / "c.pt", tmp_path / "v", to="zckpt", map=turned)
 
     # not in objects of classes that nobody knows, and not where two would have one name
-    torch.save({"model": model.state_dict(), "args": argparse.Namespace(frozen="0.bias")}, tmp_path / "o.pt")
-    with refusing(UnsupportedError, r"args refers to 0\.bias"):
-        zckpt.convert(tmp_path / "o.pt", tmp_path / "v", to="zckpt", rename=[("^0", "first")])
-    torch.save({"model": model.state_dict(), "of": {"0.bias": 1, "first.bias": 2}}, tmp_path / "p.pt")
-    with refusing(UnsupportedError, r"of refers to first\.bias"):
-        zckpt.convert(tmp_path / "p.pt", tmp_path / "v", to="zckpt", rename=[("^0", "first")])
+    more = {"args": argparse.Namespace(frozen="0.bias"), "of": {"0.bias": 1, "first.bias": 2}}
+    for (key, value), name in zip(more.items(), ("0", "first"), strict=True):
+        torch.save({"model": model.state_dict(), key: value}, tmp_path / "o.pt")
+        with refusing(UnsupportedError, rf"{key} refers to {name}\.bias"):
+            zckpt.convert(tmp_path / "o.pt", tmp_path / "v", to="zckpt", rename=[("^0", "first")])
     assert not (tmp_path / "v").exists()
 
 

@@ -14,7 +14,6 @@ import sys
 import types
 import zipfile
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import plans
+from tests.cli.console import FIXTURES
 from tests.live import trained
 from tests.pairwise import some
 from tests.plans import slot_of
@@ -52,8 +52,6 @@ from zckpt.torchfile import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-
-FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 FORMATS = [
     pytest.param({"pickle_protocol": 2}, id="zip-2"),
