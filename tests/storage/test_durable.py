@@ -85,6 +85,16 @@ class Raises(SilentReporter):
         setattr(self, moment, trouble)
 
 
+class Begins(SilentReporter):
+    """Does something while a run writes."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        self.then = then
+
+    def begin(self, nbytes: int) -> None:
+        self.then()
+
+
 # --- what is there already --------------------------------------------------------------------------------------
 
 
@@ -144,12 +154,9 @@ def test_overwriting_that_fails_keeps_the_old_target(old, directory, tmp_path):
 
 
 def test_target_that_appears_while_a_run_writes_is_not_replaced_unasked(directory, tmp_path):
-    class Other(SilentReporter):
-        def begin(self, nbytes: int) -> None:
-            (tmp_path / "t").mkdir() if directory else (tmp_path / "t").write_bytes(OLD)
-
+    other = Begins(lambda: (tmp_path / "t").mkdir() if directory else (tmp_path / "t").write_bytes(OLD))
     with pytest.raises(TargetExistsError):
-        write(copying(tmp_path, "t"), tmp_path / "t", directory=directory, reporter=Other())
+        write(copying(tmp_path, "t"), tmp_path / "t", directory=directory, reporter=other)
     assert listing(tmp_path) == ["t"]
     assert listing(tmp_path / "t") == [] if directory else (tmp_path / "t").read_bytes() == OLD
 
@@ -330,16 +337,6 @@ def test_partial_name_that_is_taken_by_something_else_is_refused(tmp_path):
 
 
 # --- several runs at once ---------------------------------------------------------------------------------------
-
-
-class Begins(SilentReporter):
-    """Does something while a run writes."""
-
-    def __init__(self, then: Callable[[], object]) -> None:
-        self.then = then
-
-    def begin(self, nbytes: int) -> None:
-        self.then()
 
 
 def write_until_told(here: Path, signs: Path) -> None:
