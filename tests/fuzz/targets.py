@@ -207,15 +207,6 @@ def converted(path: Path) -> None:
         assert zckpt.diff(path, out).equal, f"{path} as zckpt is another checkpoint"
 
 
-def written_as(to: str) -> Callable[[Path], None]:
-    def convert(path: Path) -> None:
-        with Out() as out:
-            zckpt.convert(path, out, to=to)
-            read_slots(open_checkpoint(out))
-
-    return convert
-
-
 def consolidated(path: Path) -> None:
     with Out() as out:
         zckpt.consolidate(path, out / "model.safetensors")

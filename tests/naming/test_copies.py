@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.logical import assert_same_tree
-from tests.naming.test_shipped import CONFIGS, LLAMA, assert_same_logits, made, saved_run
+from tests.naming.test_shipped import LLAMA, assert_same_logits, made, saved_run, untrained
 from tests.naming.test_training import trained
 from tests.refusals import refusing
 from tests.truth import assert_same
@@ -21,10 +21,8 @@ UPCYCLED = {"dense-mixtral": ("mistral", "mixtral"), "dense-qwen3-moe": ("qwen3"
 
 def as_large(kind: str):
     """An untrained model with experts as large as the MLP of the dense ones."""
-    config = CONFIGS[kind]()
-    config.moe_intermediate_size = LLAMA["intermediate_size"]
     torch.manual_seed(1)
-    return hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    return untrained(kind, moe_intermediate_size=LLAMA["intermediate_size"])
 
 
 @pytest.mark.parametrize("name", UPCYCLED)

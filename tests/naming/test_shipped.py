@@ -65,12 +65,17 @@ CONFIGS = {
 }  # fmt: skip
 
 
+def untrained(kind: str, **settings):
+    """A model of Hugging Face's as it is made, with other settings."""
+    config = CONFIGS[kind]()
+    config.update(settings)
+    return hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+
+
 def made(kind: str):
     """A model of Hugging Face's with every parameter drawn, norms and biases too."""
     torch.manual_seed(0)
-    config = CONFIGS[kind]()
-    config._attn_implementation = "eager"
-    model = hf.AutoModelForCausalLM.from_config(config).float().eval()
+    model = untrained(kind)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3)

