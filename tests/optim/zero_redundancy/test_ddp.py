@@ -14,6 +14,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
 
 from tests.gloo import on_ranks, run
+from tests.live import equal
+from tests.optim.zero.reference import assert_alike
 from tests.optim.zero_redundancy.training import Net, assert_same_parameters, backward, make, unsharded
 from tests.pairwise import each
 
@@ -116,30 +118,15 @@ def trains_as_the_unsharded_optimizer(rank, world_size, modes: list[str]) -> Non
                     prepare(ddp)
                 loop(ddp, optimizer, rank)
             if loop is joining:  # the unsharded ones of ranks that joined early have stopped
-                assert rank != world_size - 1 or same(model, other)
+                assert rank != world_size - 1 or equal(model, other)
+                assert_alike(model)
             else:
                 assert_same_parameters(model, other, f"{mode}, {kind}, {view}")
-
-
-def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(("world_size", "modes"), each([2, 3], [list(MODES)[::2], list(MODES)[1::2]]))
 def test_trains_as_the_unsharded_optimizer(world_size, modes):
     run(trains_as_the_unsharded_optimizer, world_size, modes)
-
-
-def ends_with_the_same_parameters_on_all_ranks(rank, world_size) -> list[torch.Tensor]:
-    model = Net()
-    ddp = DDP(model, broadcast_buffers=False)
-    joining(ddp, make("adamw", ddp), rank)
-    return [p.detach() for p in model.parameters()]
-
-
-def test_ranks_that_joined_early_end_with_the_others_parameters():
-    first, *others = run(ends_with_the_same_parameters_on_all_ranks, 3)
-    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 @on_ranks(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -18,15 +19,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as
 from tests.deepspeed_engine.optimizers import FusedLayoutAdam
 from tests.gloo import on_ranks, run
 from tests.live import equal
-from tests.optim.zero_redundancy.training import (
-    Net,
-    assert_same_parameters,
-    assert_same_state,
-    backward,
-    groups,
-    make,
-    unsharded,
-)
+from tests.logical import assert_same_tree
+from tests.optim.zero.reference import assert_alike
+from tests.optim.zero_redundancy.training import Net, assert_same_parameters, backward, groups, make, unsharded
 from tests.pairwise import each, some
 from zckpt.optim import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 from zckpt.optim.zero_redundancy.exchange import OverlapStatus
@@ -37,63 +32,65 @@ HOOKS = (hook_with_zero_step, hook_with_zero_step_interleaved)
 SMALL = 4e-4  # MB, of which the model makes several buckets
 
 
-def overlapped(
-    model: Net, hook: Any = hook_with_zero_step, kind: str = "adamw", *, reduce: Any = allreduce_hook, **options: Any
-) -> tuple[DDP, ZeroRedundancyOptimizer]:
-    """Return a DDP with an optimizer that steps in its hook, from the first iteration on."""
+Trained = tuple[DDP, torch.optim.Optimizer]
+
+
+def pair_of(hook: Any = hook_with_zero_step, *, reduce: Any = allreduce_hook, **options: Any) -> list[Trained]:
+    """Return a DDP with an optimizer that steps in its hook from the first iteration on, and what it has to equal."""
     shard = options.pop("shard_buckets", False)
-    group = options.pop("process_group", None)
-    ddp = DDP(model, process_group=group, **{"bucket_cap_mb": SMALL, **options})
-    ours = make(kind, ddp, overlap_with_ddp=True, process_group=group)
-    ddp.register_comm_hook(group, hook(reduce, ddp, ours, shard, from_first_iteration=True))
-    return ddp, ours
-
-
-def separate(
-    model: Net, kind: str = "adamw", *, reduce: Any = allreduce_hook, **options: Any
-) -> tuple[DDP, torch.optim.Optimizer]:
-    """Return what `overlapped` has to equal."""
     group = options.get("process_group")
-    ddp = DDP(model, **{"bucket_cap_mb": SMALL, **options})
-    ddp.register_comm_hook(group, reduce)
-    return ddp, unsharded(kind, ddp)
+    ddp, other = (DDP(Net(), **{"bucket_cap_mb": SMALL, **options}) for _ in range(2))
+    ours = make("adamw", ddp, overlap_with_ddp=True, process_group=group)
+    ddp.register_comm_hook(group, hook(reduce, ddp, ours, shard, from_first_iteration=True))
+    other.register_comm_hook(group, reduce)
+    return [(ddp, ours), (other, unsharded("adamw", other))]
 
 
-def run_both(pairs: Any, steps: Any, rank: int) -> None:
-    """Run some steps; one of the optimizers steps in backward already."""
+def train(pairs: Iterable[Trained], steps: Iterable[int], rank: int, parts: int = 1) -> None:
+    """Take some steps, each with several backwards; one of the optimizers steps in the last one already."""
     for ddp, optimizer in pairs:
         for step in steps:
             optimizer.zero_grad()
-            backward(ddp, step, rank)
+            for part in range(parts):
+                with ddp.no_sync() if part < parts - 1 else contextlib.nullcontext():
+                    backward(ddp, parts * step + part, rank)
             if not isinstance(optimizer, ZeroRedundancyOptimizer):
                 optimizer.step()
 
 
-def as_an_optimizer_that_steps_after_backward(rank, world_size, part: int) -> None:
-    """In every other combination of hook, sharing and mode of DDP: the even or the odd ones."""
-    modes: list[dict[str, Any]] = [
-        {}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True},
-        {"static_graph": True, "gradient_as_bucket_view": True}, {"bucket_cap_mb": 25},
-    ]  # fmt: skip
-    every = itertools.product(modes, HOOKS, (False, True))
-    for mode, hook, shard in (one for number, one in enumerate(every) if (number + number // 4) % 2 == part):
-        model, other = Net(), Net()
-        pairs = [overlapped(model, hook, shard_buckets=shard, **mode), separate(other, **mode)]
-        run_both(pairs, range(4), rank)
-        what = f"{hook.__name__}, {shard}, {mode}"
-        assert_same_parameters(model, other, what)
-        ours = pairs[0][1]
-        assert ours._overlap_info.status == OverlapStatus.INITIALIZED
-        held = [p for assigned in ours._bucket_assignments_per_rank for a in assigned.values() for p in a.parameters]
-        assert len(held) == len(set(held)) == len(list(model.parameters()))
-        ours.consolidate_state_dict()
-        if rank == 0:
-            assert_same_state(ours.state_dict()["state"], pairs[1][1].state_dict()["state"], what)
+def train_alike(pairs: list[Trained], steps: Iterable[int], rank: int, what: str = "", **options: Any) -> None:
+    """Let both take some steps, and fail unless they are the same."""
+    train(pairs, steps, rank, **options)
+    assert_same_parameters(pairs[0][0], pairs[1][0], what)
 
 
-@pytest.mark.parametrize(("world_size", "part"), some([(3, 0)], [(3, 1), *itertools.product([1, 2, 4], [0, 1])]))
+MODES: list[dict[str, Any]] = [
+    {}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True},
+    {"static_graph": True, "gradient_as_bucket_view": True}, {"bucket_cap_mb": 25},
+]  # fmt: skip
+WAYS = [*itertools.product(HOOKS, (False, True))]
+
+
+@pytest.mark.parametrize("world_size", some([3], [1, 2, 4]))
+@pytest.mark.parametrize("part", some([0], [1, 2, 3]))
 def test_as_an_optimizer_that_steps_after_backward(world_size, part):
     run(as_an_optimizer_that_steps_after_backward, world_size, part)
+
+
+def as_an_optimizer_that_steps_after_backward(rank, world_size, part: int) -> None:
+    """In every mode of DDP, each with another hook and sharing."""
+    for number, mode in enumerate(MODES, part):
+        hook, shard = WAYS[number % len(WAYS)]
+        pairs = pair_of(hook, shard_buckets=shard, **mode)
+        what = f"{hook.__name__}, {shard}, {mode}"
+        train_alike(pairs, range(4), rank, what)
+        (ddp, ours), (_, theirs) = pairs
+        assert ours._overlap_info.status == OverlapStatus.INITIALIZED
+        held = [p for assigned in ours._bucket_assignments_per_rank for a in assigned.values() for p in a.parameters]
+        assert len(held) == len(set(held)) == len(list(ddp.parameters()))
+        ours.consolidate_state_dict()
+        if rank == 0:
+            assert_same_tree(ours.state_dict()["state"], theirs.state_dict()["state"], what)
 
 
 @on_ranks(2)
@@ -103,118 +100,78 @@ def test_first_iterations_change_nothing_unless_asked_to(rank, world_size):
         ddp = DDP(model, static_graph=static)
         ours = make("adamw", ddp, overlap_with_ddp=True)
         ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, ours))
-        for step in range(lost):
-            backward(ddp, step, rank)
+        train([(ddp, ours)], range(lost), rank)
         assert equal(model, other)
-        ours.zero_grad()
-        backward(ddp, lost, rank)
+        train([(ddp, ours)], [lost], rank)
         assert not any(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
 @on_ranks(2)
 def test_learning_rates_take_effect(rank, world_size):
     for hook in HOOKS:
-        model, other = Net(), Net()
-        pairs = [overlapped(model, hook), separate(other)]
+        pairs = pair_of(hook)
         schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for _, optimizer in pairs]
         for step in range(6):
-            run_both(pairs, [step], rank)
+            train_alike(pairs, [step], rank)
             for scheduler in schedulers:
                 scheduler.step()
-        assert_same_parameters(model, other)
         for group in pairs[0][1].param_groups:
             group["lr"] = 0.0
             group["weight_decay"] = 0.0
-        run_both(pairs[:1], [7], rank)
-        assert equal(model, other)
+        train(pairs[:1], [7], rank)
+        assert equal(pairs[0][0], pairs[1][0])
 
 
 @on_ranks(2, each=each((0, 1, 2, 5), (True, False)))
 def test_state_is_saved_and_loaded(rank, world_size, before, whole):
     """At any time: before DDP has settled on its buckets, and after; whole, or each rank its own part."""
-    model, other = Net(), Net()
-    pairs = [overlapped(model), separate(other)]
-    run_both(pairs, range(before), rank)
+    pairs = pair_of()
+    train(pairs, range(before), rank)
     (_, ours), (_, theirs) = pairs
     saved = copy.deepcopy(theirs.state_dict() if whole else ours.state_dict())
-    fresh = [overlapped(model), separate(other)]
-    fresh[0][1].load_state_dict(saved)
-    fresh[1][1].load_state_dict(theirs.state_dict())
-    run_both(fresh, range(before, before + 4), rank)
-    assert_same_parameters(model, other)
+    fresh = pair_of()
+    for (was, _), (ddp, optimizer), state in zip(pairs, fresh, (saved, theirs.state_dict()), strict=True):
+        ddp.load_state_dict(was.state_dict())
+        optimizer.load_state_dict(state)
+    train_alike(fresh, range(before, before + 4), rank)
     fresh[0][1].load_state_dict(fresh[1][1].state_dict())
-    run_both(fresh, range(20, 22), rank)
-    assert_same_parameters(model, other)
+    train_alike(fresh, range(20, 22), rank)
     if before == 5:
         with pytest.raises(ValueError, match="before the first iteration"):
-            ours.load_state_dict(make("adamw", model).state_dict())
+            ours.load_state_dict(make("adamw", Net()).state_dict())
 
 
-@on_ranks(2)
-def test_gradients_are_accumulated(rank, world_size):
-    for hook in HOOKS:
-        model, other = Net(), Net()
-        pairs = [overlapped(model, hook), separate(other)]
-        for step in range(6):
-            for ddp, optimizer in pairs:
-                optimizer.zero_grad()
-                for part in range(2):
-                    with ddp.no_sync() if part == 0 else contextlib.nullcontext():
-                        backward(ddp, 2 * step + part, rank)
-                if ddp is pairs[1][0]:
-                    optimizer.step()
-        assert_same_parameters(model, other)
+def elsewhere(group, bucket):  # without annotations, which DDP compares to classes
+    """Return gradients in another tensor than the bucket's, as a hook may."""
+    mine = bucket.buffer().double() / dist.get_world_size(group)
+    future = dist.all_reduce(mine, group=group, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0].float())
 
 
-@on_ranks(2, each=each(HOOKS, (False, True)))
-def test_hook_that_compresses(rank, world_size, hook, shard):
-    model, other = Net(), Net()
-    pairs = [overlapped(model, hook, reduce=fp16_compress_hook, shard_buckets=shard),
-             separate(other, reduce=fp16_compress_hook)]  # fmt: skip
-    run_both(pairs, range(6), rank)
-    assert_same_parameters(model, other)
-
-
-@on_ranks(2)
-def test_hook_that_answers_elsewhere(rank, world_size):
-    """A hook may return gradients in another tensor than the bucket's."""
-
-    def reduce(group, bucket):  # DDP compares annotations to classes
-        mine = bucket.buffer().double() / world_size
-        future = dist.all_reduce(mine, group=group, async_op=True).get_future()
-        return future.then(lambda done: done.value()[0].float())
-
-    for hook in HOOKS:
-        model, other = Net(), Net()
-        pairs = [overlapped(model, hook, reduce=reduce), separate(other, reduce=reduce)]
-        run_both(pairs, range(5), rank)
-        assert_same_parameters(model, other)
+@on_ranks(2, each=each(WAYS, [(allreduce_hook, 2), (fp16_compress_hook, 1), (elsewhere, 1)]))
+def test_other_reductions_and_accumulated_gradients(rank, world_size, way, reduced):
+    (hook, shard), (reduce, parts) = way, reduced
+    train_alike(pair_of(hook, reduce=reduce, shard_buckets=shard), range(5), rank, parts=parts)
 
 
 @on_ranks(2, each=each((1, 2, 4), HOOKS))
 def test_uneven_inputs(rank, world_size, fewest, hook):
-    model, other = Net(), Net()
-    pairs = [overlapped(model, hook, broadcast_buffers=False), separate(other, broadcast_buffers=False)]
+    pairs = pair_of(hook, broadcast_buffers=False)
     for pair in pairs:
         with pair[0].join():
-            run_both([pair], range(fewest + 2 * rank), rank)
-    last = world_size - 1
-    assert rank != last or all(map(torch.equal, model.parameters(), other.parameters()))
-    for parameter in model.parameters():
-        expected = parameter.detach().clone()
-        dist.broadcast(expected, last)
-        assert torch.equal(parameter, expected)
+            train([pair], range(fewest + 2 * rank), rank)
+    (ddp, _), (other, _) = pairs
+    assert rank != world_size - 1 or equal(ddp, other)
+    assert_alike(ddp)
 
 
 @on_ranks(2)
 def test_parameters_taken_out_of_their_bucket(rank, world_size):
-    model, other = Net(), Net()
-    pairs = [overlapped(model), separate(other)]
-    run_both(pairs, range(4), rank)
-    for net in (model, other):
-        net.first.weight.data = net.first.weight.data * 2
-    run_both(pairs, range(4, 7), rank)
-    assert_same_parameters(model, other)
+    pairs = pair_of()
+    train(pairs, range(4), rank)
+    for ddp, _ in pairs:
+        ddp.module.first.weight.data = ddp.module.first.weight.data * 2
+    train_alike(pairs, range(4, 7), rank)
 
 
 @on_ranks(2)
@@ -228,23 +185,22 @@ def test_optimizer_that_counts_steps_in_its_groups(rank, world_size):
             super().step()
 
     for hook in HOOKS:
-        model = Net()
-        ddp = DDP(model, bucket_cap_mb=SMALL)
+        ddp = DDP(Net(), bucket_cap_mb=SMALL)
         ours = ZeroRedundancyOptimizer(groups(ddp), Counting, overlap_with_ddp=True)
         ddp.register_comm_hook(None, hook(allreduce_hook, ddp, ours, from_first_iteration=True))
-        run_both([(ddp, ours)], range(5), rank)
+        train([(ddp, ours)], range(5), rank)
         mine = [bool(group["params"]) for group in ours.optim.param_groups]
         assert [g.get("calls") for g, has in zip(ours.param_groups, mine, strict=True) if has] == [5] * sum(mine)
 
 
 @on_ranks(2)
 def test_what_it_refuses_and_warns_of(rank, world_size):
-    ddp, ours = overlapped(Net())
+    (ddp, ours), _ = pair_of()
     with pytest.raises(ValueError, match="needs an optimizer with overlap_with_ddp=True"):
         hook_with_zero_step(allreduce_hook, ddp, make("adamw", ddp))
     assert ours.step() is None
     ours.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
-    run_both([(ddp, ours)], range(4), rank)
+    train([(ddp, ours)], range(4), rank)
     with pytest.raises(RuntimeError, match="after DDP's buckets"):
         ours.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
 
@@ -274,8 +230,4 @@ def test_torchs_own_hook_runs_it(rank, world_size):
 def test_group_ranks_are_told_from_global_ranks(rank, world_size, hook, shard):
     group = dist.new_group([1, 2])
     if rank in (1, 2):
-        model, other = Net(), Net()
-        pairs = [overlapped(model, hook, shard_buckets=shard, process_group=group),
-                 separate(other, process_group=group)]  # fmt: skip
-        run_both(pairs, range(5), rank)
-        assert_same_parameters(model, other)
+        train_alike(pair_of(hook, shard_buckets=shard, process_group=group), range(5), rank)

@@ -12,8 +12,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import zckpt
-from tests.gloo import run
-from tests.optim.zero_redundancy.training import Net, assert_same_parameters, assert_same_state, groups, make, train
+from tests.gloo import on_ranks, run
+from tests.logical import assert_same_tree
+from tests.optim.zero_redundancy.training import Net, groups, make, train, train_twins
+from tests.pairwise import each
 from zckpt.optim import ZeroRedundancyOptimizer
 
 pytestmark = pytest.mark.interop
@@ -32,7 +34,8 @@ def save_run(rank, world_size, path: Path, named: bool) -> tuple[dict[str, Any],
     return state, model.state_dict()
 
 
-def load_run(rank, world_size, path: Path, named: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def load_run(rank, world_size, path: Path, named: bool, state: dict[str, Any], after: dict[str, Any]) -> None:
+    """Go on from what each rank reads of the files, and from the consolidated state."""
     model = Net()
     model.last.bias.requires_grad_(False)
     ours = make("adamw", model, named=named)
@@ -42,21 +45,22 @@ def load_run(rank, world_size, path: Path, named: bool) -> tuple[dict[str, Any],
     dcp.load(into, checkpoint_id=path)
     model.load_state_dict(into["model"])
     ours.load_sharded_state_dict(into["optimizer"])
+    other = copy.deepcopy(model)
+    whole = make("adamw", other, named=named)
+    whole.load_state_dict(state)
     ours.consolidate_state_dict()
-    state = ours.state_dict()
-    train(model, ours, range(3, 6))
-    return state, model.state_dict()
+    if rank == 0:
+        assert_same_tree(ours.state_dict(), state)
+    for net, optimizer in ((model, ours), (other, whole)):
+        train(net, optimizer, range(3, 6))
+        assert_same_tree(net.state_dict(), after)
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_what_4_ranks_save_continues_at_any_number_of_them(named, tmp_path):
-    state, weights = run(save_run, 4, tmp_path / "saved", named)[0]
-    for world_size in (1, 2, 3, 5):
-        found = run(load_run, world_size, tmp_path / "saved", named)
-        assert_same_state(found[0][0]["state"], state["state"])
-        assert found[0][0]["param_groups"] == state["param_groups"]
-        for _, after in found:
-            assert all(torch.equal(after[name], value) for name, value in weights.items())
+@pytest.mark.parametrize(("named", "world_sizes"), each([True, False], [(1, 3), (2, 5)]))
+def test_what_4_ranks_save_continues_at_any_number_of_them(named, world_sizes, tmp_path):
+    given = run(save_run, 4, tmp_path / "saved", named)[0]
+    for world_size in world_sizes:
+        run(load_run, world_size, tmp_path / "saved", named, *given)
 
 
 def test_tools_read_what_ranks_save(tmp_path):
@@ -70,40 +74,38 @@ def test_tools_read_what_ranks_save(tmp_path):
     assert checkpoint.param_groups[1].hyperparameters["lr"] == 0.02
 
 
-def room_is_made_of_what_the_optimizer_has(rank, world_size, path: Path) -> None:
+@on_ranks(2)
+def test_room_is_made_of_what_the_optimizer_has(rank, world_size, tmp_path):
     """Without metadata, state is read into state that is there already."""
     model, other = Net(), Net()
     ours, theirs = make("adamw", model, named=True), make("adamw", other, named=True)
     train(model, ours, range(3))
-    dcp.save(ours.sharded_state_dict(), checkpoint_id=path)
-    train(other, theirs, range(5, 6))
+    dcp.save(ours.sharded_state_dict(), checkpoint_id=tmp_path)
+    train(other, theirs, [5])
     other.load_state_dict(model.state_dict())
     into = theirs.sharded_state_dict()
-    dcp.load(into, checkpoint_id=path)
+    dcp.load(into, checkpoint_id=tmp_path)
     theirs.load_sharded_state_dict(into)
-    train(model, ours, range(3, 5))
-    train(other, theirs, range(3, 5))
-    assert_same_parameters(model, other)
+    train_twins((model, ours, other, theirs), (3, 4))
 
 
-def refuses_what_would_be_lost(rank, world_size, path: Path) -> None:
+@on_ranks(2)
+def test_refuses_what_would_be_lost(rank, world_size, tmp_path):
     model = Net()
     ours = make("adamw", model, named=True)
     train(model, ours, range(2))
-    dcp.save(ours.sharded_state_dict(), checkpoint_id=path)
+    dcp.save(ours.sharded_state_dict(), checkpoint_id=tmp_path)
     fresh = make("adamw", model, named=True)
     into = fresh.sharded_state_dict()
     assert not into["state"]
-    dcp.load(into, checkpoint_id=path)
-    with pytest.raises(
-        ValueError,
-        match=r"state of .* differs from what was read: exp_avg, exp_avg_sq, step; read into sharded_state_dict",
-    ):
+    dcp.load(into, checkpoint_id=tmp_path)
+    differs = r"state of .* differs from what was read: exp_avg, exp_avg_sq, step; read into sharded_state_dict"
+    with pytest.raises(ValueError, match=differs):
         fresh.load_sharded_state_dict(into)
     unnamed = make("adamw", model)
-    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
     into = unnamed.sharded_state_dict(metadata)
-    dcp.load(into, checkpoint_id=path)
+    dcp.load(into, checkpoint_id=tmp_path)
     with pytest.raises(ValueError, match=r"parameters that the optimizer lacks: first\.weight"):
         unnamed.load_sharded_state_dict(into)
     with pytest.raises(ValueError, match="no optimizer with param groups at model"):
@@ -113,7 +115,8 @@ def refuses_what_would_be_lost(rank, world_size, path: Path) -> None:
     assert not fresh.state
 
 
-def every_rank_has_its_own_and_nothing_is_copied(rank, world_size, path: Path) -> None:
+@on_ranks(2)
+def test_every_rank_has_its_own_and_nothing_is_copied(rank, world_size):
     model = Net()
     ours = ZeroRedundancyOptimizer(groups(model), torch.optim.Adam, lr=0.1)
     train(model, ours, range(2))
@@ -122,16 +125,7 @@ def every_rank_has_its_own_and_nothing_is_copied(rank, world_size, path: Path) -
     assert {id(value) for values in mine["state"].values() for value in values.values()} == held
     told: list[Any] = [None] * world_size
     dist.all_gather_object(told, list(mine["state"]))
-    everything = [label for labels in told for label in labels]
-    assert sorted(everything, key=int) == [str(number) for number in range(len(ours._all_params))]
+    assert sorted(int(label) for labels in told for label in labels) == [*range(len(ours._all_params))]
     before = copy.deepcopy(mine["param_groups"])
     ours.param_groups[0]["lr"] = 3.0
     assert mine["param_groups"] == before
-
-
-@pytest.mark.parametrize(
-    "check",
-    [room_is_made_of_what_the_optimizer_has, refuses_what_would_be_lost, every_rank_has_its_own_and_nothing_is_copied],
-)
-def test_sharded_state_dict(check, tmp_path):
-    run(check, 2, tmp_path / "saved")

@@ -13,18 +13,9 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchOptimizer
 
 from tests.deepspeed_engine.optimizers import FusedLayoutAdam
-from tests.gloo import on_ranks, run
-from tests.optim.zero_redundancy.training import (
-    OPTIMIZERS,
-    Net,
-    assert_same_parameters,
-    assert_same_state,
-    groups,
-    make,
-    train,
-    twins,
-    unsharded,
-)
+from tests.gloo import on_ranks
+from tests.logical import assert_same_tree
+from tests.optim.zero_redundancy.training import OPTIMIZERS, groups, make, train, train_twins, twins, unsharded
 from tests.pairwise import each, some
 from zckpt.optim import ZeroRedundancyOptimizer
 
@@ -43,45 +34,35 @@ def consolidated(optimizer: ZeroRedundancyOptimizer | TorchOptimizer, to: int = 
 @on_ranks(3, each=each(OPTIMIZERS, range(3)))
 def test_consolidated_is_the_unsharded_optimizers(rank, world_size, kind, to):
     _, ours, _, theirs = pair = twins(kind, named=kind == "adamw")
-    assert_trained(pair)
+    train_twins(pair)
     ours.consolidate_state_dict(to=to)
     if rank == to:
         found, wanted = ours.state_dict(), theirs.state_dict()
+        assert_same_tree(found, wanted, kind)
         assert list(found) == list(wanted)
-        assert_same_state(found["state"], wanted["state"], kind)
-        assert found["param_groups"] == wanted["param_groups"]
-
-
-def assert_trained(
-    pair: tuple[Net, torch.optim.Optimizer, Net, torch.optim.Optimizer], *steps: int, what: str = ""
-) -> None:
-    """Train both for some steps."""
-    model, ours, other, theirs = pair
-    train(model, ours, steps or range(3))
-    train(other, theirs, steps or range(3))
-    assert_same_parameters(model, other, what)
+        assert list(found["state"]) == list(wanted["state"])
 
 
 @on_ranks(3, each=some([*zip(OPTIMIZERS)][::3], [one for at, one in enumerate(zip(OPTIMIZERS)) if at % 3]))
 def test_loaded_from_each_other(rank, world_size, kind):
     model, ours, other, theirs = pair = twins(kind)
-    assert_trained(pair)
+    train_twins(pair)
     whole, single = consolidated(ours, to=world_size - 1), copy.deepcopy(theirs.state_dict())
     fresh = model, make(kind, model), other, unsharded(kind, other)
     fresh[1].load_state_dict(single)
     fresh[3].load_state_dict(whole)
-    assert_trained(fresh, 3, 4, what=kind)
+    train_twins(fresh, (3, 4), kind)
     torchs = TorchOptimizer(groups(other), OPTIMIZERS[kind][0], **OPTIMIZERS[kind][1])
     torchs.load_state_dict(consolidated(fresh[1]))
     back = make(kind, model)
     back.load_state_dict(consolidated(torchs))
-    assert_trained((model, back, other, torchs), 5, 6, what=kind)
+    train_twins((model, back, other, torchs), (5, 6), kind)
 
 
 @on_ranks(3)
 def test_own_part_is_loaded_again(rank, world_size):
     model, ours, other, theirs = pair = twins("adamw")
-    assert_trained(pair)
+    train_twins(pair)
     part = ours.state_dict()
     assert part["partition"]["rank"] == rank
     assert set(part["state"]) == {n for n, owner in enumerate(part["partition"]["ranks"]) if owner == rank}
@@ -90,18 +71,13 @@ def test_own_part_is_loaded_again(rank, world_size):
     file.seek(0)
     fresh = make("adamw", model)
     fresh.load_state_dict(torch.load(file, weights_only=True))
-    assert_trained((model, fresh, other, theirs), 3, 4)
+    train_twins((model, fresh, other, theirs), (3, 4))
+    alone = [dist.new_group([one]) for one in range(world_size)][rank]
     with pytest.raises(ValueError, match=f"part of rank {rank} of {world_size}, and this is rank 0 of 1"):
-        alone_or_not(rank, model).load_state_dict(part)
+        make("adamw", model, process_group=alone).load_state_dict(part)
     part["partition"]["rank"] += 1
     with pytest.raises(ValueError, match="part of rank"):
         fresh.load_state_dict(part)
-
-
-def alone_or_not(rank, model: Net) -> ZeroRedundancyOptimizer:
-    """Return an optimizer of a group of this rank alone."""
-    alone = [dist.new_group([r]) for r in range(dist.get_world_size())]
-    return make("adamw", model, process_group=alone[rank])
 
 
 @on_ranks(3)
@@ -109,13 +85,13 @@ def test_part_of_another_partition_is_taken_over(rank, world_size):
     model, ours, other, theirs = pair = twins("adamw", parameters_as_bucket_view=True)
     turned = [[p for p, r in ours._param_to_rank.items() if (r + 1) % world_size == rank] for rank in range(world_size)]
     ours._repartition(turned)
-    assert_trained(pair)
+    train_twins(pair)
     part = ours.state_dict()
     fresh = make("adamw", model, parameters_as_bucket_view=True)
     fresh.load_state_dict(part)
     assert fresh._param_to_rank == ours._param_to_rank
-    assert_trained((model, fresh, other, theirs), 3, 4)
-    assert_same_state(consolidated(fresh)["state"], theirs.state_dict()["state"])
+    train_twins((model, fresh, other, theirs), (3, 4))
+    assert_same_tree(consolidated(fresh)["state"], theirs.state_dict()["state"])
     with pytest.raises(RuntimeError, match="or loaded state, have assigned"):
         fresh.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
 
@@ -123,15 +99,14 @@ def test_part_of_another_partition_is_taken_over(rank, world_size):
 @on_ranks(3)
 def test_consolidated_copy_shares_nothing_and_is_released(rank, world_size):
     model, ours, _, _ = pair = twins("adamw")
-    assert_trained(pair)
+    train_twins(pair)
     ours.consolidate_state_dict(to=1)
     taken = ours.state_dict()
     before = copy.deepcopy(taken)
     train(model, ours, range(3, 5))
     ours.param_groups[0]["lr"] = 5.0
     if rank == 1:
-        assert_same_state(taken["state"], before["state"])
-        assert taken["param_groups"] == before["param_groups"]
+        assert_same_tree(taken, before)
         assert ours.state_dict()["state"].keys() == before["state"].keys()
         assert "partition" not in ours.state_dict()
     ours.release_state_dict()
@@ -141,14 +116,13 @@ def test_consolidated_copy_shares_nothing_and_is_released(rank, world_size):
 @on_ranks(3)
 def test_load_leaves_the_dict_alone_and_shares_nothing(rank, world_size):
     model, _, _, theirs = pair = twins("adamw")
-    assert_trained(pair)
+    train_twins(pair)
     given = theirs.state_dict()
     before = copy.deepcopy(given)
     fresh = make("adamw", model)
     fresh.load_state_dict(given)
     train(model, fresh, range(3))
-    assert_same_state(given["state"], before["state"])
-    assert given["param_groups"] == before["param_groups"]
+    assert_same_tree(given, before)
     assert fresh.state is fresh.optim.state
     assert set(fresh.state) == {p for p, owner in fresh._param_to_rank.items() if owner == rank}
 
@@ -157,7 +131,7 @@ def test_load_leaves_the_dict_alone_and_shares_nothing(rank, world_size):
 def test_load_clears_what_the_dict_does_not_have(rank, world_size):
     _, ours, _, theirs = pair = twins("adamw")
     fresh = theirs.state_dict()
-    assert_trained(pair)
+    train_twins(pair)
     ours.load_state_dict(fresh)
     assert not ours.state
     _, ours, other, _ = twins("adamw")
@@ -166,13 +140,9 @@ def test_load_clears_what_the_dict_does_not_have(rank, world_size):
     given = half.state_dict()
     del given["state"][1]
     ours.load_state_dict(given)
-    assert sum(len(part) for part in everyone(len(ours.state))) == len(given["state"])
-
-
-def everyone(count: int) -> list[list[None]]:
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, [None] * count)
-    return told
+    count = torch.tensor(len(ours.state))
+    dist.all_reduce(count)
+    assert count == len(given["state"])
 
 
 @on_ranks(3)
@@ -189,7 +159,7 @@ def test_load_casts_as_torch_does(rank, world_size):
         ours.load_state_dict(full.state_dict())
         theirs.load_state_dict(full.state_dict())
         found = consolidated(ours)
-        assert_same_state(found["state"], theirs.state_dict()["state"], str(options))
+        assert_same_tree(found["state"], theirs.state_dict()["state"], str(options))
         assert {values["exp_avg"].dtype for values in found["state"].values()} == {torch.bfloat16}
         assert {values["step"].dtype for values in found["state"].values()} == {torch.float32}
 
@@ -197,17 +167,17 @@ def test_load_casts_as_torch_does(rank, world_size):
 @on_ranks(3)
 def test_names_find_parameters_in_another_order(rank, world_size):
     model, _, other, theirs = pair = twins("adamw", named=True)
-    assert_trained(pair)
+    train_twins(pair)
     turned = [{**group, "params": group["params"][::-1]} for group in groups(model, named=True)]
     fresh = ZeroRedundancyOptimizer(turned, torch.optim.AdamW, lr=0.01)
     fresh.load_state_dict(theirs.state_dict())
-    assert_trained((model, fresh, other, theirs), 3, 4)
+    train_twins((model, fresh, other, theirs), (3, 4))
 
 
 @on_ranks(3)
 def test_mismatched_dicts_are_refused_by_what_differs(rank, world_size):
     _, ours, _, theirs = pair = twins("adamw", named=True)
-    assert_trained(pair)
+    train_twins(pair)
     whole = theirs.state_dict()
     before = copy.deepcopy(ours.state_dict())
 
@@ -233,7 +203,7 @@ def test_mismatched_dicts_are_refused_by_what_differs(rank, world_size):
     for given, message in wrong:
         with pytest.raises(ValueError, match=message):
             ours.load_state_dict(given)
-    assert_same_state(ours.state_dict()["state"], before["state"])
+    assert_same_tree(ours.state_dict()["state"], before["state"])
     for to in (-1, world_size):
         with pytest.raises(ValueError, match=f"no rank {to}"):
             ours.consolidate_state_dict(to=to)
@@ -268,33 +238,3 @@ def test_hooks_of_state_dicts_are_called(rank, world_size):
     ours.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
     ours.load_state_dict(ours.state_dict())
     assert seen == [1, "loaded"]
-
-
-# --- another number of ranks
-
-
-def save_at(rank, world_size, kind: str) -> tuple[dict[str, Any], dict[str, Any], list[torch.Tensor]]:
-    """Train three steps, return weights and state, and what three more steps make of the weights."""
-    model = Net()
-    ours = make(kind, model)
-    train(model, ours, range(3))
-    weights, state = copy.deepcopy(model.state_dict()), consolidated(ours)
-    train(model, ours, range(3, 6))
-    return weights, state, [p.detach() for p in model.parameters()]
-
-
-def load_at(rank, world_size, kind: str, weights: dict[str, Any], state: dict[str, Any]) -> list[torch.Tensor]:
-    model = Net()
-    model.load_state_dict(weights)
-    ours = make(kind, model)
-    ours.load_state_dict(state)
-    train(model, ours, range(3, 6))
-    return [p.detach() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("kind", ["adamw_amsgrad", "sgd_nesterov"])
-def test_state_saved_at_4_continues_at_any_number_of_ranks(kind):
-    weights, state, wanted = run(save_at, 4, kind)[0]
-    for world_size in (1, 2, 3, 5) if kind == "adamw_amsgrad" else (3, 5):
-        for found in run(load_at, world_size, kind, weights, state):
-            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), world_size

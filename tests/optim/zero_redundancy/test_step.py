@@ -11,16 +11,17 @@ import torch.distributed as dist
 
 from tests.deepspeed_engine.optimizers import FusedLayoutAdam, Lion
 from tests.gloo import on_ranks, run
+from tests.logical import assert_same_tree
 from tests.optim.zero_redundancy.training import (
     OPTIMIZERS,
     Net,
     assert_same_parameters,
-    assert_same_state,
     backward,
     groups,
     make,
-    train,
+    train_twins,
     twins,
+    unsharded,
 )
 from tests.pairwise import some
 from zckpt.optim import ZeroRedundancyOptimizer
@@ -28,7 +29,8 @@ from zckpt.optim.zero_redundancy import exchange
 
 pytestmark = pytest.mark.interop
 
-STEPS = 5
+VIEWS = [(False,), (True,)]
+"""Whether parameters are views of the buckets that are sent."""
 
 
 @pytest.mark.parametrize(
@@ -41,127 +43,86 @@ def test_steps_as_the_unsharded_optimizer(world_size, view):
 
 def steps_as_the_unsharded_optimizer(rank, world_size, view: bool) -> None:
     for kind in [*OPTIMIZERS][:: 2 if world_size > 3 else 1]:
-        model, ours, other, theirs = twins(kind, parameters_as_bucket_view=view)
-        schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in (ours, theirs)]
-        for step in range(STEPS):
-            for net, optimizer in ((model, ours), (other, theirs)):
-                optimizer.zero_grad()
-                backward(net, step)
-                optimizer.step()
-            for scheduler in schedulers:
-                scheduler.step()
-        assert_same_parameters(model, other, kind)
+        _, ours, _, theirs = pair = twins(kind, parameters_as_bucket_view=view)
+        train_twins(pair, what=kind)
         ours.consolidate_state_dict(to=world_size - 1)
         if rank == world_size - 1:
-            assert_same_state(ours.state_dict()["state"], theirs.state_dict()["state"], kind)
-            assert ours.state_dict()["param_groups"] == theirs.state_dict()["param_groups"]
+            assert_same_tree(ours.state_dict(), theirs.state_dict(), kind)
 
 
-@on_ranks(3)
-def test_large_parameters_are_sent_as_they_are_and_small_ones_packed(rank, world_size):
-    for view in (False, True):
-        model = Net(wide=25000)
-        other = copy.deepcopy(model)
-        ours = make("adamw", model, parameters_as_bucket_view=view)
-        theirs = torch.optim.AdamW(groups(other), **OPTIMIZERS["adamw"][1])
-        train(model, ours, range(3))
-        train(other, theirs, range(3))
-        assert_same_parameters(model, other)
-        kinds = {len(bucket.parameters) > 1 for bucket in ours._exchange.buckets}
-        assert kinds == ({True, False} if not view else set()) or view
+@on_ranks(3, each=VIEWS)
+def test_large_parameters_are_sent_as_they_are_and_small_ones_packed(rank, world_size, view):
+    model = Net(wide=25000)
+    other = copy.deepcopy(model)
+    ours = make("adamw", model, parameters_as_bucket_view=view)
+    train_twins((model, ours, other, unsharded("adamw", other)))
+    assert view or {len(bucket.parameters) > 1 for bucket in ours._exchange.buckets} == {True, False}
 
 
-@on_ranks(3)
-def test_several_groups_and_element_types(rank, world_size):
-    for view in (False, True):
-        torch.manual_seed(0)
-        parameters = [
-            torch.nn.Parameter(torch.randn(n, 3).to(dtype))
-            for n, dtype in enumerate([torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float16] * 3)
-        ]
-        others = copy.deepcopy(parameters)
-        ours = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, parameters_as_bucket_view=view, lr=0.1)
-        theirs = torch.optim.AdamW(others, lr=0.1)
-        for step in range(3):
-            for every in (parameters, others):
-                for number, parameter in enumerate(every):
-                    parameter.grad = torch.full_like(parameter, 1 + step - number)
-            ours.step()
-            theirs.step()
-        for mine, its in zip(parameters, others, strict=True):
-            assert mine.dtype == its.dtype
-            assert torch.equal(mine, its)
-
-
-@on_ranks(3)
-def test_complex_and_empty_parameters(rank, world_size):
-    for view in (False, True):
-        parameters = [torch.nn.Parameter(torch.ones(n, dtype=torch.complex64)) for n in (0, 3, 2)]
-        ours = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, parameters_as_bucket_view=view, lr=0.5)
-        for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, 1j)
+@on_ranks(3, each=VIEWS)
+def test_several_element_types(rank, world_size, view):
+    """The first parameter is empty."""
+    torch.manual_seed(0)
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.float16] * 3
+    parameters = [torch.nn.Parameter(torch.randn(n, 3).to(dtype)) for n, dtype in enumerate(dtypes)]
+    others = copy.deepcopy(parameters)
+    ours = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, parameters_as_bucket_view=view, lr=0.1)
+    theirs = torch.optim.AdamW(others, lr=0.1)
+    for step in range(3):
+        for every in (parameters, others):
+            for number, parameter in enumerate(every):
+                unit = 1j if parameter.is_complex() else 1
+                parameter.grad = torch.full_like(parameter, unit * (1 + step - number))
         ours.step()
-        assert all(torch.equal(p, torch.full_like(p, 1 - 0.5j)) for p in parameters)
+        theirs.step()
+    assert_same_tree(parameters, others)
 
 
-@on_ranks(3)
-def test_more_ranks_than_parameters(rank, world_size):
-    for view in (False, True):
-        x = torch.nn.Parameter(torch.ones(3))
-        ours = ZeroRedundancyOptimizer([x], torch.optim.AdamW, parameters_as_bucket_view=view, lr=0.1)
-        x.grad = torch.ones(3)
-        ours.step()
-        assert ours.shares == [3] + [0] * (world_size - 1)
-        assert x[0] < 1
-        ours.consolidate_state_dict(to=world_size - 1)
-        if rank == world_size - 1:
-            assert ours.state_dict()["state"][0]["step"] == 1
+@on_ranks(3, each=VIEWS)
+def test_more_ranks_than_parameters(rank, world_size, view):
+    x = torch.nn.Parameter(torch.ones(3))
+    ours = ZeroRedundancyOptimizer([x], torch.optim.AdamW, parameters_as_bucket_view=view, lr=0.1)
+    x.grad = torch.ones(3)
+    ours.step()
+    assert ours.shares == [3] + [0] * (world_size - 1)
+    assert x[0] < 1
+    ours.consolidate_state_dict(to=world_size - 1)
+    if rank == world_size - 1:
+        assert ours.state_dict()["state"][0]["step"] == 1
 
 
-@on_ranks(3)
-def test_group_added_later(rank, world_size):
-    for view in (False, True):
-        model, other = Net(), Net()
-        both = groups(model), groups(other)
-        ours = ZeroRedundancyOptimizer([both[0][0]], torch.optim.AdamW, parameters_as_bucket_view=view, lr=0.1)
-        theirs = torch.optim.AdamW([both[1][0]], lr=0.1)
-        train(model, ours, range(3))
-        train(other, theirs, range(3))
-        before = dict(ours._param_to_rank)
-        for optimizer, (_, added) in ((ours, both[0]), (theirs, both[1])):
-            optimizer.add_param_group(added)
-        assert all(ours._param_to_rank[p] == r for p, r in before.items())
-        train(model, ours, range(3, 6))
-        train(other, theirs, range(3, 6))
-        assert_same_parameters(model, other)
-        with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
-            ours.add_param_group({"params": [model.scale]})
+@on_ranks(3, each=VIEWS)
+def test_group_added_later(rank, world_size, view):
+    model, other = Net(), Net()
+    both = groups(model), groups(other)
+    ours = ZeroRedundancyOptimizer([both[0][0]], torch.optim.AdamW, parameters_as_bucket_view=view, lr=0.1)
+    theirs = torch.optim.AdamW([both[1][0]], lr=0.1)
+    pair = model, ours, other, theirs
+    train_twins(pair, range(2))
+    before = dict(ours._param_to_rank)
+    for optimizer, (_, added) in ((ours, both[0]), (theirs, both[1])):
+        optimizer.add_param_group(added)
+    assert all(ours._param_to_rank[p] == r for p, r in before.items())
+    train_twins(pair, range(2, 4))
+    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+        ours.add_param_group({"params": [model.scale]})
 
 
-@on_ranks(3)
-def test_trainability_that_changes(rank, world_size):
-    for view in (False, True):
-        model, ours, other, theirs = twins("adamw", parameters_as_bucket_view=view)
-        for net in (model, other):
-            net.first.requires_grad_(False)
-        for step in range(8):
-            train(model, ours, [step])
-            train(other, theirs, [step])
-            for net in (model, other):
-                net.first.requires_grad_(step >= 2)
-                net.last.requires_grad_(step % 3 == 0)
-        assert_same_parameters(model, other)
-
-
-@on_ranks(3)
-def test_frozen_parameters_are_not_sent(rank, world_size):
+@on_ranks(3, each=VIEWS)
+def test_trainability_that_changes(rank, world_size, view):
+    """What was frozen in all steps is not sent."""
     model = Net()
     model.first.requires_grad_(False)
-    model.second.requires_grad_(False)
-    ours = make("adamw", model)
-    train(model, ours, range(2))
-    sent = {p for bucket in ours._exchange.buckets for p in bucket.parameters}
-    assert sent == {p for p in model.parameters() if p.requires_grad}
+    other, trained = copy.deepcopy(model), set()
+    ours = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=view, lr=0.1)
+    theirs = torch.optim.AdamW(other.parameters(), lr=0.1)
+    for step in range(7):
+        train_twins((model, ours, other, theirs), [step])
+        trained |= {p for p in model.parameters() if p.requires_grad}
+        assert view or trained == {p for bucket in ours._exchange.buckets for p in bucket.parameters}
+        for net in (model, other):
+            net.first.requires_grad_(step >= 2)
+            net.last.requires_grad_(step % 3 == 0)
 
 
 @on_ranks(3)
@@ -195,41 +156,33 @@ def test_inner_steps_of_other_signatures(rank, world_size):
     backward(model, 0)
     assert ours.step(number=7) == 7
     assert [group["number"] for group in ours.param_groups] == [7, 7]
-    for optimizer_class, defaults in ((Lion, {"lr": 1e-3}), (FusedLayoutAdam, {"lr": 1e-2})):
+    for optimizer_class in (Lion, FusedLayoutAdam):
         model, other = Net(), Net()
-        ours = ZeroRedundancyOptimizer(groups(model), optimizer_class, **defaults)
-        theirs = optimizer_class(groups(other), **defaults)
-        train(model, ours, range(4))
-        train(other, theirs, range(4))
-        assert_same_parameters(model, other)
+        ours = ZeroRedundancyOptimizer(groups(model), optimizer_class, lr=1e-3)
+        train_twins((model, ours, other, optimizer_class(groups(other), lr=1e-3)))
 
 
 @on_ranks(3)
 def test_schedulers_and_changes_of_hyperparameters(rank, world_size):
-    model, ours, other, theirs = twins("adamw")
+    _, ours, _, theirs = pair = twins("adamw")
     schedulers = [torch.optim.lr_scheduler.OneCycleLR(one, 0.1, total_steps=9) for one in (ours, theirs)]
     for step in range(8):
-        train(model, ours, [step])
-        train(other, theirs, [step])
+        train_twins(pair, [step])
         for scheduler in schedulers:
             scheduler.step()
         for optimizer in (ours, theirs):
             optimizer.param_groups[1]["weight_decay"] = 0.01 * step
-    assert_same_parameters(model, other)
     assert ours.param_groups[0]["betas"] == theirs.param_groups[0]["betas"] != (0.9, 0.999)
 
 
 @on_ranks(3)
 def test_parameters_taken_out_of_their_bucket(rank, world_size):
-    model, ours, other, theirs = twins("adamw", parameters_as_bucket_view=True)
-    train(model, ours, range(2))
-    train(other, theirs, range(2))
+    model, ours, other, _ = pair = twins("adamw", parameters_as_bucket_view=True)
+    train_twins(pair, range(2))
     for net in (model, other):
         for parameter in net.first.parameters():
             parameter.data = parameter.data * 2
-    train(model, ours, range(2, 5))
-    train(other, theirs, range(2, 5))
-    assert_same_parameters(model, other)
+    train_twins(pair, range(2, 4))
     assert ours._exchange.is_intact()
 
 
@@ -265,30 +218,25 @@ def test_zero_grad_and_step_hooks(rank, world_size):
     assert all(not p.grad.any() for p in model.parameters())
 
 
-def in_a_group_of_some_ranks(rank, world_size) -> list[int] | None:
+@on_ranks(4)
+def test_group_ranks_are_told_from_global_ranks(rank, world_size):
     group = dist.new_group([1, 3])
     if rank not in (1, 3):
         with pytest.raises(ValueError, match="not in the process group"):
             ZeroRedundancyOptimizer([torch.ones(1)], torch.optim.SGD, process_group=group, lr=1.0)
-        return None
+        return
     for view in (False, True):
-        model, ours, other, theirs = twins("adamw", process_group=group, parameters_as_bucket_view=view)
-        train(model, ours, range(4))
-        train(other, theirs, range(4))
-        assert_same_parameters(model, other)
+        _, ours, _, theirs = pair = twins("adamw", process_group=group, parameters_as_bucket_view=view)
+        train_twins(pair)
         assert (ours.rank, ours.global_rank, ours.world_size) == (rank // 2, rank, 2)
         ours.consolidate_state_dict(to=1)
         if rank == 3:
-            assert_same_state(ours.state_dict()["state"], theirs.state_dict()["state"])
+            assert_same_tree(ours.state_dict()["state"], theirs.state_dict()["state"])
         else:
             assert len(ours.state_dict()["state"]) < len(theirs.state_dict()["state"])
-    return ours.shares
-
-
-def test_group_ranks_are_told_from_global_ranks():
-    shares = run(in_a_group_of_some_ranks, 4)
-    assert shares[0] is None
-    assert shares[1] == shares[3]
+        shares = [None, None]
+        dist.all_gather_object(shares, ours.shares, group)
+        assert shares == [ours.shares] * 2
 
 
 def test_packs_hold_every_parameter_once_and_no_more_than_they_may():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.live import groups_of
+from tests.logical import assert_same_tree
 from zckpt.optim import ZeroRedundancyOptimizer
 
 Optimizer = torch.optim.Optimizer
@@ -68,11 +69,11 @@ def groups(model: torch.nn.Module, *, named: bool = False) -> list[dict[str, Any
     return groups_of(model.module if isinstance(model, DistributedDataParallel) else model, named=named)
 
 
-def train(model: torch.nn.Module, optimizer: Optimizer, steps: Iterable[int], rank: int = 0) -> None:
+def train(model: torch.nn.Module, optimizer: Optimizer, steps: Iterable[int]) -> None:
     """Step on the batches of some steps."""
     for step in steps:
         optimizer.zero_grad()
-        backward(model, step, rank)
+        backward(model, step)
         optimizer.step()
 
 
@@ -91,30 +92,24 @@ def unsharded(kind: str, model: torch.nn.Module, *, named: bool = False) -> Opti
 
 def assert_same_parameters(one: torch.nn.Module, other: torch.nn.Module, what: str = "") -> None:
     """Fail unless two models have the same parameters and buffers, bit for bit."""
-    ours, theirs = one.state_dict(), other.state_dict()
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        assert torch.equal(value, theirs[name]), f"{what}: {name} differs"
+    assert_same_tree(one.state_dict(), other.state_dict(), what)
 
 
-def assert_same_state(one: Mapping[Any, Any], other: Mapping[Any, Any], what: str = "") -> None:
-    """Fail unless two states by number have the same values of the same type, bit for bit."""
-    assert list(one) == list(other), what
-    for number, values in one.items():
-        assert values.keys() == other[number].keys(), f"{what}: {number}"
-        for key, value in values.items():
-            its = other[number][key]
-            assert type(value) is type(its), f"{what}: {key} of {number}"
-            if isinstance(value, torch.Tensor):
-                assert value.dtype == its.dtype, f"{what}: {key} of {number}"
-                assert torch.equal(value, its), f"{what}: {key} of {number}"
-            else:
-                assert value == its, f"{what}: {key} of {number}"
+Twins = tuple[Net, ZeroRedundancyOptimizer, Net, Optimizer]
 
 
-def twins(kind: str, **options: Any) -> tuple[Net, ZeroRedundancyOptimizer, Net, Optimizer]:
+def twins(kind: str, **options: Any) -> Twins:
     """Return a model with a sharded optimizer and the same model with the unsharded one."""
     model = Net()
     other = copy.deepcopy(model)
     named = bool(options.get("named"))
     return model, make(kind, model, **options), other, unsharded(kind, other, named=named)
+
+
+def train_twins(pair: Twins, steps: Iterable[int] = range(3), what: str = "") -> None:
+    """Train both for some steps, and fail unless they are the same."""
+    model, ours, other, theirs = pair
+    for step in steps:
+        train(model, ours, [step])
+        train(other, theirs, [step])
+    assert_same_parameters(model, other, what)
