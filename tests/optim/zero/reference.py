@@ -99,11 +99,7 @@ class Unsharded:
 
     def assert_is(self, model: torch.nn.Module) -> None:
         """Fail unless another model has the same parameters, but for rounding."""
-        theirs = dict(self.model.named_parameters())
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(
-                parameter.detach(), theirs[name].detach(), **TOLERANCE, msg=lambda told, at=name: f"{at}: {told}"
-            )
+        assert_near(model, self.model)
 
 
 def beside_unsharded(
@@ -117,11 +113,12 @@ def beside_unsharded(
 def both_step(
     ours: ZeroOptimizer, model: torch.nn.Module, twin: Unsharded, steps: Iterable[int], rank: int = 0
 ) -> None:
-    """Step the sharded optimizer with one rank's batches, and the unsharded training with all ranks'."""
+    """Step the sharded optimizer with one rank's batches, and the unsharded training with all ranks': the same."""
     world_size = dist.get_world_size()
     for step in steps:
         stepped(ours, model, step, rank)
         twin.train(losses(step, world_size), world_size)
+    twin.assert_is(model)
 
 
 class Flat:
@@ -174,8 +171,7 @@ class Flat:
 
 def assert_near(model: torch.nn.Module, other: torch.nn.Module, tolerance: dict[str, float] = TOLERANCE) -> None:
     """Fail unless two models have the same parameters, but for rounding."""
-    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine.detach(), its.detach(), **tolerance)
+    torch.testing.assert_close(bits(model), bits(other), **tolerance)
 
 
 def assert_alike(model: torch.nn.Module) -> None:
@@ -189,6 +185,15 @@ def assert_alike(model: torch.nn.Module) -> None:
 def bits(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return a copy of the parameters."""
     return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+class BrokenError(RuntimeError):
+    """What tests break backward with."""
+
+
+def fails(_: torch.Tensor) -> None:
+    """Break backward, as a hook of a tensor."""
+    raise BrokenError
 
 
 def has_gradient(parameter: torch.Tensor) -> bool:

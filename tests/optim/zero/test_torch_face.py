@@ -282,7 +282,6 @@ def test_moved_parameters(rank, world_size):
     ours.refresh_masters()
     twin = Unsharded(model)
     both_step(ours, model, twin, range(2), rank)
-    twin.assert_is(model)
     torch.testing.assert_close(ours.full_state("scale", "master"), model.scale.detach(), **TOLERANCE)
 
 
