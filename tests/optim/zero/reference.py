@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -167,6 +168,22 @@ class Flat:
         for group, flat in zip(self.optimizer.param_groups, self.flats, strict=True):
             for master, part in zip(group["params"], flat.chunk(len(group["params"])), strict=True):
                 part.copy_(master.detach())
+
+
+@dataclass
+class ModelParallel:
+    """Ranks that hold a model together, as Megatron's `mpu` tells them."""
+
+    group: dist.ProcessGroup
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self.group
+
+    def get_model_parallel_world_size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank(self.group)
 
 
 def assert_near(model: torch.nn.Module, other: torch.nn.Module, tolerance: dict[str, float] = TOLERANCE) -> None:

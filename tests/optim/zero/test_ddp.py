@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from tests.optim.zero.reference import (
     loss_of,
     make,
 )
+from tests.optim.zero.traffic import traffic
 from zckpt.optim import ZeroOptimizer
 
 pytestmark = pytest.mark.interop
@@ -187,30 +187,6 @@ def test_two_ranks_equal_the_plain_optimizer_bit_for_bit(rank, world_size):
     assert is_unchanged(model, bits(other))
 
 
-@contextlib.contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Count the elements of float tensors that Python code sends by each collective, which runs as ever."""
-    seen: Counter[str] = Counter()
-    names = ("reduce", "all_reduce", "broadcast", "all_gather", "reduce_scatter_tensor")
-    real = {name: getattr(dist, name) for name in names}
-
-    def count(name: str) -> Callable[..., Any]:
-        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dim():
-                seen[name] += tensor.numel()
-            return real[name](tensor, *args, **kwargs)
-
-        return call
-
-    try:
-        for name in names:
-            setattr(dist, name, count(name))
-        yield seen
-    finally:
-        for name, call in real.items():
-            setattr(dist, name, call)
-
-
 def what_ddp_gets_back(optimizer: ZeroOptimizer) -> list[torch.Tensor]:
     """Return a list that gets a copy of each bucket that DDP goes on with."""
     found: list[torch.Tensor] = []
@@ -235,15 +211,15 @@ def test_reduces_each_gradient_once(rank, world_size):
         step_of(model, ours, 0, rank)
         ours.step()
         for parts in (1, 3):
-            with counted() as seen:
+            with traffic() as seen:
                 for part in range(parts):
                     with model.no_sync() if part < parts - 1 else contextlib.nullcontext():
                         step_of(model, ours, part, rank)
-                assert seen == {name: numel}
+                assert seen.elements == {name: numel}
                 assert not any(map(has_gradient, model.parameters()))
                 ours.step()
             weights = sum(group.flat.numel() for group in ours.groups)
-            assert seen == {name: numel, "broadcast": weights}
+            assert seen.elements == {name: numel, "broadcast": weights}
             theirs = [torch.empty(0)] * world_size
             dist.all_gather_object(theirs, returned)
             # What DDP puts into `grad` is this rank's: had it averaged gradients, too, all would have the same.
@@ -280,24 +256,6 @@ def test_scales_the_loss(rank, world_size):
     assert is_unchanged(model, before)
     plain(model, ours, rank)
     assert_alike(model)
-
-
-@on_ranks(2)
-def test_leaves_out_parameters_of_others(rank, world_size):
-    """The model's parameters that another optimizer has keep their gradients."""
-    process_group = group_of_ranks()
-    model = DDP(Net(), process_group=process_group)
-    mine = [(n, p) for n, p in model.module.named_parameters() if not n.startswith("spare")]
-    ours = ZeroOptimizer(mine, torch.optim.SGD, process_group=process_group, **SGD)
-    ours.attach(model)
-    other = DDP(Net())
-    theirs = torch.optim.SGD([p for n, p in other.module.named_parameters() if not n.startswith("spare")], **SGD)
-    for one, optimizer in ((model, ours), (other, theirs)):
-        for step in range(3):
-            one.zero_grad()
-            loss_of(one, step, rank).backward()
-            optimizer.step()
-    assert_near(model, other)
 
 
 @on_ranks(2)

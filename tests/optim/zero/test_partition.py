@@ -206,8 +206,6 @@ def groups_have_their_own_buffers(rank, world_size) -> None:
     average = (1 + world_size) / 2
     assert torch.equal(one[0].detach(), torch.arange(1.0, 6.0) - average)
     assert torch.equal(two[0].detach(), torch.arange(1.0, 5.0).bfloat16() - 2 * average)
-    with pytest.raises(ValueError, match=r"several element types \(torch\.bfloat16, torch\.float32\), which one flat"):
-        make([[one[0], two[0]]])
 
 
 def turns_deal_parameters_to_ranks(rank, world_size) -> None:
@@ -238,6 +236,7 @@ def frozen_parameters_are_left_out(rank, world_size) -> None:
 
     frozen.requires_grad_()
     ours.add_param_group({"params": [("n2", frozen)], "lr": 3.0})
+    assert ours.param_groups[1]["param_names"] == ["n2"]
     assert [group.total for group in ours.groups] == [sum(p.numel() for p in trained), 35]
     assert sorted(ours.names()) == [f"n{i}" for i in range(len(ODD))]
     step_with(ours, parameters, rank)
@@ -246,12 +245,6 @@ def frozen_parameters_are_left_out(rank, world_size) -> None:
     for parameter, its in zip(trained, before, strict=True):  # with the momentum of both steps
         assert torch.equal(parameter.detach(), its - 1.5 * average)
     assert ours.state_dict()["partition_count"] == [world_size] * 2
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        ours.add_param_group({"params": [("n0", trained[0])]})
-    ours.backward(sum(p.sum() for p in parameters))
-    with pytest.raises(RuntimeError, match="between backward and step"):
-        ours.add_param_group({"params": [("new", torch.nn.Parameter(torch.ones(2)))]})
-    ours.step()
 
 
 def half_masters_are_of_the_models_type(rank, world_size) -> None:

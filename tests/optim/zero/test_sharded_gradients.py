@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as
 
 from tests.gloo import on_ranks
 from tests.optim.zero.reference import (
+    ModelParallel,
     Net,
     Unsharded,
     assert_alike,
@@ -138,18 +139,8 @@ def test_parts_of_models(rank, world_size):
     """A norm over this rank's parts is not that of the model."""
     alone = [dist.new_group([r]) for r in range(world_size)]
 
-    class Parallel:
-        def get_model_parallel_group(self) -> dist.ProcessGroup:
-            return dist.group.WORLD
-
-        def get_model_parallel_world_size(self) -> int:
-            return world_size
-
-        def get_model_parallel_rank(self) -> int:
-            return rank
-
     net = Net()
-    ours = make(net, process_group=alone[rank], model_parallel=Parallel())
+    ours = make(net, process_group=alone[rank], model_parallel=ModelParallel(dist.group.WORLD))
     ours.backward(loss_of(net, 0, rank))
     with pytest.raises(RuntimeError, match=r"that other ranks share.*clip_grad"):
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
