@@ -21,6 +21,8 @@ from tests.optim.zero.test_files import (
     STEPS,
     Slots,
     after,
+    assert_holds,
+    assert_state,
     full,
     groups_of_experts,
     losses,
@@ -94,32 +96,17 @@ def native(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("spec", some([EXPERTS[0], PARTS[1]], [*EXPERTS[1:], PARTS[0]]), ids=lambda spec: spec.name)
-def test_deepspeed_and_zckpt_read_what_we_save(spec, tmp_path):
-    path = tmp_path / "run" / f"global_step{STEPS}"
-    path.parent.mkdir()
-    ours = run(save_run, spec.world_size, spec, path)
-    resumed = run(resume_in_deepspeed, spec.world_size, spec, path.parent)
+def test_deepspeed_and_zckpt_read_what_we_save(spec, saved, tmp_path):
+    ours = run(save_run, spec.world_size, spec, saved)
+    resumed = run(resume_in_deepspeed, spec.world_size, spec, saved.parent)
     for (state, trained), (found, (steps, _, _), again) in zip(ours, resumed, strict=True):
         assert steps == STEPS
         assert again == trained
-        assert_same(found, state)
-    state = ours[0][0]
-    assert zckpt.verify(path, deep=True).sound
-    zckpt.convert(path, tmp_path / "native", to="zckpt")
-    for where in (path, tmp_path / "native", *([native(path)] if spec.model == "moe" else [])):
-        checkpoint = zckpt.open(where)
-        assert set(checkpoint.parameters) >= set(state["fp32"])
-        for slot, values in state.items():
-            for name, value in values.items():
-                assert torch.equal(checkpoint.read(name, None if slot == "fp32" else slot).float(), value), name
-
-
-def assert_same(found: Slots, state: Slots) -> None:
-    assert found.keys() == state.keys()
-    for slot, values in state.items():
-        assert found[slot].keys() == values.keys()
-        for name, value in values.items():
-            assert torch.equal(found[slot][name].float(), value.float()), f"{slot}/{name}"
+        assert_state(found, state)
+    assert zckpt.verify(saved, deep=True).sound
+    zckpt.convert(saved, tmp_path / "native", to="zckpt")
+    for where in (saved, tmp_path / "native", *([native(saved)] if spec.model == "moe" else [])):
+        assert_holds(where, ours[0][0])
 
 
 def load_run(rank, world_size, spec: Spec, path: Path) -> tuple[Slots, list[float]]:
@@ -133,17 +120,15 @@ def load_run(rank, world_size, spec: Spec, path: Path) -> tuple[Slots, list[floa
 
 
 @pytest.mark.parametrize("every", some([False], [True]))
-def test_experts_are_loaded_by_any_number_of_ranks(every, tmp_path):
+def test_experts_are_loaded_by_any_number_of_ranks(every, saved):
     """DeepSpeed's files, and zckpt's, in turn."""
     two, four, one = EXPERTS
-    path = tmp_path / "run" / "global_step3"
-    path.parent.mkdir()
-    state, trained = run(save_run, 4, four, path)[0]
+    state, trained = run(save_run, 4, four, saved)[0]
     others = [four, Spec("two", model="moe", expert_parallel=2, stage=2, dtype="fp32", world_size=2), one]
     for turn, spec in enumerate(others):
-        for where in (path, native(path)) if every else (path if turn % 2 else native(path),):
+        for where in (saved, native(saved)) if every else (saved if turn % 2 else native(saved),):
             for number, (found, again) in enumerate(run(load_run, spec.world_size, spec, where)):
-                assert_same(found, state)
+                assert_state(found, state)
                 assert spec is not four or number or again == trained
     fixture = FIXTURES / two.name.replace("moe_ep2", "moe_ep2_s2_bf16_dp2")
     truth = zckpt.open(fixture)
@@ -164,13 +149,11 @@ def load_part(rank, world_size, spec: Spec, path: Path) -> tuple[Slots, list[flo
     return merged(optimizer, spec), losses(model, optimizer, spec, after())
 
 
-def test_parts_are_loaded_from_the_file_of_each_rank(tmp_path):
-    path = tmp_path / "run" / "global_step3"
-    path.parent.mkdir()
+def test_parts_are_loaded_from_the_file_of_each_rank(saved):
     spec = PARTS[0]
-    ours = run(save_run, spec.world_size, spec, path)
-    for (state, trained), (found, again) in zip(ours, run(load_part, spec.world_size, spec, path), strict=True):
-        assert_same(found, state)
+    ours = run(save_run, spec.world_size, spec, saved)
+    for (state, trained), (found, again) in zip(ours, run(load_part, spec.world_size, spec, saved), strict=True):
+        assert_state(found, state)
         assert again == trained
 
 
