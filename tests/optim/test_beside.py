@@ -20,8 +20,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import zckpt
 from tests import live
-from tests.gloo import on_ranks, run
-from tests.live import equal, whole
+from tests.folders import names_in
+from tests.gloo import on_ranks
+from tests.live import equal, same, whole
 from tests.pairwise import each
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, ZckptError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
@@ -213,6 +214,9 @@ MAKE: dict[str, Callable[[nn.Module], Any]] = {
     "queued": lambda model: Queued(model.parameters()),
     "sharp": lambda model: Sharp(model.parameters()),
     "lbfgs": lambda model: Once(model.parameters(), lr=0.1),
+    "plain": lambda model: SGD(model.parameters(), lr=0.1),
+    "momentum": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "adamw": lambda model: AdamW(model.parameters(), lr=0.1),
 }
 
 
@@ -229,19 +233,33 @@ SLOTS: dict[str, set[str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "async_"), each(MAKE, [False, True]))
+def saved(kind: str, path: Path, steps: int = 2) -> tuple[nn.Module, Any]:
+    """Save a model and its optimizer after some steps, and return them."""
+    model = net()
+    optimizer = trained(MAKE[kind](model), model, steps)
+    zckpt.save(path, model=model, optimizer=optimizer, step=steps)
+    return model, optimizer
+
+
+def goes_on(make: Callable[[nn.Module], Any], path: Path, model: nn.Module) -> tuple[nn.Module, Any]:
+    """Load what was saved after four steps, and hold it after eight against a model that has them."""
+    other = net(seed=1)
+    its = make(other)
+    assert zckpt.load(path, model=other, optimizer=its).notes == []
+    trained(its, other, 4, 8)
+    assert equal(other, model)
+    return other, its
+
+
+@pytest.mark.parametrize(("kind", "async_"), each(SLOTS, [False, True]))
 def test_training_goes_on_as_if_nothing_had_happened(kind, async_, tmp_path):
-    model, other = net(), net(seed=1)
+    model = net()
     optimizer = trained(MAKE[kind](model), model, 4)
     saving = zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, step=4, async_=async_)
     trained(optimizer, model, 4, 8)
     if saving is not None:
         saving.result()
-    its = MAKE[kind](other)
-    restored = zckpt.load(tmp_path / "c", model=other, optimizer=its)
-    assert restored.notes == []
-    trained(its, other, 4, 8)
-    assert equal(other, model)
+    other, its = goes_on(MAKE[kind], tmp_path / "c", model)
     if kind == "many":
         assert its.state[other[0].weight]["sides"][0].stride() == optimizer.state[model[0].weight]["sides"][0].stride()
     found = zckpt.open(tmp_path / "c")
@@ -251,8 +269,6 @@ def test_training_goes_on_as_if_nothing_had_happened(kind, async_, tmp_path):
 
 HOLDING = ["ahead", "twice", "sharp"]
 """Whose state dict has that of another optimizer."""
-
-SAVED = MAKE | {"plain": lambda model: SGD(model.parameters(), lr=0.1)}
 
 
 @pytest.mark.parametrize(
@@ -265,7 +281,7 @@ def test_a_state_dict_that_torch_saved_goes_on_too_with_all_that_it_has(kind, to
     if to is not None:
         assert not zckpt.inspect(source, include_inventory=True).left_out
         zckpt.convert(source, target, to=to)
-    goes_on(SAVED[kind], target if to else source, model)
+    goes_on(MAKE[kind], target if to else source, model)
     if kind in HOLDING:
         zckpt.strip(source, tmp_path / "stripped.pt", optimizer=True)
         assert zckpt.open(tmp_path / "stripped.pt").slot_names() == ["weight"]
@@ -273,7 +289,7 @@ def test_a_state_dict_that_torch_saved_goes_on_too_with_all_that_it_has(kind, to
         zckpt.convert(source, tmp_path / "again.pt", to="consolidated")
         again, other = torch.load(tmp_path / "again.pt", weights_only=False), net(seed=1)
         other.load_state_dict(again["model"])
-        its = SAVED[kind](other)
+        its = MAKE[kind](other)
         its.load_state_dict(again["optimizer"])
         trained(its, other, 4, 8)
         assert equal(other, model)
@@ -281,26 +297,17 @@ def test_a_state_dict_that_torch_saved_goes_on_too_with_all_that_it_has(kind, to
 
 @pytest.mark.parametrize("front", ["module.", "_orig_mod."])
 def test_what_the_optimizer_of_a_wrapped_model_keeps_comes_back(front, tmp_path):
-    goes_on(SAVED["turning"], tmp_path / "model.pt", file_of("turning", tmp_path / "model.pt", front))
+    goes_on(MAKE["turning"], tmp_path / "model.pt", file_of("turning", tmp_path / "model.pt", front))
 
 
 def file_of(kind: str, path: Path, front: str = "") -> nn.Module:
     """Save a model and an optimizer after four steps, `front` before names; return the model after eight."""
     model = net()
-    optimizer = trained(SAVED[kind](model), model, 4)
+    optimizer = trained(MAKE[kind](model), model, 4)
     weights = {f"{front}{name}": one for name, one in model.state_dict().items()}
     torch.save({"model": weights, "optimizer": optimizer.state_dict()}, path)
     trained(optimizer, model, 4, 8)
     return model
-
-
-def goes_on(make: Callable[[nn.Module], Any], path: Path, model: nn.Module) -> None:
-    """Load what was saved after four steps, and hold it after eight against a model that has them."""
-    other = net(seed=1)
-    its = make(other)
-    assert zckpt.load(path, model=other, optimizer=its).notes == []
-    trained(its, other, 4, 8)
-    assert equal(other, model)
 
 
 def test_numbers_that_convert_carried_are_named_in_the_optimizers_order_alone(tmp_path):
@@ -373,7 +380,7 @@ def test_further_keys_for_which_a_class_has_no_place_are_named(tmp_path):
 
 def test_keys_that_dcp_would_make_texts_of_are_refused_there(tmp_path):
     model = net()
-    optimizer = trained(SAVED["plain"](model), model, 2)
+    optimizer = trained(MAKE["plain"](model), model, 2)
     for parameter in model.parameters():
         optimizer.state[parameter] = {"momenta": {0.5: torch.ones_like(parameter)}}
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "m.pt")
@@ -403,9 +410,7 @@ def test_an_enum_elsewhere_would_come_back_as_nothing_and_is_refused(kept, tmp_p
 
 
 def test_what_a_deque_holds_is_held_against_the_checkpoint(tmp_path):
-    model = net()
-    optimizer = trained(MAKE["queued"](model), model, 4)
-    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
+    model, optimizer = saved("queued", tmp_path / "c")
     zckpt.assert_restored(tmp_path / "c", model=model, optimizer=optimizer)
     optimizer.state[model[0].weight]["queue"][0].add_(1)
     with pytest.raises(ZckptError, match="queue"):
@@ -426,16 +431,11 @@ def test_an_object_among_hyperparameters_stays_as_the_optimizer_has_it(tmp_path)
 
 @pytest.mark.parametrize(("kind", "to"), each(["ahead", "many"], ["zckpt", "dcp", "consolidated"]))
 def test_it_goes_along_to_other_formats_and_is_no_part_of_a_file_without_place(kind, to, tmp_path):
-    model, other = net(), net(seed=1)
-    optimizer = trained(MAKE[kind](model), model, 4)
-    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, step=4)
+    model, optimizer = saved(kind, tmp_path / "c", 4)
     trained(optimizer, model, 4, 8)
     done = zckpt.convert(tmp_path / "c", tmp_path / "out", to=to)
     assert any("only zckpt.load restores" in note for note in done.notes) == (to != "zckpt")
-    its = MAKE[kind](other)
-    zckpt.load(tmp_path / "out", model=other, optimizer=its)
-    trained(its, other, 4, 8)
-    assert equal(other, model)
+    goes_on(MAKE[kind], tmp_path / "out", model)
     for refused in (
         lambda: zckpt.consolidate(tmp_path / "c", tmp_path / "x.pt", slots="all"),
         lambda: zckpt.average([tmp_path / "c", tmp_path / "c"], tmp_path / "x.pt", slots="all"),
@@ -443,7 +443,7 @@ def test_it_goes_along_to_other_formats_and_is_no_part_of_a_file_without_place(k
     ):
         with pytest.raises(UnsupportedError, match=r"kept more|cannot hold (steps, sides, type|slow_state)"):
             refused()
-    assert {one.name for one in tmp_path.iterdir()} == {"c", "out"}
+    assert names_in(tmp_path) == ["c", "out"]
     zckpt.consolidate(tmp_path / "c", tmp_path / "x.pt", slots=sorted(SLOTS[kind]))
 
 
@@ -474,61 +474,48 @@ class Raising(Turning):
         raise RuntimeError("not today")
 
 
-Case = tuple[Callable[[Any], Any], Callable[[Any], Any], str]
-NOT_LOADED: dict[str, Case] = {
+NOT_LOADED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "load_state_dict raises": (
-        MAKE["turning"], lambda model: Raising(model.parameters(), lr=0.1, momentum=0.9), "RuntimeError: not today",
+        "turning", lambda model: Raising(model.parameters(), lr=0.1, momentum=0.9), "RuntimeError: not today",
     ),
     "without what a wrapper keeps": (
-        lambda model: AdamW(model.parameters(), lr=0.1), MAKE["ahead"],
-        "Ahead cannot continue from the state of .*KeyError: 'slow_state'",
+        "adamw", MAKE["ahead"], "Ahead cannot continue from the state of .*KeyError: 'slow_state'",
     ),
-    "without a counter": (lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9), MAKE["turning"], "'turn'"),
-    "another class": (
-        MAKE["ahead"], lambda model: AdamW(model.parameters(), lr=0.1), "AdamW has no place for slow_state, .*Ahead",
-    ),
+    "without a counter": ("momentum", MAKE["turning"], "'turn'"),
+    "another class": ("ahead", MAKE["adamw"], "AdamW has no place for slow_state, .*Ahead"),
     "another order": (
-        MAKE["ahead"], lambda model: Ahead(AdamW([*model.parameters()][::-1], lr=0.1)), "another order.*expected 0",
-    ),
-    "in ranks": (
-        MAKE["many"], lambda model: ZeroRedundancyOptimizer(model.named_parameters(), AdamW, lr=0.1), "has no place",
+        "ahead", lambda model: Ahead(AdamW([*model.parameters()][::-1], lr=0.1)), "another order.*expected 0",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", NOT_LOADED)
 def test_what_an_optimizer_cannot_take_is_refused_before_anything_is_changed(case, tmp_path):
-    make, other, match = NOT_LOADED[case]
-    model = net()
-    zckpt.save(tmp_path / "c", model=model, optimizer=trained(make(model), model, 2), step=2)
-    if case == "in ranks":
-        run(_in_ranks, 1, tmp_path / "c")
-        return
+    kind, make, match = NOT_LOADED[case]
+    saved(kind, tmp_path / "c")
+    is_refused(make, match, tmp_path / "c")
+
+
+@on_ranks(1)
+def test_what_sharded_optimizers_cannot_take_is_refused_before_anything_is_changed(rank, world_size, tmp_path):
+    saved("many", tmp_path / "c")
+    for sharded in (ZeroRedundancyOptimizer, ZeroOptimizer):
+        is_refused(lambda model, its=sharded: its(model.named_parameters(), AdamW, lr=0.1), "no place", tmp_path / "c")
+
+
+def is_refused(make: Callable[[Any], Any], match: str, path: Path) -> None:
     model = net(seed=1)
-    optimizer = other(model)
+    optimizer = make(model)
     before, settings = weights(model), repr(optimizer.state_dict())
     with pytest.raises(UsageError, match=match):
-        zckpt.load(tmp_path / "c", model=model, optimizer=optimizer)
-    assert all(map(torch.equal, before, model.parameters()))
+        zckpt.load(path, model=model, optimizer=optimizer)
+    assert same(before, weights(model))
     assert repr(optimizer.state_dict()) == settings
 
 
-def _in_ranks(rank, world_size, path: Path) -> None:
-    for make in (
-        lambda model: ZeroRedundancyOptimizer(model.named_parameters(), AdamW, lr=0.1),
-        lambda model: ZeroOptimizer(model.named_parameters(), AdamW, lr=0.1),
-    ):
-        model = net(seed=1)
-        before = weights(model)
-        with pytest.raises(UsageError, match="has no place"):
-            zckpt.load(path, model=model, optimizer=make(model))
-        assert all(map(torch.equal, before, model.parameters()))
-
-
 def test_less_than_everything_is_loaded_with_a_note(tmp_path):
-    model, other = net(), net(seed=1)
-    optimizer = trained(MAKE["ahead"](model), model, 2)
-    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, step=2)
+    model, optimizer = saved("ahead", tmp_path / "c")
+    other = net(seed=1)
     its = AdamW(other.parameters(), lr=0.1)
     restored = zckpt.load(tmp_path / "c", model=other, optimizer=its, strict=False)
     assert any("no place for slow_state" in note for note in restored.notes)
@@ -570,21 +557,20 @@ def test_state_and_settings_may_have_any_keys(key, tmp_path):
     ],
 )  # fmt: skip
 def test_what_is_none_of_ours_is_damage(change, tmp_path):
-    model = net()
-    zckpt.save(tmp_path / "c", model=model, optimizer=trained(MAKE["turning"](model), model, 2), step=2)
+    model, optimizer = saved("turning", tmp_path / "c")
     document = json.loads((tmp_path / "c" / "checkpoint.json").read_text())
     document["optimizer_metadata"]["beside_state"]["node"].update(change)
     del document["crc32"]
     (tmp_path / "c" / "checkpoint.json").write_text(json.dumps(document))
     with pytest.raises(zckpt.SourceError, match="beside_state"):
-        zckpt.load(tmp_path / "c", model=model, optimizer=MAKE["turning"](model))
+        zckpt.load(tmp_path / "c", model=model, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("form", ["zckpt", "dcp"])
 @pytest.mark.parametrize("kind", ["ahead", "many"])
 def test_it_goes_with_the_state_when_that_is_stripped(kind, form, tmp_path):
-    model, other = net(), net(seed=1)
-    zckpt.save(tmp_path / "c", model=model, optimizer=trained(MAKE[kind](model), model, 2), step=2)
+    saved(kind, tmp_path / "c")
+    other = net(seed=1)
     zckpt.convert(tmp_path / "c", tmp_path / "d", to=form)
     zckpt.strip(tmp_path / "d", tmp_path / "s", optimizer=True)
     restored = zckpt.load(tmp_path / "s", model=other)
@@ -663,13 +649,11 @@ def test_what_ranks_have_shares_of_is_refused_by_name(rank, world_size, tmp_path
         raising = Raising(other.named_parameters(), lr=0.1, momentum=0.9)
         with pytest.raises(UsageError, match="not today"):
             zckpt.load(tmp_path / "c", model=other, optimizer=raising)
-        assert all(map(torch.equal, before, map(whole, other.parameters())))
+        assert same(before, [*map(whole, other.parameters())])
 
 
 def test_other_names_follow_and_another_arrangement_is_refused(tmp_path):
-    model = net()
-    optimizer = trained(MAKE["ahead"](model), model, 2)
-    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, step=2)
+    model, optimizer = saved("ahead", tmp_path / "c")
     zckpt.convert(tmp_path / "c", tmp_path / "renamed", to="zckpt", add_prefix="model.")
     wrapped = nn.ModuleDict({"model": net(seed=1)})
     its = Ahead(AdamW(wrapped.parameters(), lr=0.1))
