@@ -1,4 +1,4 @@
-"""A checkpoint of some megabytes, and a Dask cluster of processes."""
+"""A checkpoint of some megabytes, what threads make of it, and a Dask cluster of processes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import zckpt
 from tests.cli.console import environment
 from tests.executors.dying import MARK
 
@@ -25,6 +26,14 @@ def source(tmp_path_factory) -> Path:
     generator = torch.Generator().manual_seed(0)
     torch.save({f"layer{i}.weight": torch.randn(128, 128, generator=generator) for i in range(64)}, path)
     return path
+
+
+@pytest.fixture(scope="session")
+def written(source, tmp_path_factory) -> bytes:
+    """What threads make of it."""
+    path = tmp_path_factory.mktemp("written") / "model.safetensors"
+    zckpt.consolidate(source, path)
+    return path.read_bytes()
 
 
 @contextmanager
@@ -56,8 +65,3 @@ def wait_until(true: object, seconds: float = 300) -> None:
     while not true():  # type: ignore[operator]
         assert time.monotonic() < end
         time.sleep(0.05)
-
-
-def names(folder: Path) -> list[str]:
-    """Return what is in a folder."""
-    return sorted(path.name for path in folder.iterdir())

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.console import environment
-from tests.executors.conftest import names
+from tests.cli.console import command, environment
 from tests.executors.dying import MARK, RANK
+from tests.folders import names_in
 
 BIN = Path(sys.executable).parent
 MPIEXEC = shutil.which("mpiexec", path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
@@ -34,14 +34,11 @@ def launched(kind: str, ranks: int, module: str, *arguments: object, **more: str
 
 
 @pytest.mark.parametrize("kind", LAUNCHERS)
-def test_ranks_write_what_threads_write(kind, source, tmp_path):
-    from tests.cli.console import run
-
-    run("consolidate", source, tmp_path / "threads.safetensors")
+def test_ranks_write_what_threads_write(kind, source, written, tmp_path):
     done = launched(kind, 2, "zckpt", "consolidate", source, tmp_path / "ranks.safetensors")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("wrote ") == 1
-    assert (tmp_path / "ranks.safetensors").read_bytes() == (tmp_path / "threads.safetensors").read_bytes()
+    assert (tmp_path / "ranks.safetensors").read_bytes() == written
 
 
 @pytest.mark.nightly
@@ -66,15 +63,12 @@ def test_rank_that_is_killed_ends_all_nothing_has_the_name_and_it_can_be_gone_on
         assert "found rank 1 is gone" in done.stderr
         assert "--resume continues with them" in done.stderr
     assert launched(kind, 2, "zckpt", "consolidate", source, target, "--resume").returncode == 0
-    assert names(tmp_path / "out") == ["t.safetensors"]
+    assert names_in(tmp_path / "out") == ["t.safetensors"]
 
 
 @pytest.mark.nightly
-def test_ray_writes_what_threads_write(source, tmp_path):
+def test_ray_writes_what_threads_write(source, written, tmp_path):
     pytest.importorskip("ray")
-    from tests.cli.console import command, run
-
-    run("consolidate", source, tmp_path / "threads.safetensors")
     words = command("consolidate", source, tmp_path / "ray.safetensors", "--executor", "ray")
     subprocess.run(words, env=environment(), check=True, capture_output=True, timeout=600)
-    assert (tmp_path / "ray.safetensors").read_bytes() == (tmp_path / "threads.safetensors").read_bytes()
+    assert (tmp_path / "ray.safetensors").read_bytes() == written

@@ -12,11 +12,10 @@ from multiprocessing import get_context
 import pytest
 
 import zckpt
-from tests.cli.console import command, environment, run
+from tests.cli.console import command, environment, refused
 from tests.executors import dying
-from tests.executors.conftest import names
-from zckpt.engine import tasks
-from zckpt.engine import write as written
+from tests.folders import names_in
+from zckpt.engine import tasks, write
 from zckpt.engine.tasks import Known, Portions, results_of, tasks_of
 from zckpt.errors import MissingPackageError, UsageError, WorkerError
 from zckpt.executors.launch import launched
@@ -93,7 +92,7 @@ def test_what_is_written_elsewhere_is_synced_there_and_what_is_written_here_by_t
 
 def test_lost_process_leaves_nothing_behind(source, tmp_path, monkeypatch):
     dying.small_tasks(monkeypatch.setattr)
-    monkeypatch.setattr(written, "write_batch", dying.write_batch)
+    monkeypatch.setattr(write, "write_batch", dying.write_batch)
     (tmp_path / "out").mkdir()
     monkeypatch.setenv(dying.MARK, str(tmp_path / "mark"))
     with (
@@ -101,14 +100,16 @@ def test_lost_process_leaves_nothing_behind(source, tmp_path, monkeypatch):
         pytest.raises(WorkerError, match="workers were lost"),
     ):
         zckpt.consolidate(source, tmp_path / "out/t.safetensors", executor=pool)
-    assert names(tmp_path / "out") == []
+    assert names_in(tmp_path / "out") == []
 
 
-@pytest.mark.parametrize("name", ["dask://", "threads:2", "", "DASK://h:1"])
+SECRETS = ["dask://user:secret@127.0.0.1:9", "dask://127.0.0.1:9?token=secret"]
+
+
+@pytest.mark.parametrize("name", ["dask://", "threads:2", "", "DASK://h:1", *SECRETS])
 def test_unknown_executor_is_refused_before_anything(name, source, tmp_path):
-    done = run("consolidate", source, tmp_path / "t.pt", "--executor", name)
-    assert done.returncode == 2
-    assert "expected threads, dask://HOST:PORT, mpi, ray or torchrun" in done.stderr
+    words = ("no such executor", "expected threads, dask://HOST:PORT, mpi, ray or torchrun")
+    assert "secret" not in refused(2, "consolidate", source, tmp_path / "t.pt", "--executor", name, words=words)
     with pytest.raises(UsageError):
         zckpt.fingerprint(source, executor=name)
 
@@ -119,20 +120,10 @@ def test_missing_package_is_named(source, monkeypatch):
         zckpt.fingerprint(source, executor="ray")
 
 
-def test_scheduler_that_is_not_there(source, tmp_path, monkeypatch):
-    monkeypatch.setattr("zckpt.executors.on_dask.CONNECTED_SECONDS", 0.3)
-    done = run("consolidate", source, tmp_path / "t.pt", "--executor", "dask://127.0.0.1:1")
-    assert done.returncode == 6
-    assert "127.0.0.1:1: cannot reach the Dask scheduler" in done.stderr
-    assert names(tmp_path) == []
-
-
 def test_ranks_that_nobody_started(source, monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    done = run("fingerprint", source, "--executor", "torchrun")
-    assert done.returncode == 2
-    assert "torchrun --nproc-per-node N -m zckpt" in done.stderr
+    refused(2, "fingerprint", source, "--executor", "torchrun", words=("torchrun --nproc-per-node N -m zckpt",))
 
 
 def test_command_that_a_rank_of_a_training_starts_is_no_rank(source):
