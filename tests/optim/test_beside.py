@@ -666,16 +666,11 @@ def test_other_names_follow_and_another_arrangement_is_refused(tmp_path):
 
 
 THEIRS = {
+    name: lambda its, model, name=name: getattr(its, name)(model.parameters(), lr=0.01)
+    for name in ("SOAP", "Prodigy", "ScheduleFreeAdamW", "StableSPAM", "MADGRAD", "Shampoo", "SCION", "AdaShift")
+} | {
     "Lookahead": lambda its, model: its.Lookahead(AdamW(model.parameters(), lr=0.01)),
     "SAM": lambda its, model: its.WSAM(model, model.parameters(), AdamW, lr=0.01),
-    "SOAP": lambda its, model: its.SOAP(model.parameters(), lr=0.01),
-    "Prodigy": lambda its, model: its.Prodigy(model.parameters(), lr=0.01),
-    "ScheduleFree": lambda its, model: its.ScheduleFreeAdamW(model.parameters(), lr=0.01),
-    "StableSPAM": lambda its, model: its.StableSPAM(model.parameters(), lr=0.01),
-    "MADGRAD": lambda its, model: its.MADGRAD(model.parameters(), lr=0.01),
-    "Shampoo": lambda its, model: its.Shampoo(model.parameters(), lr=0.01),
-    "Scion": lambda its, model: its.SCION(model.parameters(), lr=0.01),
-    "AdaShift": lambda its, model: its.AdaShift(model.parameters(), lr=0.01),
 }
 
 

@@ -17,13 +17,10 @@ from tests.gloo import run
 from tests.live import Words, equal, groups_of, same, train, whole
 from tests.optim.test_distributed import Model, inputs, on_workers, set_weight
 from tests.pairwise import each
-from tests.truth import Truth, assert_same
 from zckpt.errors import UsageError
 from zckpt.optim import DistributedOptimizer, ZeroRedundancyOptimizer, files
 
 pytestmark = pytest.mark.interop
-
-FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
 def net() -> Words:
@@ -119,31 +116,6 @@ def load_by_torch(rank, world_size, path: Path) -> None:
 def test_torchs_own_optimizer_loads_what_ranks_write(tmp_path):
     run(save_run, 3, tmp_path / "saved", "adamw", True)
     run(load_by_torch, 3, tmp_path / "saved")
-
-
-def load_deepspeed(rank, world_size, path: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Give an optimizer of parameters of the checkpoint's names and shapes its state; return this rank's."""
-    checkpoint = zckpt.open(path)
-    parameters = {
-        n: torch.nn.Parameter(torch.zeros(p.shape)) for n, p in checkpoint.parameters.items() if p.group is not None
-    }
-    made = [{"params": [(n, parameters[n]) for n in group.parameters]} for group in checkpoint.param_groups]
-    optimizer = ZeroRedundancyOptimizer(made, torch.optim.AdamW, lr=1.0)
-    files.load(optimizer, path)
-    names = {p: n for n, p in parameters.items()}
-    return {names[p]: dict(values) for p, values in optimizer.state.items()}
-
-
-@pytest.mark.parametrize("name", ["s2_fp32_dp4", "s3_bf16_dp3", "s1_fp32_dp3"])
-def test_a_deepspeed_checkpoint_is_loaded_as_it_is(name, tmp_path):
-    truth = Truth(FIXTURES / name)
-    found = {}
-    for part in run(load_deepspeed, 3, FIXTURES / name):
-        assert not set(part) & set(found)
-        found |= part
-    for slot in truth.slots:
-        for parameter, value in truth.kind(slot).items():
-            assert_same(found[parameter][slot], value, f"{slot}/{parameter}")
 
 
 def refuse_other_parameters(rank, world_size, path: Path) -> None:

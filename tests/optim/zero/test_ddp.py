@@ -34,7 +34,7 @@ from zckpt.optim import ZeroOptimizer
 pytestmark = pytest.mark.interop
 
 
-Train = Callable[[DDP, torch.optim.Optimizer, int], None]
+Train = Callable[[torch.nn.Module, torch.optim.Optimizer, int], None]
 
 
 def step_of(model: DDP, optimizer: torch.optim.Optimizer, step: int, rank: int, **options: Any) -> None:
@@ -128,14 +128,15 @@ OPTIONS = [{"stage": 1, "overlap_comm": False, "reduce_scatter": False}, {"stage
 @on_ranks(2, each=[[one] for one in OPTIONS])
 @pytest.mark.every(2)
 def test_trains_as_the_plain_optimizer(rank, world_size, options, mode):
-    """In bfloat16 the plain optimizer has float32 copies of the parameters, as we have."""
+    """In bfloat16 as without DDP, for the plain optimizer has no masters."""
     train, dtype, ddp = MODES[mode]
     model, ours = pair(dtype, ddp, **options)
-    other = DDP(Net(dtype), process_group=group_of_ranks(), **ddp)
+    other: torch.nn.Module = Net(dtype)
     if dtype == torch.float32:
-        theirs = torch.optim.SGD(groups_of(other.module, named=True), **SGD)
+        theirs: Any = torch.optim.SGD(groups_of(other, named=True), **SGD)
+        other = DDP(other, process_group=group_of_ranks(), **ddp)
     else:
-        theirs = WithMasters(groups_of(other.module, named=True), **SGD)
+        theirs = make(other)
     start = bits(model)
     for one, optimizer in ((model, ours), (other, theirs)):
         train(one, optimizer, rank)
@@ -146,30 +147,6 @@ def test_trains_as_the_plain_optimizer(rank, world_size, options, mode):
         for mine, its, was in zip(model.parameters(), other.parameters(), start, strict=True):
             torch.testing.assert_close(mine.detach(), its.detach(), **tolerance)
             assert not torch.equal(mine.detach(), was)
-
-
-class WithMasters(torch.optim.SGD):
-    """SGD of float32 copies of the parameters."""
-
-    def __init__(self, its_groups: list[dict[str, Any]], **defaults: Any) -> None:
-        self.weights = [p for group in its_groups for _, p in group["params"]]
-        made = [
-            {**group, "params": [(n, torch.nn.Parameter(p.detach().float())) for n, p in group["params"]]}
-            for group in its_groups
-        ]
-        super().__init__(made, **defaults)
-        self.masters = [p for group in self.param_groups for p in group["params"]]
-
-    def step(self, closure: Any = None) -> None:
-        for weight, master in zip(self.weights, self.masters, strict=True):
-            master.grad = weight.grad.float()
-        super().step()
-        for weight, master in zip(self.weights, self.masters, strict=True):
-            weight.data.copy_(master)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for weight in self.weights:
-            weight.grad = None
 
 
 @on_ranks(2)

@@ -30,7 +30,7 @@ from tests.optim.zero.reference import (
     make,
     stepped,
 )
-from tests.optim.zero.traffic import traffic
+from tests.optim.zero.traffic import Traffic, traffic
 from zckpt.optim import DynamicLossScaler, ZeroOptimizer
 
 pytestmark = pytest.mark.interop
@@ -93,6 +93,13 @@ def warmed(rank, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[La
     return model, ours
 
 
+def sent(rank: int, model: Layers, ours: ZeroOptimizer, step: int = 1) -> Traffic:
+    """Return what a backward sends."""
+    with traffic() as seen:
+        ours.backward(model.loss(rank, step))
+    return seen
+
+
 @of("stage", 2)
 def stage_2_reduces_while_backward_runs_and_stage_1_afterwards(rank, world_size) -> None:
     """Not overlapped; all the buckets but the last are reduced before the last gradient is made."""
@@ -116,9 +123,7 @@ def stage_2_reduces_in_every_backward_and_stage_1_in_the_last(rank, world_size) 
         model, ours = warmed(rank, stage=stage, gradient_accumulation_steps=3)
         counts = []
         for step in range(3):
-            with traffic() as seen:
-                ours.backward(model.loss(rank, step))
-            counts.append(len(seen.reductions))
+            counts.append(len(sent(rank, model, ours, step).reductions))
         assert counts == ([0, 0, 4] if stage == 1 else [4, 4, 4])
         assert not any(map(has_gradient, model.parameters()))
 
@@ -145,9 +150,7 @@ def buckets_are_filled_with_whole_parameters(rank, world_size) -> None:
             (3 * EACH, [3 * EACH, EACH]),
             (ALL, [ALL]),
         ):
-            model, ours = warmed(rank, stage=stage, reduce_bucket_size=size, reduce_scatter=False)
-            with traffic() as seen:
-                ours.backward(model.loss(rank, 1))
+            seen = sent(rank, *warmed(rank, stage=stage, reduce_bucket_size=size, reduce_scatter=False))
             assert seen.reductions == [("all_reduce", numel, torch.float32) for numel in wanted]
 
 
@@ -166,9 +169,7 @@ def weights_are_gathered_in_pieces(rank, world_size) -> None:
 def gradients_are_reduced_to_owners_or_on_all_ranks(rank, world_size) -> None:
     """A bucket with parts of two ranks is two reductions, of one part each."""
     for scatter in (False, True):
-        model, ours = warmed(rank, reduce_scatter=scatter, reduce_bucket_size=ALL)
-        with traffic() as seen:
-            ours.backward(model.loss(rank, 1))
+        seen = sent(rank, *warmed(rank, reduce_scatter=scatter, reduce_bucket_size=ALL))
         wanted = [("reduce", ALL // 2)] * 2 if scatter else [("all_reduce", ALL)]
         assert [(name, numel) for name, numel, _ in seen.reductions] == wanted
 
@@ -195,9 +196,7 @@ def a_bucket_is_sent_before_the_last_one_has_arrived(rank, world_size) -> None:
             (False, ["send", "wait"] * 4),
             (True, ["send", "send", "wait", "send", "wait", "send", "wait", "wait"]),
         ):
-            model, ours = warmed(rank, stage=stage, overlap_comm=overlap, reduce_scatter=False)
-            with traffic() as seen:
-                ours.backward(model.loss(rank, 1))
+            seen = sent(rank, *warmed(rank, stage=stage, overlap_comm=overlap, reduce_scatter=False))
             assert seen.events == wanted
 
 
@@ -478,24 +477,6 @@ def elastic_state_has_no_padding(rank, world_size) -> None:
         assert totals.tolist() == [group.total for group in ours.groups]
 
 
-@of("loss_scale", 2)
-def the_loss_is_scaled_and_the_step_is_not(rank, world_size) -> None:
-    """By a power of two, so that nothing is rounded; what float16 cannot hold unscaled is not lost."""
-    found = []
-    for scale in (1.0, 1024.0):
-        model, ours = layered(loss_scale=scale, clip_grad=0.5)
-        for step in range(3):
-            ours.backward(model.loss(rank, step))
-            ours.step()
-        found.append(bits(model))
-        parameter, ours = single(4, torch.float16, loss_scale=scale)
-        ours.backward(parameter.float().sum() * 2.0**-26)
-        assert (ours.full_state("p", "gradient") == (0.0 if scale == 1.0 else 2.0**-16)).all()
-        ours.step()
-        assert (ours.full_state("p", "master") == (0.0 if scale == 1.0 else -(2.0**-26))).all()
-    assert same(*found)
-
-
 def in_turn(rank, world_size, checks: list[Check]) -> None:
     for check in checks:
         check(rank, world_size)
@@ -512,6 +493,7 @@ ELSEWHERE = {
     "round_robin_gradients", "parameter_alignment", "fp16_master_weights_and_gradients",  # test_partition.py
     "broadcast_weights",  # test_weights.py
     "allow_per_tensor",  # test_per_tensor.py
+    "loss_scale",  # test_loss_scale.py
     "ignore_unused_parameters",  # test_backward.py and test_failures.py
 }  # fmt: skip
 

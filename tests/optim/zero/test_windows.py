@@ -51,14 +51,13 @@ def run_backward(ours: ZeroOptimizer, loss: torch.Tensor, how: str) -> None:
 HOWS = ("optimizer.backward", "Tensor.backward")
 
 
-@pytest.mark.parametrize("syncs", ["each", "last", "none"])
-@on_ranks(2, each=each(HOWS, [{"stage": stage, "views": stage == 1} for stage in (1, 2)]))
-def test_attached_steps_once_in_a_window(rank, world_size, how, options, syncs):
+@on_ranks(2, each=each(("each", "last", "none"), HOWS, (1, 2)))
+def test_attached_steps_once_in_a_window(rank, world_size, syncs, how, stage):
     """A step comes with the last backward of a window, whether DDP synchronises each of them, the last or none."""
     net = Net()
-    model = DDP(net, gradient_as_bucket_view=options.pop("views", False), bucket_cap_mb=1e-4)
+    model = DDP(net, gradient_as_bucket_view=stage == 1, bucket_cap_mb=1e-4)
     twin = Unsharded(net)
-    ours = make(net, gradient_accumulation_steps=PARTS, **options)
+    ours = make(net, gradient_accumulation_steps=PARTS, stage=stage)
     ours.attach(model)
     for step in range(3):
         for part in range(PARTS):
@@ -95,11 +94,11 @@ def wrapped(model: Split) -> DDP:
     return made
 
 
-@on_ranks(2, each=pairwise(HOWS, (1, 2), [{"stage": stage} for stage in (1, 2)]))
-def test_parameters_that_ddp_does_not_reduce_are_trained(rank, world_size, how, steps, options):
+@on_ranks(2, each=pairwise(HOWS, (1, 2), (1, 2)))
+def test_parameters_that_ddp_does_not_reduce_are_trained(rank, world_size, how, steps, stage):
     model = Split()
     twin = Unsharded(model)
-    ours = make(model, gradient_accumulation_steps=steps, **options)
+    ours = make(model, gradient_accumulation_steps=steps, stage=stage)
     net = model.net
     start = bits(model)
     model.net = wrapped(model)
