@@ -169,3 +169,6 @@ def test_masters_that_are_set(rank, world_size):
     value = torch.tensor(1.0 + 2**-8 + 2**-40, dtype=torch.float64)  # in bfloat16 a tie, or just above it
     ours.set_full_state("scale", "master", value)
     assert torch.equal(net.scale.detach(), ours.full_state("scale", "master").bfloat16())
+    assert ours.full_state("scale", "master") != net.scale
+    ours.refresh_masters()
+    assert ours.full_state("scale", "master") == net.scale
