@@ -101,10 +101,11 @@ def sent(rank: int, model: Layers, ours: ZeroOptimizer, step: int = 1) -> Traffi
 
 
 @of("stage", 2)
-def stage_2_reduces_while_backward_runs_and_stage_1_afterwards(rank, world_size) -> None:
-    """Not overlapped; all the buckets but the last are reduced before the last gradient is made."""
-    for stage in (1, 2):
-        model, ours = warmed(rank, stage=stage, overlap_comm=False)
+@of("overlap_comm", 2)
+def what_reduces_while_backward_runs_has_reduced_all_buckets_but_the_last(rank, world_size) -> None:
+    """When the last gradient is made. Stage 2 does so, and stage 1 if it overlaps; what is reduced is not held."""
+    for stage, overlap, reduced in ((1, False, 0), (1, True, 3), (2, False, 3)):
+        model, ours = warmed(rank, stage=stage, overlap_comm=overlap)
         held: list[int] = []
         with traffic() as seen:
             model.layers[0].weight.register_hook(
@@ -113,7 +114,7 @@ def stage_2_reduces_while_backward_runs_and_stage_1_afterwards(rank, world_size)
                 )
             )
             ours.backward(model.loss(rank, 1))
-        assert held == ([0, 3] if stage == 1 else [3, 0])
+        assert held == [reduced, 3 - reduced]
         assert len(seen.reductions) == 4
 
 
@@ -198,17 +199,6 @@ def a_bucket_is_sent_before_the_last_one_has_arrived(rank, world_size) -> None:
         ):
             seen = sent(rank, *warmed(rank, stage=stage, overlap_comm=overlap, reduce_scatter=False))
             assert seen.events == wanted
-
-
-@of("overlap_comm", 2)
-def stage_1_reduces_while_backward_runs_if_it_overlaps(rank, world_size) -> None:
-    for overlap in (False, True):
-        model, ours = warmed(rank, stage=1, overlap_comm=overlap)
-        held: list[int] = []
-        with traffic() as seen:
-            model.layers[0].weight.register_hook(lambda _, seen=seen, held=held: held.append(len(seen.reductions)))
-            ours.backward(model.loss(rank, 1))
-        assert held == [3 if overlap else 0]
 
 
 @of("overlap_comm", 2)

@@ -16,7 +16,7 @@ from zckpt.optim import ZeroRedundancyOptimizer
 Optimizer = torch.optim.Optimizer
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
-    "sgd": (torch.optim.SGD, {"lr": 0.05}),
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.0}),
     "sgd_nesterov": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     "sgd_maximize": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9, "maximize": True, "foreach": True}),
     "adam": (torch.optim.Adam, {"lr": 0.01}),
@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adamw_amsgrad": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True, "maximize": True}),
     "adamw_foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
     "adamw_fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "lr_decay": 0.1, "initial_accumulator_value": 0.5}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
 }
 
