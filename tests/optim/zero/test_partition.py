@@ -100,11 +100,12 @@ def is_cut_as_it_should_be(rank, world_size, shapes: Shapes, dtype: torch.dtype,
     assert not owned
 
 
-def any_shapes(rank, world_size) -> None:
+def any_shapes(rank, world_size, examples: int) -> None:
     """All ranks draw the same examples, because hypothesis is derandomized."""
     shape = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
-    @settings(max_examples=60, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, derandomize=True, database=None, deadline=None,
+              suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(st.lists(shape, min_size=1, max_size=9), st.sampled_from(DTYPES), st.booleans(), st.booleans())
     def holds(shapes: list[tuple[int, ...]], dtype: torch.dtype, turns: bool, align: bool) -> None:
         is_cut_as_it_should_be(rank, world_size, shapes, dtype, turns=turns, align=align)
@@ -114,7 +115,7 @@ def any_shapes(rank, world_size) -> None:
 
 @pytest.mark.parametrize("world_size", some([1, 3], [4]))
 def test_any_group_is_cut_as_partition_says(world_size):
-    run(any_shapes, world_size)
+    run(any_shapes, world_size, 2 * settings.default.max_examples)
 
 
 # --- what happens to them
