@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,85 +26,47 @@ from tests.optim.zero.reference import (
     is_unchanged,
     loss_of,
     make,
+    stepped,
 )
 from tests.optim.zero.traffic import traffic
+from tests.pairwise import each
 from zckpt.optim import ZeroOptimizer
 
 pytestmark = pytest.mark.interop
 
 
-Train = Callable[[torch.nn.Module, torch.optim.Optimizer, int], None]
-
-
-def step_of(model: DDP, optimizer: torch.optim.Optimizer, step: int, rank: int, **options: Any) -> None:
-    loss = loss_of(model, step, rank, **options)
-    optimizer.backward(loss) if isinstance(optimizer, ZeroOptimizer) else loss.backward()
-
-
-def plain(model: DDP, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    for step in range(4):
+def train(
+    model: torch.nn.Module, optimizer: Any, rank: int, *, steps: int = 4, parts: int = 1, no_sync: bool = False,
+    by_tensor: bool = False, in_turn: bool = False,
+) -> None:  # fmt: skip
+    """Take steps of several backwards, the early ones under `no_sync`; ranks may use the spare layer in turn."""
+    for step in range(0, steps * parts, parts):
         optimizer.zero_grad()
-        step_of(model, optimizer, step, rank)
+        for part in range(parts):
+            with model.no_sync() if no_sync and part < parts - 1 else contextlib.nullcontext():
+                loss = loss_of(model, step + part, rank, spare=not in_turn or (step + rank) % 2 == 0)
+                optimizer.backward(loss) if isinstance(optimizer, ZeroOptimizer) and not by_tensor else loss.backward()
         optimizer.step()
-
-
-def by_tensor_backward(model: DDP, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    for step in range(4):
-        loss_of(model, step, rank).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def accumulating(model: DDP, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    for step in range(0, 9, 3):
-        optimizer.zero_grad()
-        for part in range(3):
-            with model.no_sync() if part < 2 else contextlib.nullcontext():
-                step_of(model, optimizer, step + part, rank)
-        optimizer.step()
-
-
-def reducing_each_part(model: DDP, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    """DDP averages in each backward what has been summed up since the last step."""
-    for step in range(0, 9, 3):
-        optimizer.zero_grad()
-        for part in range(3):
-            step_of(model, optimizer, step + part, rank)
-        optimizer.step()
-
-
-def unused_on_some_ranks(model: DDP, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    for step in range(4):
-        optimizer.zero_grad()
-        step_of(model, optimizer, step, rank, spare=(step + rank) % 2 == 0)
-        optimizer.step()
-
-
-def joining(model: DDP, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    """Rank r has 1 + 2 r batches; the plain optimizer needs no joining."""
-    with Join([model, optimizer] if isinstance(optimizer, ZeroOptimizer) else [model]):
-        for step in range(1 + 2 * rank):
-            optimizer.zero_grad()
-            step_of(model, optimizer, step, rank)
-            optimizer.step()
 
 
 BF16 = torch.bfloat16
-MODES: dict[str, tuple[Train, torch.dtype, dict[str, Any]]] = {
-    "plain": (plain, torch.float32, {}),
-    "Tensor.backward": (by_tensor_backward, torch.float32, {}),
-    "no_sync": (accumulating, torch.float32, {}),
-    "each part reduced": (reducing_each_part, torch.float32, {}),
-    "static graph": (plain, torch.float32, {"static_graph": True}),
-    "static graph, small buckets": (plain, torch.float32, {"static_graph": True, "bucket_cap_mb": 1e-4}),
-    "gradients as bucket views": (plain, torch.float32, {"gradient_as_bucket_view": True}),
-    "views, accumulated": (accumulating, torch.float32, {"gradient_as_bucket_view": True}),
-    "unused parameters": (unused_on_some_ranks, torch.float32, {"find_unused_parameters": True}),
-    "small buckets": (plain, torch.float32, {"bucket_cap_mb": 1e-4}),
-    "small buckets, accumulated": (accumulating, torch.float32, {"bucket_cap_mb": 1e-4}),
-    "uneven inputs": (joining, torch.float32, {}),
-    "uneven inputs, small buckets": (joining, torch.float32, {"bucket_cap_mb": 1e-4}),
-    "bfloat16": (plain, BF16, {}),
+UNEVEN: dict[str, Any] = {"uneven": True}
+ACCUMULATED = {"parts": 3, "no_sync": True, "steps": 3}
+MODES: dict[str, tuple[dict[str, Any], torch.dtype, dict[str, Any]]] = {
+    "plain": ({}, torch.float32, {}),
+    "Tensor.backward": ({"by_tensor": True}, torch.float32, {}),
+    "no_sync": (ACCUMULATED, torch.float32, {}),
+    "each part reduced": ({"parts": 3, "steps": 3}, torch.float32, {}),  # DDP averages what has been summed up
+    "static graph": ({}, torch.float32, {"static_graph": True}),
+    "static graph, small buckets": ({}, torch.float32, {"static_graph": True, "bucket_cap_mb": 1e-4}),
+    "gradients as bucket views": ({}, torch.float32, {"gradient_as_bucket_view": True}),
+    "views, accumulated": (ACCUMULATED, torch.float32, {"gradient_as_bucket_view": True}),
+    "unused parameters": ({"in_turn": True}, torch.float32, {"find_unused_parameters": True}),
+    "small buckets": ({}, torch.float32, {"bucket_cap_mb": 1e-4}),
+    "small buckets, accumulated": (ACCUMULATED, torch.float32, {"bucket_cap_mb": 1e-4}),
+    "uneven inputs": (UNEVEN, torch.float32, {}),
+    "uneven inputs, small buckets": (UNEVEN, torch.float32, {"bucket_cap_mb": 1e-4}),
+    "bfloat16": ({}, BF16, {}),
 }
 
 
@@ -124,12 +85,10 @@ def pair(dtype: torch.dtype, ddp: dict[str, Any], **options: Any) -> tuple[DDP, 
 OPTIONS = [{"stage": 1, "overlap_comm": False, "reduce_scatter": False}, {"stage": 2}]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@on_ranks(2, each=[[one] for one in OPTIONS])
-@pytest.mark.every(2)
-def test_trains_as_the_plain_optimizer(rank, world_size, options, mode):
+@on_ranks(2, each=each(MODES, OPTIONS))
+def test_trains_as_the_plain_optimizer(rank, world_size, mode, options):
     """In bfloat16 as without DDP, for the plain optimizer has no masters."""
-    train, dtype, ddp = MODES[mode]
+    how, dtype, ddp = MODES[mode]
     model, ours = pair(dtype, ddp, **options)
     other: torch.nn.Module = Net(dtype)
     if dtype == torch.float32:
@@ -139,14 +98,15 @@ def test_trains_as_the_plain_optimizer(rank, world_size, options, mode):
         theirs = make(other)
     start = bits(model)
     for one, optimizer in ((model, ours), (other, theirs)):
-        train(one, optimizer, rank)
-    if train is joining:
-        assert_alike(model)
-    if train is not joining or rank == world_size - 1:  # the plain optimizer of those that joined early has stopped
-        tolerance = TOLERANCE if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-3}  # a rounding of a sum
-        for mine, its, was in zip(model.parameters(), other.parameters(), start, strict=True):
-            torch.testing.assert_close(mine.detach(), its.detach(), **tolerance)
-            assert not torch.equal(mine.detach(), was)
+        if how == UNEVEN:  # the plain optimizer needs no joining
+            with Join([one, optimizer] if optimizer is ours else [one]):
+                train(one, optimizer, rank, steps=1 + 2 * rank)
+        else:
+            train(one, optimizer, rank, **how)
+    assert_alike(model)
+    assert not any(map(torch.equal, bits(model), start))
+    if how != UNEVEN or rank == world_size - 1:  # the plain optimizer of those that joined early has stopped
+        assert_near(model, other, TOLERANCE if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-3})  # of a sum
 
 
 @on_ranks(2)
@@ -157,8 +117,7 @@ def test_two_ranks_equal_the_plain_optimizer_bit_for_bit(rank, world_size):
     theirs = Flat(net, torch.optim.SGD, parts=world_size)
     other = DDP(net)
     for step in range(4):
-        step_of(model, ours, step, rank)
-        ours.step()
+        stepped(ours, model, step, rank)
         loss_of(other, step, rank).backward()
         theirs.step()
     assert is_unchanged(model, bits(other))
@@ -185,13 +144,12 @@ def test_reduces_each_gradient_once(rank, world_size):
         model, ours = pair(torch.float32, {"bucket_cap_mb": 1e-4}, reduce_scatter=reduce_scatter)
         returned = what_ddp_gets_back(ours)
         numel = sum(p.numel() for p in model.parameters())
-        step_of(model, ours, 0, rank)
-        ours.step()
+        stepped(ours, model, 0, rank)
         for parts in (1, 3):
             with traffic() as seen:
                 for part in range(parts):
                     with model.no_sync() if part < parts - 1 else contextlib.nullcontext():
-                        step_of(model, ours, part, rank)
+                        ours.backward(loss_of(model, part, rank))
                 assert seen.elements == {name: numel}
                 assert not any(map(has_gradient, model.parameters()))
                 ours.step()
@@ -207,7 +165,7 @@ def test_reduces_each_gradient_once(rank, world_size):
 @on_ranks(2)
 def test_holds_its_own_part_only(rank, world_size):
     model, ours = pair(torch.float32, {})
-    step_of(model, ours, 0, rank)
+    ours.backward(loss_of(model, 0, rank))
     for group in ours.groups:
         assert group.gradient is not None
         assert group.gradient.numel() == group.partition == group.flat.numel() // world_size
@@ -224,14 +182,14 @@ def test_scales_the_loss(rank, world_size):
     model, ours = pair(torch.float32, {}, loss_scale=1024.0)
     other, theirs = pair(torch.float32, {})
     for one, optimizer in ((model, ours), (other, theirs)):
-        plain(one, optimizer, rank)
+        train(one, optimizer, rank)
     assert_near(model, other)
     before = bits(model)
     ours.backward(loss_of(model, 9, rank) * (float("inf") if rank == 1 else 1.0))
     ours.step()
     assert ours.overflow
     assert is_unchanged(model, before)
-    plain(model, ours, rank)
+    train(model, ours, rank)
     assert_alike(model)
 
 
@@ -242,7 +200,7 @@ def test_without_attach(rank, world_size):
     ours = make(model.module)
     theirs = torch.optim.SGD(groups_of(other.module, named=True), **SGD)
     for one, optimizer in ((model, ours), (other, theirs)):
-        plain(one, optimizer, rank)
+        train(one, optimizer, rank)
     assert_near(model, other)
 
 

@@ -39,38 +39,16 @@ class Usual(Net):
         super().__init__(dtype, strange=False)
 
 
-def plain(model: DDP, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    for step in range(4):
+def train(model: DDP, optimizer: Any, rank: int, *, steps: int = 4, parts: int = 1, clip: bool = False) -> None:
+    """Take steps of several backwards, of which the last one reduces."""
+    for step in range(0, steps * parts, parts):
         optimizer.zero_grad()
-        backward(model, step, rank)
-        optimizer.step()
-
-
-def accumulating(model: DDP, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    for step in range(0, 9, 3):
-        optimizer.zero_grad()
-        for part in range(3):
-            with model.no_sync() if part < 2 else contextlib.nullcontext():
+        for part in range(parts):
+            with model.no_sync() if part < parts - 1 else contextlib.nullcontext():
                 backward(model, step + part, rank)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         optimizer.step()
-
-
-def clipping(model: DDP, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    for step in range(4):
-        optimizer.zero_grad()
-        backward(model, step, rank)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-
-
-def joining(model: DDP, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    """Rank r has 3 + r batches; the unsharded optimizer needs no joining."""
-    joinables = [model, optimizer] if hasattr(optimizer, "join_hook") else [model]
-    with Join(joinables):
-        for step in range(3 + rank):
-            optimizer.zero_grad()
-            backward(model, step, rank)
-            optimizer.step()
 
 
 def compressing(model: DDP) -> None:
@@ -82,29 +60,31 @@ def factoring(model: DDP) -> None:
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-Mode = tuple[type[Net], torch.dtype, dict[str, Any], Callable[[DDP], None] | None, Callable[..., None]]
+Mode = tuple[type[Net], torch.dtype, dict[str, Any], Callable[[DDP], None] | None, dict[str, Any]]
 FLOAT = torch.float32
+UNEVEN: dict[str, Any] = {"uneven": True}
+ACCUMULATED = {"parts": 3, "steps": 3}
 MODES: dict[str, Mode] = {
-    "plain": (Net, FLOAT, {}, None, plain),
-    "no_sync": (Net, FLOAT, {}, None, accumulating),
-    "gradients as bucket views": (Net, FLOAT, {"gradient_as_bucket_view": True}, None, plain),
-    "views, accumulated": (Net, FLOAT, {"gradient_as_bucket_view": True}, None, accumulating),
-    "static graph": (Net, FLOAT, {"static_graph": True}, None, plain),
-    "static graph and views": (Net, FLOAT, {"static_graph": True, "gradient_as_bucket_view": True}, None, plain),
-    "unused parameters": (Branched, FLOAT, {"find_unused_parameters": True}, None, plain),
-    "small buckets": (Net, FLOAT, {"bucket_cap_mb": 1e-4}, None, plain),
-    "no buffers broadcast": (Net, FLOAT, {"broadcast_buffers": False}, None, plain),
-    "bfloat16": (Net, torch.bfloat16, {}, None, plain),
-    "clipped gradients": (Net, FLOAT, {}, None, clipping),
-    "compressing hook": (Net, FLOAT, {}, compressing, plain),
-    "factoring hook": (Usual, FLOAT, {}, factoring, plain),
-    "uneven inputs": (Net, FLOAT, {"broadcast_buffers": False}, None, joining),
+    "plain": (Net, FLOAT, {}, None, {}),
+    "no_sync": (Net, FLOAT, {}, None, ACCUMULATED),
+    "gradients as bucket views": (Net, FLOAT, {"gradient_as_bucket_view": True}, None, {}),
+    "views, accumulated": (Net, FLOAT, {"gradient_as_bucket_view": True}, None, ACCUMULATED),
+    "static graph": (Net, FLOAT, {"static_graph": True}, None, {}),
+    "static graph and views": (Net, FLOAT, {"static_graph": True, "gradient_as_bucket_view": True}, None, {}),
+    "unused parameters": (Branched, FLOAT, {"find_unused_parameters": True}, None, {}),
+    "small buckets": (Net, FLOAT, {"bucket_cap_mb": 1e-4}, None, {}),
+    "no buffers broadcast": (Net, FLOAT, {"broadcast_buffers": False}, None, {}),
+    "bfloat16": (Net, torch.bfloat16, {}, None, {}),
+    "clipped gradients": (Net, FLOAT, {}, None, {"clip": True}),
+    "compressing hook": (Net, FLOAT, {}, compressing, {}),
+    "factoring hook": (Usual, FLOAT, {}, factoring, {}),
+    "uneven inputs": (Net, FLOAT, {"broadcast_buffers": False}, None, UNEVEN),
 }
 
 
 def trains_as_the_unsharded_optimizer(rank, world_size, modes: list[str]) -> None:
     for mode in modes:
-        build, dtype, options, prepare, loop = MODES[mode]
+        build, dtype, options, prepare, how = MODES[mode]
         at = [*MODES].index(mode) // 2
         for number, kind in enumerate(KINDS) if world_size == 2 else [(0, KINDS[at % 2])]:
             view = (number + at) % 2 == 0  # each mode and kind with one of both, in turn
@@ -116,8 +96,12 @@ def trains_as_the_unsharded_optimizer(rank, world_size, modes: list[str]) -> Non
             for ddp, optimizer in zip(pair, optimizers, strict=True):
                 if prepare is not None:
                     prepare(ddp)
-                loop(ddp, optimizer, rank)
-            if loop is joining:  # the unsharded ones of ranks that joined early have stopped
+                if how == UNEVEN:  # the unsharded optimizer needs no joining
+                    with Join([ddp, optimizer] if optimizer is optimizers[0] else [ddp]):
+                        train(ddp, optimizer, rank, steps=3 + rank)
+                else:
+                    train(ddp, optimizer, rank, **how)
+            if how == UNEVEN:  # the unsharded ones of ranks that joined early have stopped
                 assert rank != world_size - 1 or equal(model, other)
                 assert_alike(model)
             else:
