@@ -153,8 +153,11 @@ def test_of_two_losses_with_one_graph(rank, world_size, options):
         ours.backward(out.pow(2).mean(), retain_graph=True)
         ours.backward(out.sin().mean())
         ours.step()
-        data = [batch(step, its) for its in range(world_size)]
-        twin.train([lambda net, x=x: net(x).pow(2).mean() + net(x).sin().mean() for x in data], world_size)
+
+        def both(net: Net, its: int, at: int = step) -> torch.Tensor:
+            return net(batch(at, its)).pow(2).mean() + net(batch(at, its)).sin().mean()
+
+        twin.train([partial(both, its=its) for its in range(world_size)], world_size)
         twin.assert_is(model)
 
 
@@ -267,14 +270,15 @@ def test_whole_tensors_are_those_of_unsharded_training(rank, world_size, options
     for step in range(2):
         ours.backward(loss_of(model, step, rank))
         twin.gradients(losses(step, world_size), world_size)
-        torch.testing.assert_close(whole("gradient"), {n: p.grad for n, p in theirs.items()}, **TOLERANCE)
+        gradients = {name: parameter.grad for name, parameter in theirs.items()}
+        torch.testing.assert_close(whole("gradient"), gradients, **TOLERANCE)
         ours.step()
         twin.optimizer.step()
     twin.assert_is(model)
     assert_same_tree([*whole("master").values()], bits(model))
     for slot in ("exp_avg", "exp_avg_sq", "step"):
-        found = whole(slot)
-        torch.testing.assert_close(found, {n: twin.optimizer.state[p][slot] for n, p in theirs.items()}, **TOLERANCE)
+        found, wanted = whole(slot), {name: twin.optimizer.state[one][slot] for name, one in theirs.items()}
+        torch.testing.assert_close(found, wanted, **TOLERANCE)
         for copied in found.values():
             copied.fill_(77.0)
         assert all(not (value == 77.0).any() for value in whole(slot).values())

@@ -140,9 +140,11 @@ def assert_holds(path: Path, expected: Slots) -> None:
     """Fail unless a checkpoint has this state, bit for bit."""
     opened = zckpt.open(path)
     assert opened.step == STEPS
-    assert_state(
-        {s: {n: opened.read(n, None if s == "fp32" else s) for n in names} for s, names in expected.items()}, expected
-    )
+    held = {
+        slot: {name: opened.read(name, None if slot == "fp32" else slot) for name in values}
+        for slot, values in expected.items()
+    }
+    assert_state(held, expected)
 
 
 CASES = [

@@ -212,9 +212,13 @@ def test_partial_window(rank, world_size, options, attached):
             ours.step()
             assert is_unchanged(net, before) != ends
         ours.set_gradient_accumulation_boundary(None)
-        for part in (range(3), range(3, 5)):
-            its = [partial(loss_of, step=5 * epoch + n, rank=r, spare=n != 1) for n in part for r in range(world_size)]
-            twin.train(its, PARTS * world_size)
+        for window in (range(3), range(3, 5)):
+            every = [
+                partial(loss_of, step=5 * epoch + number, rank=its, spare=number != 1)
+                for number in window
+                for its in range(world_size)
+            ]
+            twin.train(every, PARTS * world_size)
         twin.assert_is(net)
     assert_alike(net)
 
@@ -323,8 +327,8 @@ def test_joined_in_a_window(rank, world_size, stage):
             stepped(ours, model, step, rank)
     for window in range(4):
         ranks = range(world_size) if window < 2 else [1]
-        its = range(2 * window, 2 * window + 2)
-        twin.train([partial(loss_of, step=s, rank=r) for s in its for r in ranks], 2 * world_size)
+        steps = range(2 * window, 2 * window + 2)
+        twin.train([partial(loss_of, step=step, rank=its) for step in steps for its in ranks], 2 * world_size)
     assert_alike(net)
     assert not any(map(has_gradient, net.parameters()))
     if rank == 1:
