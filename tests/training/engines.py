@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zckpt
 from tests.deepspeed_engine import Spec
 from tests.deepspeed_engine.truth import read_live
-from tests.training.trainings import ROWS, WORDS, Net, State
+from tests.training.trainings import ROWS, WORDS, Net, State, slots_of
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 
 DEEPSPEED = ("ds0", "ds1", "ds2", "ds3")
@@ -132,15 +132,9 @@ class Engine:
             found[name] = {"weight": value.detach().clone()}
         for name, parameter in self.inner.named_parameters():
             if parameter.requires_grad:
-                found[name] |= {slot: self._slot(name, parameter, slot) for slot in SLOTS}
+                its = slots_of(self.optimizer, name, parameter)
+                found[name] |= {slot: its[slot] for slot in SLOTS}
         return _everywhere(found)
-
-    def _slot(self, name: str, parameter: torch.Tensor, slot: str) -> torch.Tensor:
-        if isinstance(self.optimizer, ZeroOptimizer):
-            return torch.as_tensor(self.optimizer.full_state(name, slot)).clone()
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, self.optimizer.optim.state.get(parameter, {}).get(slot))
-        return next(one for one in told if one is not None)
 
     def _state_of_deepspeed(self) -> State:
         live = read_live(self.engine, Spec(self.name))

@@ -21,7 +21,7 @@ import zckpt
 from tests.gloo import WorkerError, run
 from tests.pairwise import some
 from tests.training.trainings import BY_NAME, Training, differences
-from zckpt.errors import SourceError, TargetError, TargetExistsError, UnsupportedError
+from zckpt.errors import SourceError, TargetError, TargetExistsError, UnsupportedError, UsageError
 
 pytestmark = pytest.mark.interop
 
@@ -178,6 +178,7 @@ def refuse(rank, world_size, directory: Path) -> list[str]:
     refused(ValueError, directory / "c", optimizer=nameless)
     refused(ValueError, directory / "c", format="frobnicated")
     refused(ValueError, directory / "c", format="deepspeed")
+    refused(UsageError, directory / "c", format="deepspeed", fingerprint=True)
     if rank == 0:  # who removes what it began
         assert [path.name for path in directory.iterdir()] == ["b"]
     return said
@@ -191,4 +192,5 @@ def test_what_cannot_be_saved_is_refused_in_a_line_on_all_ranks(tmp_path):
         assert "has no name" in said[3]
         assert "unknown format frobnicated" in said[4]
         assert "does not suit AdamW" in said[5]
+        assert "zckpt's format: found format deepspeed; use zckpt fingerprint" in said[6]
         assert all("\n" not in line for line in said)

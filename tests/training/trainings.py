@@ -129,24 +129,25 @@ class Training:
         """Return everything by name, whole, on every rank, without zckpt's means to save."""
         found: State = {}
         for name, parameter in self.inner.named_parameters():
-            found[name] = {"weight": whole(parameter), **self._slots(name, parameter)}
+            found[name] = {"weight": whole(parameter), **slots_of(self.optimizer, name, parameter)}
         for name, buffer in self.inner.named_buffers():
             found[name] = {"weight": buffer.clone()}
         return found
 
-    def _slots(self, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        optimizer = self.optimizer
-        if isinstance(optimizer, ZeroOptimizer):
-            if not parameter.requires_grad:
-                return {}
-            slots = ["exp_avg", "exp_avg_sq", "step"] if optimizer.state else []
-            return {slot: torch.as_tensor(optimizer.full_state(name, slot)).clone() for slot in ["master", *slots]}
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            told: list[Any] = [None] * dist.get_world_size()
-            mine = optimizer.optim.state.get(parameter)
-            dist.all_gather_object(told, None if mine is None else {key: whole(value) for key, value in mine.items()})
-            return next((one for one in told if one is not None), {})
-        return {key: whole(value) for key, value in optimizer.state.get(parameter, {}).items()}
+
+def slots_of(optimizer: Any, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the state of a parameter, whole, on every rank, whichever has it."""
+    if isinstance(optimizer, ZeroOptimizer):
+        if not parameter.requires_grad:
+            return {}
+        slots = ["master", *optimizer.optim.state[optimizer.groups[0].master]]
+        return {slot: torch.as_tensor(optimizer.full_state(name, slot)).clone() for slot in slots}
+    mine = whole(getattr(optimizer, "optim", optimizer).state.get(parameter, {}))
+    if not hasattr(optimizer, "optim"):
+        return mine
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    return next((one for one in told if one), {})
 
 
 def compiled(model: nn.Module) -> nn.Module:
