@@ -126,7 +126,7 @@ class Engine:
             for name, value in get_model_state_dict(self.model, options=options).items():
                 found[name] = {"weight": value.clone()}
             for name, its in get_optimizer_state_dict(self.model, self.optimizer, options=options)["state"].items():
-                found[name] |= {slot: its[slot].clone() for slot in SLOTS}  # type: ignore[index]
+                found[name] |= {slot: its[slot].clone() for slot in SLOTS}
             return _everywhere(found)
         for name, value in self.inner.state_dict().items():
             found[name] = {"weight": value.detach().clone()}

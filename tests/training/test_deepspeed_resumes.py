@@ -25,7 +25,6 @@ def save(rank, world_size, spec: Spec, path: Path) -> tuple[zero.Slots, list[flo
     zero.losses(model, optimizer, spec, range(1, zero.STEPS + 1))
     saving = zckpt.save(path, model=model, optimizer=optimizer, step=zero.STEPS, async_=True)
     trained = zero.losses(model, optimizer, spec, zero.after())
-    assert saving is not None
     saving.result()
     again, its = zero.build(spec, seed=5)
     zckpt.load(path, model=again, optimizer=its)

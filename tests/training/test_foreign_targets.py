@@ -1,4 +1,4 @@
-"""Every way to save in a training replaces a checkpoint of its own format only."""
+"""Every way to save in a training: it comes back, and replaces a checkpoint of its own format only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 import zckpt
 import zckpt.dcp
 from tests.gloo import run
-from tests.training.trainings import BY_NAME, Training
+from tests.training.trainings import BY_NAME, Training, differences
 from zckpt.errors import TargetError, TargetExistsError, UsageError
 
 pytestmark = pytest.mark.interop
@@ -33,13 +33,18 @@ def said(kind: type[Exception], save: Callable[[], object]) -> str:
 def replace_and_refuse(rank, world_size, directory: Path, form: str) -> list[str]:
     training = Training.of(BY_NAME[TRAININGS[form]])
     training.train([0])
-    both = {"model": training.model, "optimizer": training.optimizer}
 
     def save() -> None:
-        zckpt.save(directory / "c", **both, format=form, overwrite=True)
+        zckpt.save(directory / "c", **training.given, step=1, extra={"epoch": 3}, format=form, overwrite=True)
 
     save()
     save()  # over its own
+    assert zckpt.open(directory / "c").format == form
+    other = Training.of(BY_NAME[TRAININGS[form]], seed=2)
+    restored = zckpt.load(directory / "c", **other.given)
+    assert (restored.step, restored.extra["epoch"]) == (1, 3)
+    assert differences(other.state(), training.state()) == []
+    assert other.train(range(1, 3)) == training.train(range(1, 3))
     told = []
     if rank == 0:
         (directory / "c" / "notes.txt").write_text("precious")
@@ -57,7 +62,7 @@ def replace_and_refuse(rank, world_size, directory: Path, form: str) -> list[str
 
 
 @pytest.mark.parametrize("form", TRAININGS)
-def test_a_checkpoint_of_the_same_format_is_replaced_and_nothing_else(form, tmp_path):
+def test_a_checkpoint_of_each_format_is_loaded_and_replaced_and_nothing_else(form, tmp_path):
     for told in run(replace_and_refuse, 2, tmp_path, form):
         assert "holds other files, which would be removed" in told[0]
         assert "notes.txt" in told[0]

@@ -92,7 +92,6 @@ def check(model: torch.nn.Module, optimizer: Any, truth: Truth, dtype: torch.dty
     checked = 0
     for name, parameter in model.named_parameters():
         exact = truth.masters.get(name, truth.weights.get(name))
-        assert exact is not None
         if parameter.requires_grad or dtype == torch.float32:
             assert_same(whole(parameter), exact.to(dtype), name)
         if not parameter.requires_grad:

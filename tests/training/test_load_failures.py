@@ -230,7 +230,7 @@ def test_random_states_that_no_generator_takes_are_found_before_anything_is_chan
     model, optimizer = single()
     zckpt.save(tmp_path / "step1", model=model, optimizer=optimizer)
     checkpoint = zckpt.open(tmp_path / "step1")
-    checkpoint.metadata["random_states"][0]["torch"] = b"abc"  # type: ignore[index]
+    checkpoint.metadata["random_states"][0]["torch"] = b"abc"
     with pytest.raises(DamagedFileError, match="unusable random states of rank 0"):
         read_other_state(checkpoint, None, None, 0)
 

@@ -1,29 +1,33 @@
-"""Models in parts: a pipeline's stages, several on a rank, on meshes of pipeline x data x tensor ranks."""
+"""Models that are cut: in parts, a pipeline's stages, and in each of these by `fully_shard` and tensor parallelism."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zckpt
 from tests import live
-from tests.gloo import run
+from tests.gloo import on_ranks, run
 from tests.pairwise import some
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 
 LAYERS = 3
 Found = dict[str, torch.Tensor]
+Losses = dict[str, float]
 
 
 class Layer(nn.Module):
+    """Two matrices that are cut by different dimensions, and a norm, which no tensor-parallel plan has."""
+
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(5, 12)
@@ -54,9 +58,9 @@ class Part(nn.Module):
 
 
 def stages(pp: int, stage: int) -> list[list[int]]:
-    """Return the layers of each part of a stage: layer by layer in turns, two parts where there are enough."""
+    """Return the layers of each part of a stage: layer by layer in turns, two parts where a stage has some of them."""
     mine = [number for number in range(LAYERS) if number % pp == stage]
-    return [mine[:1], mine[1:]] if len(mine) > 1 else [mine]
+    return [mine[:1], mine[1:]] if 1 < len(mine) < LAYERS else [mine]
 
 
 def made(degrees: tuple[int, int, int], scale: float) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
@@ -68,7 +72,7 @@ def made(degrees: tuple[int, int, int], scale: float) -> tuple[list[nn.Module], 
         mesh = init_device_mesh("cpu", degrees, mesh_dim_names=("pp", "dp", "tp"))
         parts = [Part(numbers) for numbers in stages(pp, mesh["pp"].get_local_rank())]
         for part in parts:
-            for layer in part.layers.values():  # type: ignore[operator]  # a ModuleDict
+            for layer in part.layers.values():
                 if tp > 1:
                     parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
                 fully_shard(layer, mesh=mesh["dp"])
@@ -86,15 +90,25 @@ def groups_of(part: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [one for one in part.parameters() if one.dim() > 1]}, {"params": flat, "weight_decay": 0.0}]
 
 
-def train(parts: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
-    """Take two steps of each layer, as if it were alone: the same, wherever it is."""
+def given(parts: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Return what is given to `save` and `load`: a model that is whole by itself."""
+    is_whole = len(parts[0].layers) == LAYERS
+    return {"model": parts[0], "optimizer": optimizers[0]} if is_whole else {"model": parts, "optimizer": optimizers}
+
+
+def train(parts: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> Losses:
+    """Take two steps of each layer, as if it were alone: the same, wherever it is; return the last losses."""
+    losses = {}
     for number in range(2):
         data = torch.rand(4, 5, generator=torch.Generator().manual_seed(number))
         for part, optimizer in zip(parts, optimizers, strict=True):
-            for layer in part.layers.values():  # type: ignore[operator]
-                (layer(data) - data).square().mean().backward()
+            for name, layer in part.layers.items():
+                loss = (layer(data) - data).square().mean()
+                loss.backward()
+                losses[name] = loss.item()
             optimizer.step()
             optimizer.zero_grad()
+    return losses
 
 
 def state(parts: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> Found:
@@ -106,36 +120,52 @@ def state(parts: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> Fo
     return found
 
 
-def save(rank, world_size, degrees: tuple[int, int, int], folder: Path) -> Found:
-    parts, optimizers = made(degrees, 1.0)
-    train(parts, optimizers)
-    saving = zckpt.save(folder / "saved", model=parts, optimizer=optimizers, step=2, async_=True, fingerprint=True)
-    assert saving is not None
-    found = state(parts, optimizers)
-    train(parts, optimizers)
+def save(rank, world_size, degrees: tuple[int, int, int], folder: Path) -> tuple[Found, Losses]:
+    both = made(degrees, 1.0)
+    train(*both)
+    saving = zckpt.save(folder / "saved", **given(*both), step=2, async_=True, fingerprint=True)
+    found = state(*both)
+    losses = train(*both)
     saving.result()
-    return found
+    return found, losses
 
 
-def load(rank, world_size, degrees: tuple[int, int, int], folder: Path) -> Found:
-    parts, optimizers = made(degrees, 2.0)
-    restored = zckpt.load(folder / "saved", model=parts, optimizer=optimizers)
+def load(rank, world_size, degrees: tuple[int, int, int], folder: Path) -> tuple[Found, Losses]:
+    both = made(degrees, 2.0)
+    restored = zckpt.load(folder / "saved", **given(*both))
     assert not restored.missing + restored.unexpected
-    assert {group["lr"] for one in optimizers for group in one.param_groups} == {0.01}
-    with zckpt.Checkpointer(folder / "run", on_sigterm=False) as checkpointer:
-        checkpointer.save(2, model=parts, optimizer=optimizers)
-        again, its = made(degrees, 3.0)
-        assert checkpointer.resume(model=again, optimizer=its) is not None
-    return state(again, its)
+    assert {group["lr"] for one in both[1] for group in one.param_groups} == {0.01}
+    with zckpt.Checkpointer(folder / f"run at {world_size}", on_sigterm=False) as checkpointer:
+        checkpointer.save(2, **given(*both))
+        again = made(degrees, 3.0)
+        assert checkpointer.resume(**given(*again)) is not None
+    return state(*again), train(*again)
+
+
+def of_all(told: list[tuple[Found, Losses]]) -> tuple[Found, Losses]:
+    """Put together what ranks have; what several have is the same."""
+    found, losses = dict[str, torch.Tensor](), dict[str, float]()
+    for its, its_losses in told:
+        assert all(torch.equal(found[key], its[key]) for key in found.keys() & its.keys())
+        found |= its
+        losses |= its_losses
+    return found, losses
 
 
 @pytest.mark.parametrize(
     ("degrees", "others"),
-    some([((2, 2, 1), [(1, 1, 1)])], [((2, 1, 1), [(2, 2, 1)]), ((2, 2, 2), [(3, 1, 1), (1, 2, 2)])]),
+    some(
+        [((2, 2, 1), [(1, 1, 1)]), ((1, 2, 2), [(1, 1, 3), (1, 1, 1)])],
+        [
+            ((2, 1, 1), [(2, 2, 1)]),
+            ((2, 2, 2), [(3, 1, 1), (1, 2, 2)]),
+            ((1, 1, 2), [(1, 2, 2)]),
+            ((1, 3, 1), [(1, 2, 2)]),
+        ],
+    ),
 )
-def test_parts_are_saved_as_the_whole_and_loaded_into_any_parts(degrees, others, tmp_path):
-    of_ranks = run(save, degrees[0] * degrees[1] * degrees[2], degrees, tmp_path)
-    expected = {key: value for one in of_ranks for key, value in one.items()}
+def test_what_is_cut_is_saved_as_the_whole_and_loaded_into_any_cut(degrees, others, tmp_path):
+    expected, losses = of_all(run(save, math.prod(degrees), degrees, tmp_path))
     opened = zckpt.open(tmp_path / "saved")
     assert len(opened.parameters) == LAYERS * 5
     assert sorted(opened.buffers) == ["layers.0.seen", "layers.1.seen", "layers.2.seen", "turns"]
@@ -146,33 +176,42 @@ def test_parts_are_saved_as_the_whole_and_loaded_into_any_parts(degrees, others,
         if slot != "step" and name != "turns":
             assert torch.equal(opened.read(name, slot), value), key
     for other in others:
-        found = run(load, other[0] * other[1] * other[2], other, tmp_path)
-        both = {key: value for one in found for key, value in one.items()}
-        assert both.keys() == expected.keys()
-        assert [key for key in expected if not torch.equal(both[key], expected[key])] == [], other
+        found, then = of_all(run(load, math.prod(other), other, tmp_path))
+        assert found.keys() == expected.keys()
+        assert [key for key in expected if not torch.equal(found[key], expected[key])] == [], other
+        assert then == pytest.approx(losses, rel=1e-5), other
 
 
-def in_backward(rank, world_size, folder: Path) -> None:
+@on_ranks(2)
+def test_optimizers_that_step_in_backward_are_saved_by_name(rank, world_size, tmp_path):
     """Each rank has optimizers of other names: those of its parameters."""
-    [part] = parts = [Part([rank])]
-    optimizers = {name: torch.optim.Adam([one], lr=0.1) for name, one in part.named_parameters()}
-    for name, parameter in part.named_parameters():
-        parameter.square().sum().backward()
-        optimizers[name].step()
-    zckpt.save(folder / "saved", model=parts, optimizer=optimizers)
-    again = Part([1 - rank])
-    its = {name: torch.optim.Adam([one]) for name, one in again.named_parameters()}
-    zckpt.load(folder / "saved", model=[again], optimizer=its)
-    opened = zckpt.open(folder / "saved")
-    for name, one in again.named_parameters():
-        assert torch.equal(opened.read(name), one)
-        assert torch.equal(opened.read(name, "exp_avg"), its[name].state[one]["exp_avg"])
-        assert its[name].param_groups[0]["lr"] == 0.1
-    dist.barrier()
+
+    def made(number: int, lr: float) -> tuple[nn.Module, dict[str, Any]]:
+        part = Part([number])
+        _apply_optimizer_in_backward(torch.optim.AdamW, part.parameters(), {"lr": lr})
+        return part, {name: one._in_backward_optimizers[0] for name, one in part.named_parameters()}
+
+    def train(part: nn.Module) -> float:
+        loss = (part(torch.ones(2, 5)) - 2).square().mean()
+        loss.backward()
+        return loss.item()
+
+    part, optimizers = made(rank, 0.1)
+    train(part)
+    zckpt.save(tmp_path / "saved", model=[part], optimizer=optimizers)
+    opened = zckpt.open(tmp_path / "saved")
+    for number in (1 - rank, rank):
+        again, its = made(number, 0.5)
+        zckpt.load(tmp_path / "saved", model=[again], optimizer=its)
+        for name, one in again.named_parameters():
+            assert torch.equal(opened.read(name), one)
+            assert torch.equal(opened.read(name, "exp_avg"), its[name].state[one]["exp_avg"])
+            assert its[name].param_groups[0]["lr"] == 0.1
+    assert [train(again), train(again)] == [train(part), train(part)]
 
 
 def refused(rank, world_size, folder: Path) -> None:
-    def save(match: str, kind: type[Exception], parts: list[nn.Module], optimizer: Any = None) -> None:
+    def save(match: str, kind: type[Exception], parts: Any, optimizer: Any = None) -> None:
         with pytest.raises(kind, match=match):
             zckpt.save(folder / "refused", model=parts, optimizer=optimizer)
 
@@ -187,7 +226,11 @@ def refused(rank, world_size, folder: Path) -> None:
     save("have different classes", UsageError, [part], [adam if rank else sgd])
     redundant = zckpt.optim.ZeroRedundancyOptimizer(part.parameters(), torch.optim.SGD, lr=0.1)
     save("for a model in parts", UnsupportedError, [part], [redundant])
-    save("not a model", UsageError, [part if rank else 7])  # type: ignore[list-item]
+    save("not a model", UsageError, [part if rank else 7])
+    [cut], _ = made((1, 1, 2), 1.0)
+    if rank == 1:
+        cut.get_parameter("layers.1.norm.weight").to_local().data += 1
+    save(r"weight of layers\.1\.norm\.weight has different values on ranks", LayoutError, cut)
     zckpt.save(folder / "saved", model=[part], optimizer=[sgd])
     with pytest.raises(UsageError, match=r"the model has no layers\.1"):
         zckpt.load(folder / "saved", model=[Part([0])])
@@ -195,7 +238,7 @@ def refused(rank, world_size, folder: Path) -> None:
         zckpt.load(folder / "saved", model=[part], broadcast=True)
 
 
-def test_optimizers_by_name_and_what_is_refused(tmp_path):
-    run(in_backward, 2, tmp_path / "named")
+def test_what_does_not_fit_together_is_refused(tmp_path):
+    """Only bytes say whether ranks of another dimension of a mesh have the same, or something else of the same name."""
     run(refused, 2, tmp_path)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["named", "saved"]
+    assert [one.name for one in tmp_path.iterdir()] == ["saved"]

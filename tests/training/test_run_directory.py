@@ -25,7 +25,7 @@ def model_of(step: int) -> torch.nn.Linear:
 
 
 def checkpointer(directory: Path, **options: int | None) -> zckpt.Checkpointer:
-    return zckpt.Checkpointer(directory, on_sigterm=False, **options)  # type: ignore[arg-type]
+    return zckpt.Checkpointer(directory, on_sigterm=False, **options)
 
 
 def saved(directory: Path, *steps: int, **options: int | None) -> zckpt.Checkpointer:

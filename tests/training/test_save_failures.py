@@ -59,7 +59,6 @@ def kill(directory: Path, victim: int, share: float) -> int:
         run(save_and_be_killed, 2, directory, victim, share, fresh=True)
     model = Table(0)
     restored = zckpt.Checkpointer(directory, on_sigterm=False).resume(model=model, verify=True)
-    assert restored is not None
     step = restored.step or 0
     assert torch.equal(model.weight, Table(step).weight)
     for left in directory.glob(".step-*.zckpt-partial"):

@@ -42,7 +42,6 @@ def train(
         for step in range(first, last):
             losses += training.train([step])
             checkpointer.step(step + 1, **training.given, extra={"seen": step + 1})
-        assert checkpointer._spare is not None
         checkpointer._spare.finish()
         held = sorted(path.name for path in within.rglob("*") if path.suffix in (".safetensors", ".json"))
         told.append({"first": first, "found": state, "losses": losses, "state": training.state(), "held": held,
@@ -181,7 +180,6 @@ def fail(rank, world_size, directory: Path) -> list[str]:
         path.parent.chmod(0o700)
     again = Training.of(ZERO, seed=1)
     restored = zckpt.Checkpointer(directory / "run", replicate=True, replicate_in=within).resume(**again.given)
-    assert restored is not None
     assert restored.step == 1
     return said
 

@@ -129,7 +129,6 @@ def save(rank, _: int, path: Path, kind: str, cls: str) -> tuple[Any, Any, list[
     saving = zckpt.save(path, model=net, optimizer=optimizer, step=STEPS, async_=True)
     found = pieces(optimizer), floats(optimizer)
     losses = train(net, optimizer, range(STEPS, STEPS + 2))
-    assert saving is not None
     saving.result()
     return *found, losses
 

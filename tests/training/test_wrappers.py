@@ -55,8 +55,8 @@ class Only(nn.Module):
 
 def within(model: nn.Module) -> nn.Module:
     model.head = checkpoint_wrapper(model.head)
-    child = model.get_submodule(model.child)  # type: ignore[arg-type]  # a name
-    child[0] = compiled(child[0])  # type: ignore[index,operator]  # of a Sequential
+    child = model.get_submodule(model.child)
+    child[0] = compiled(child[0])
     return model
 
 
