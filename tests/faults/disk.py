@@ -321,7 +321,7 @@ class Crashes:
             yield dict(zip(files, picked, strict=True))
 
 
-def combined(choices: Sequence[Sequence[object]]) -> Iterator[tuple]:  # type: ignore[type-arg]
+def combined(choices: Sequence[Sequence[object]]) -> Iterator[tuple]:
     """Yield all combinations; where they are too many, those in which all but one are at the first or last choice."""
     number = 1
     for one in choices:

@@ -145,7 +145,7 @@ class Supervised:
                 listener = _installed(names)
                 socket.send_fds(theirs, [b"f"], [listener])
                 theirs.recv(1)
-                status = int(act() or 0)  # type: ignore[call-overload]
+                status = int(act() or 0)
             finally:
                 os._exit(status)
         theirs.close()

@@ -43,7 +43,7 @@ def test_a_file_system_without_room(verb, asked, small, monkeypatch):
         real = os.statvfs
 
         def unlimited(path: object) -> os.statvfs_result:
-            return os.statvfs_result((*real(path)[:2], *[1 << 40] * 6, *real(path)[8:]))  # type: ignore[call-overload]
+            return os.statvfs_result((*real(path)[:2], *[1 << 40] * 6, *real(path)[8:]))
 
         monkeypatch.setattr(os, "statvfs", unlimited)
     monkeypatch.chdir(small)

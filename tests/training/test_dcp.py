@@ -25,17 +25,16 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import zckpt
 import zckpt.dcp
 from tests.cli.console import FIXTURES
-from tests.deepspeed_engine import SPECS, Spec, models
 from tests.gloo import run
 from tests.logical import assert_same_slots
 from tests.pairwise import each, some
+from tests.training.test_load_any_format import build, check, spec_of
 from tests.training.trainings import BY_NAME, Training, differences, save_at, whole
-from tests.truth import Truth, assert_same, bits
+from tests.truth import Truth, assert_same
 
 pytestmark = pytest.mark.interop
 
@@ -83,81 +82,25 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, form: str, re
     set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=of_optimizer, options=options)
 
 
-def made(spec: Spec, kind: str) -> tuple[torch.nn.Module, torch.nn.Module, torch.optim.Optimizer]:
-    """Return a model of a fixture with other weights, the same as it is trained, and its optimizer."""
-    inner = models.build_model(spec, seed=99)
-    names = {parameter: name for name, parameter in inner.named_parameters()}
-    groups = [
-        {**group, "params": [names[p] for p in group["params"] if p.requires_grad]}
-        for group in models.param_groups(spec, inner)
-    ]
-    model: torch.nn.Module = inner
-    if kind == "fsdp":
-        model = fully_shard(inner, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    elif kind == "ddp":
-        model = DistributedDataParallel(inner)
-    named = dict(inner.named_parameters())
-    groups = [{**group, "params": [named[name] for name in group["params"]], "lr": 1.0} for group in groups]
-    if spec.optimizer == "sgdm":
-        return inner, model, torch.optim.SGD(groups, lr=1.0, momentum=0.5)
-    return inner, model, torch.optim.AdamW(groups, lr=1.0, fused=kind == "fsdp")
-
-
 def load_all(rank, world_size, kind: str, forms: list[str], every: int) -> int:
     checked = 0
     for number, (source, below) in list(enumerate(SOURCES.items()))[::every]:
-        spec = SPECS.get(source.rpartition("/")[2], Spec("other"))
-        if kind == "fsdp" and spec.zero_dim:  # of which `fully_shard` takes none
+        if kind == "fsdp" and spec_of(source).zero_dim:  # of which `fully_shard` takes none
             continue
-        inner, model, optimizer = made(spec, kind)
+        inner, model, optimizer, _ = build(source, kind, named=False)
         truth = Truth(FIXTURES / source.removeprefix("universal/"))
         names = list(truth.numbers.values()) if source in NUMBERED else None
         reader = zckpt.dcp.Reader(FIXTURES / source / below, names=names)
         load(model, optimizer, forms[number % len(forms)], reader)
         checked += check(inner, optimizer, truth)
-        if not spec.elastic:  # which keeps no hyperparameters
-            check_hyperparameters(inner, optimizer, truth)
     return checked
-
-
-def check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, truth: Truth) -> int:
-    """Hold a model and an optimizer against the truth; return how many slots there were."""
-    checked = 0
-    steps = (truth.facts.get("scalar_state_per_group") or [{}])[0].get("step", {"value": 5})["value"]
-    for name, parameter in model.named_parameters():
-        expected = truth.masters.get(name, truth.weights.get(name))
-        assert_same(whole(parameter), expected.float(), name)
-        state = optimizer.state.get(parameter, {})
-        assert bool(state) == parameter.requires_grad
-        for slot in truth.slots if state else []:
-            found = whole(state[slot])
-            never = name in truth.facts.get("no_state", [])  # no step has reached it
-            assert_same(found, torch.zeros_like(found) if never else truth.kind(slot)[name], f"{slot} of {name}")
-            checked += 1
-        if "step" in state:
-            assert isinstance(state["step"], torch.Tensor)
-            assert state["step"].item() == (0 if name in truth.facts.get("no_state", []) else steps), name
-    for name, buffer in model.named_buffers():
-        if name in truth.buffers and buffer.nbytes == truth.buffers[name].numel():  # of the type that was saved
-            assert torch.equal(bits(buffer), truth.buffers[name]), name
-    return checked
-
-
-def check_hyperparameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer, truth: Truth) -> None:
-    groups = truth.facts["param_groups"]
-    by_name = {name: group for group in groups for name in group.get("params", [])}
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for index, group in enumerate(optimizer.param_groups):
-        for name in (names[parameter] for parameter in group["params"]):
-            its = by_name[name] if name in by_name else groups[index]  # of DeepSpeed, whose groups are the model's
-            assert (group["lr"], group["weight_decay"]) == (its["lr"], its["weight_decay"]), name
 
 
 @pytest.mark.parametrize(
     ("world_size", "kind", "forms", "every"),
     some(
-        [(1, "plain", FORMS, 1), (2, "ddp", FORMS[1:] + FORMS[:1], 3), (3, "fsdp", FORMS[3:] + FORMS[:3], 5)],
-        [(2, "ddp", FORMS[1:] + FORMS[:1], 1), (3, "fsdp", FORMS[2:] + FORMS[:2], 1)],
+        [(1, "plain", FORMS, 1), (2, "adamw", FORMS[1:] + FORMS[:1], 3), (3, "fsdp", FORMS[3:] + FORMS[:3], 5)],
+        [(2, "adamw", FORMS[1:] + FORMS[:1], 1), (3, "fsdp", FORMS[2:] + FORMS[:2], 1)],
     ),
 )
 def test_load_of_any_checkpoint_gives_the_truth(world_size, kind, forms, every):
