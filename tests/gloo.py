@@ -106,7 +106,7 @@ def run(
     WorkerError
         With every failing rank's traceback.
     """
-    _start_server()
+    start_server()
     warm = not fresh and world_size <= KEPT and _in_use.acquire(blocking=False)
     try:
         # A rank that is done may still be giving up its store, a file here, while the folder is removed.
@@ -231,7 +231,7 @@ def _explain(scratch: Path, codes: list[int | None], *, finished: bool, timeout:
     return "\n".join(lines)
 
 
-def _start_server() -> None:
+def start_server() -> None:
     """Start the fork server where it finds this package: Python 3.11's ignores the caller's sys.path."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), before]))
@@ -252,7 +252,7 @@ def forked(function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -
     WorkerError
         With its traceback, or if it came to no end.
     """
-    _start_server()
+    start_server()
     ours, theirs = _context.Pipe(duplex=False)
     process = _context.Process(target=_report, args=(theirs, function, args), daemon=True)
     process.start()

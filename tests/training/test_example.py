@@ -15,6 +15,7 @@ from killed_ranks import Part
 from train_and_resume import disagreements
 
 import zckpt
+from tests import gloo
 from tests.cli.console import ROOT, environment
 
 pytestmark = pytest.mark.interop
@@ -38,16 +39,10 @@ if __name__ == "__main__":
 """
 
 
-def example(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, ROOT / "examples" / "train_and_resume.py", *map(str, arguments)],
-        capture_output=True, text=True, env=environment(), timeout=600, check=False,
-    )  # fmt: skip
-
-
 @pytest.fixture
 def called(monkeypatch, capsys) -> Called:
-    """Call the example in this process: its status, and what it printed. For what ends before any rank is started."""
+    """Call the example in this process: its status, and what it printed; ranks are forked as those of other tests."""
+    gloo.start_server()
 
     def call(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["train_and_resume", *map(str, arguments)])
@@ -56,11 +51,11 @@ def called(monkeypatch, capsys) -> Called:
     return call
 
 
-def test_killed_run_goes_on_with_fewer_ranks(tmp_path):
+def test_killed_run_goes_on_with_fewer_ranks(called, tmp_path):
     png = tmp_path / "pictures" / "curves.png"
-    done = example("--quick", "--steps", 16, "--seed", 7, "--directory", tmp_path / "run", "--png", png)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+    status, out, error = called("--quick", "--steps", 16, "--seed", 7, "--directory", tmp_path / "run", "--png", png)
+    assert status == 0, out + error
+    lines = out.splitlines()
     parts = [line.strip() for line in lines if " ranks: " in line]
     assert [part[:8] for part in parts] == ["4 ranks:", "4 ranks:", "3 ranks:", "2 ranks:"]
     assert [part.endswith("was killed") for part in parts] == [True, True, True, False]
