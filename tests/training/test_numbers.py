@@ -16,8 +16,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchsOptimizer
 
 import zckpt
 from tests import live
-from tests.gloo import on_ranks, run
-from tests.live import save_both
+from tests.gloo import on_ranks
+from tests.live import equal, save_both
 from zckpt.errors import UsageError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 
@@ -51,40 +51,44 @@ CHOICES: dict[str, Chosen] = {
 }
 
 
-@pytest.mark.parametrize("form", ["file", "lightning", "dcp"])
-@pytest.mark.parametrize("choice", CHOICES)
-def test_equal_layers_of_which_the_first_are_frozen(choice, form, tmp_path):
-    model = build(frozen=1)
-    optimizer = torch.optim.AdamW(CHOICES[choice](model), lr=0.1)
+def made(choice: str = "trained", seed: int = 1, *, lr: float = 0.1) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """Make layers, of which the first is frozen, and an optimizer of some of their parameters."""
+    model = build(seed, frozen=1)
+    return model, torch.optim.AdamW(CHOICES[choice](model), lr=lr)
+
+
+def saved(path: Path, choice: str = "trained") -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """Take a step, and save in one file, as most programs do."""
+    model, optimizer = made(choice)
     step(model, optimizer)
-    told = (model.state_dict(), optimizer.state_dict())
+    save_both(model, optimizer, path)
+    return model, optimizer
+
+
+STRIPPED, RENAMED = {"strip_prefix": "net."}, {"rename": [(r"^net\.", "module.")]}
+
+
+@pytest.mark.parametrize(
+    ("form", "given"),
+    [("lightning", {}), *((form, given) for form in ("file", "dcp") for given in ({}, STRIPPED, RENAMED))],
+)
+@pytest.mark.parametrize("choice", CHOICES)
+def test_order_counts_where_layers_are_equal(choice, form, given, tmp_path):
+    """The first of which are frozen; whatever they are called in the file."""
+    model, optimizer = made(choice)
+    step(model, optimizer)
+    weights = {f"net.{name}" if given else name: one for name, one in model.state_dict().items()}
+    told = {"model": weights, "optimizer": optimizer.state_dict()}
     if form == "dcp":
-        dcp.save({"model": told[0], "optimizer": told[1]}, checkpoint_id=str(tmp_path / "f"))
+        dcp.save(told, checkpoint_id=tmp_path / "f")
     elif form == "lightning":
-        torch.save({"state_dict": told[0], "optimizer_states": [told[1]]}, tmp_path / "f")
+        torch.save({"state_dict": weights, "optimizer_states": [told["optimizer"]]}, tmp_path / "f")
     else:
-        torch.save({"model": told[0], "optimizer": told[1]}, tmp_path / "f")
-    other = build(2, frozen=1)
-    its = torch.optim.AdamW(CHOICES[choice](other), lr=0.5)
-    zckpt.load(tmp_path / "f", model=other, optimizer=its)
-    assert same(slots(model, optimizer), slots(other, its))
-    assert its.param_groups[0]["lr"] == 0.1
-
-
-@pytest.mark.parametrize("form", ["file", "dcp"])
-@pytest.mark.parametrize("given", [{"strip_prefix": "net."}, {"rename": [(r"^net\.", "module.")]}])
-@pytest.mark.parametrize("choice", CHOICES)
-def test_order_counts_where_names_are_other_ones(choice, given, form, tmp_path):
-    model = build()
-    optimizer = torch.optim.AdamW(CHOICES[choice](model), lr=0.1)
-    step(model, optimizer)
-    state = {f"net.{name}": one for name, one in model.state_dict().items()}
-    told = {"model": state, "optimizer": optimizer.state_dict()}
-    torch.save(told, tmp_path / "f") if form == "file" else dcp.save(told, checkpoint_id=str(tmp_path / "f"))
-    other = build(2)
-    its = torch.optim.AdamW(CHOICES[choice](other), lr=0.5)
+        torch.save(told, tmp_path / "f")
+    other, its = made(choice, 2, lr=0.5)
     zckpt.load(tmp_path / "f", model=other, optimizer=its, **given)
     assert same(slots(model, optimizer), slots(other, its))
+    assert its.param_groups[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize("to", ["zckpt", "dcp", "consolidated"])
@@ -137,13 +141,9 @@ def test_several_optimizers_that_only_number_parameters_keep_their_order(form, t
 
 
 def test_names_of_the_saved_optimizer_may_be_told(tmp_path):
-    model = build()
-    names = [name for name, _ in model.named_parameters()][::-1]
-    optimizer = torch.optim.AdamW([model.get_parameter(name) for name in names], lr=0.1)
-    step(model, optimizer)
-    save_both(model, optimizer, tmp_path / "f.pt")
-    other = build(2)
-    its = torch.optim.AdamW(other.parameters(), lr=0.1)
+    model, optimizer = saved(tmp_path / "f.pt", "backwards")
+    names = [name for name, one in model.named_parameters() if one.requires_grad][::-1]
+    other, its = made(seed=2)
     zckpt.load(tmp_path / "f.pt", model=other, optimizer=its, names=names)
     assert same(slots(model, optimizer), slots(other, its))
     with pytest.raises(UsageError, match="unusable parameter names"):
@@ -151,47 +151,37 @@ def test_names_of_the_saved_optimizer_may_be_told(tmp_path):
 
 
 def test_an_order_that_contradicts_shapes_is_refused_and_nothing_changed(tmp_path):
-    model = build(frozen=1)
-    optimizer = torch.optim.AdamW(model[1].parameters(), lr=0.1)
-    step(model, optimizer)
-    save_both(model, optimizer, tmp_path / "f.pt")
+    saved(tmp_path / "f.pt", "last")
     other = build(2, frozen=1)
-    before = [one.clone() for one in other.parameters()]
-    its = torch.optim.AdamW([other[1].bias, other[1].weight], lr=0.1)
+    before = build(2)
+    its = torch.optim.AdamW([other[2].bias, other[2].weight], lr=0.1)
     with pytest.raises(UsageError, match="and this optimizer's order does not fit"):
         zckpt.load(tmp_path / "f.pt", model=other, optimizer=its)
-    assert all(torch.equal(one, two) for one, two in zip(before, other.parameters(), strict=True))
+    assert equal(before, other)
     assert not its.state
 
 
 def test_shapes_that_tell_all_names_are_believed_before_another_order(tmp_path):
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4))
+    model, other = (nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)) for _ in range(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step(model, optimizer)
     save_both(model, optimizer, tmp_path / "f.pt")
-    other = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4))
     its = torch.optim.AdamW(reversed(list(other.parameters())), lr=0.1)
     zckpt.load(tmp_path / "f.pt", model=other, optimizer=its)
     assert same(slots(model, optimizer), slots(other, its))
 
 
 def test_groups_of_other_sizes_are_refused(tmp_path):
-    model = build(frozen=1)
-    optimizer = torch.optim.AdamW(model[1:].parameters(), lr=0.1)
-    step(model, optimizer)
-    save_both(model, optimizer, tmp_path / "f.pt")
-    its = torch.optim.AdamW(model.parameters(), lr=0.5)
+    saved(tmp_path / "f.pt")
+    other, its = made("all", lr=0.5)
     with pytest.raises(UsageError, match="param groups have other sizes: expected 6, found 4"):
-        zckpt.load(tmp_path / "f.pt", model=model, optimizer=its)
-    assert zckpt.load(tmp_path / "f.pt", model=model, optimizer=its, strict=False).notes
+        zckpt.load(tmp_path / "f.pt", model=other, optimizer=its)
+    assert zckpt.load(tmp_path / "f.pt", model=other, optimizer=its, strict=False).notes
     assert its.param_groups[0]["lr"] == 0.5
 
 
 def test_an_optimizers_file_by_itself_is_loaded_by_its_order(tmp_path):
-    model = build(frozen=1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step(model, optimizer)
+    model, optimizer = saved(tmp_path / "both.pt", "all")
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     other = build(2, frozen=1)
     its = torch.optim.AdamW(other.named_parameters(), lr=0.5)
@@ -238,21 +228,15 @@ def test_files_of_torchs_zero_redundancy_optimizer_with_equal_layers(rank, world
             assert made.param_groups[0]["lr"] == 0.1
 
 
-def frozen_in_groups(rank, world_size, path: Path) -> None:
+@on_ranks(2)
+def test_frozen_parameters_in_a_group_need_no_state(rank, world_size, tmp_path):
+    model, optimizer = saved(tmp_path / "f.pt", "all")
+    dist.barrier()
     other = build(2, frozen=1)
-    optimizer = ZeroOptimizer(other.named_parameters(), torch.optim.AdamW, lr=0.5, stage=1)
-    zckpt.load(path, model=other, optimizer=optimizer)
-    told = torch.load(path)["optimizer"]
-    assert torch.equal(optimizer.full_state("1.weight", "exp_avg"), told["state"][2]["exp_avg"])
-    assert optimizer.param_groups[0]["lr"] == 0.1
-
-
-def test_frozen_parameters_in_a_group_need_no_state(tmp_path):
-    model = build(frozen=1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step(model, optimizer)
-    save_both(model, optimizer, tmp_path / "f.pt")
-    run(frozen_in_groups, 2, tmp_path / "f.pt")
+    its = ZeroOptimizer(other.named_parameters(), torch.optim.AdamW, lr=0.5, stage=1)
+    zckpt.load(tmp_path / "f.pt", model=other, optimizer=its)
+    assert torch.equal(its.full_state("1.weight", "exp_avg"), optimizer.state[model[1].weight]["exp_avg"])
+    assert its.param_groups[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize("cls", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.AdamW])
