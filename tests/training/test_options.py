@@ -323,19 +323,26 @@ def test_each_rank_goes_on_with_its_own_random_numbers(tmp_path):
     assert run(random_numbers, 2, tmp_path, "leave")[1][0] == torch.rand(2).tolist()
 
 
-@pytest.mark.parametrize("to", ["deepspeed", "universal", "dcp", "fsdp-rank-files"])
-def test_what_save_kept_comes_back_from_other_formats(to, tmp_path):
+SIZED = {"deepspeed": {"world_size": 2, "stage": 2}, "fsdp-rank-files": {"world_size": 2}}
+
+
+@pytest.mark.parametrize(
+    "to", [None, "zckpt", "deepspeed", "universal", "dcp", "consolidated", "zero-redundancy", "fsdp-rank-files"]
+)
+def test_what_save_kept_comes_back_from_every_format_whatever_the_user_calls_his_own(to, tmp_path):
     torch.manual_seed(7)
     model, optimizer = trained(nn.Linear(3, 5), lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, scheduler=scheduler, step=1, extra={"epoch": 4})
+    extra = {"epoch": 4, "extra": "hello", "random_states": 7}
+    source = tmp_path / "c"
+    zckpt.save(source, model=model, optimizer=optimizer, scheduler=scheduler, step=1, extra=extra)
     expected = torch.rand(2)
-    sized = {"world_size": 2} if to in ("deepspeed", "fsdp-rank-files") else {}
-    zckpt.convert(tmp_path / "c", tmp_path / to, to=to, **sized, **({"stage": 2} if to == "deepspeed" else {}))
-    restored = zckpt.load(tmp_path / to, model=model, optimizer=optimizer, scheduler=scheduler)
-    assert (restored.extra, restored.notes) == ({"epoch": 4}, [])
+    if to is not None:
+        zckpt.convert(source, source := tmp_path / to, to=to, **SIZED.get(to, {}))
+    restored = zckpt.load(source, model=model, optimizer=optimizer, scheduler=scheduler)
+    assert (restored.extra, restored.notes) == (extra, [])
     assert torch.equal(torch.rand(2), expected)
-    assert zckpt.resume_check(tmp_path / to, program="zckpt", world_size=1).as_dict()["verdict"] == "whole"
+    assert zckpt.resume_check(source, program="zckpt", world_size=1).as_dict()["verdict"] == "whole"
 
 
 # --- models that differ
