@@ -39,7 +39,7 @@ DEEPSPEED = {
 
 @dataclass
 class Trained:
-    """What a Trainer did: what it resumed from, and what it logged by step."""
+    """What a Trainer did: what it resumed from, at which step, and what it logged by step."""
 
     resumed: str | None
     began: int
@@ -68,8 +68,8 @@ def trainer_of(world_size: int, output: Path, *, deepspeed: bool) -> Any:
     return Trainer(model=GPT2LMHeadModel(config), args=arguments, train_dataset=rows)
 
 
-def train(rank, world_size, output: Path, resumes: bool) -> dict[str, Trained]:
-    """Train to the last step, without and with DeepSpeed."""
+def train(rank, world_size, output: Path, kinds: tuple[str, ...], resumes: bool) -> dict[str, Trained]:
+    """Train to the last step, in a folder of each kind; with DeepSpeed, or without."""
     from transformers import TrainerCallback
 
     class Beginning(TrainerCallback):
@@ -79,13 +79,18 @@ def train(rank, world_size, output: Path, resumes: bool) -> dict[str, Trained]:
             self.step = state.global_step
 
     done = {}
-    for kind in ("plain", "deepspeed"):
-        trainer = trainer_of(world_size, output / kind, deepspeed=kind == "deepspeed")
+    for kind in kinds:
+        trainer = trainer_of(world_size, output / kind, deepspeed=kind in ("deepspeed", "in place"))
         beginning = Beginning()
         trainer.add_callback(beginning)
-        trainer.add_callback(zckpt.hf.callback(check=True))  # on each resumption
-        resumed = prepare_resume(output / kind) if resumes else None
-        trainer.train(resume_from_checkpoint=resumed)
+        if kind == "in place":
+            with any_world_size() as loading:
+                trainer.train(resume_from_checkpoint=True)
+            [resumed] = loading.in_place
+        else:
+            trainer.add_callback(zckpt.hf.callback(check=True))  # on each resumption
+            resumed = prepare_resume(output / kind) if resumes else None
+            trainer.train(resume_from_checkpoint=resumed)
         logged = [one for one in trainer.state.log_history if "loss" in one]
         done[kind] = Trained(
             resumed, beginning.step,
@@ -98,7 +103,7 @@ def train(rank, world_size, output: Path, resumes: bool) -> dict[str, Trained]:
 def whole(tmp_path_factory) -> tuple[Path, dict[str, Trained]]:
     """Trainings of 2 processes that nothing happened to, and what they have saved halfway."""
     output = tmp_path_factory.mktemp("whole")
-    trained = run(train, 2, output, False)[0]
+    trained = run(train, 2, output, ("plain", "deepspeed"), False)[0]
     for kind in trained:
         shutil.rmtree(output / kind / f"checkpoint-{STEPS}")
     return output, trained
@@ -106,61 +111,33 @@ def whole(tmp_path_factory) -> tuple[Path, dict[str, Trained]]:
 
 @pytest.mark.parametrize("world_size", some([3], [1]))
 def test_trainer_resumes_at_another_number_of_processes(world_size, whole, tmp_path):
+    """Without and with DeepSpeed, from a copy and in place; and without it from what it has saved."""
     saved, expected = whole
-    output = tmp_path / "output"
-    shutil.copytree(saved, output)
-    told = run(train, world_size, output, True)
-    for kind in ("plain", "deepspeed"):
-        place = output / kind / "checkpoint-4"
-        if kind == "deepspeed":
-            place = output / kind / f"_resharded-{world_size}" / "checkpoint-4"
+    name = f"checkpoint-{SAVED}"
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(saved / "deepspeed", tmp_path / "in place")
+    done = zckpt.convert(
+        saved / "deepspeed" / name, tmp_path / "converted" / name, to="transformers-trainer", verify=True
+    )
+    assert done.notes == ()
+    places = {
+        "plain": tmp_path / "plain" / name,
+        "converted": tmp_path / "converted" / name,
+        "deepspeed": tmp_path / "deepspeed" / f"_resharded-{world_size}" / name,
+        "in place": tmp_path / "in place" / name,
+    }  # DeepSpeed last: Accelerate stays with it
+    told = run(train, world_size, tmp_path, tuple(places), True)
+    for kind, place in places.items():
         assert {one[kind].resumed for one in told} == {str(place)}
-        found, its = told[0][kind], expected[kind]
+        found, its = told[0][kind], expected.get(kind, expected["deepspeed"])
         assert (found.began, its.began) == (SAVED, 0)
         assert found.losses.keys() == its.losses.keys() == set(range(1, STEPS + 1))
         assert found.rates == its.rates  # the scheduler goes on, too
         assert its.losses[STEPS] < 0.95 * its.losses[SAVED] < 0.95 * its.losses[1]
         for step, loss in its.losses.items():
             assert found.losses[step] == pytest.approx(loss, rel=1e-4), (kind, step)
-        assert (output / kind / f"checkpoint-{STEPS}" / "trainer_state.json").is_file()
-
-
-def resume_in_place(rank, world_size, output: Path) -> dict[int, float]:
-    """Go on with the Trainer and DeepSpeed from the directory as it is; return the losses of all steps."""
-    trainer = trainer_of(world_size, output, deepspeed=True)
-    with any_world_size() as loading:
-        trainer.train(resume_from_checkpoint=True)
-    assert loading.in_place == [str(output / f"checkpoint-{SAVED}")]
-    return {one["step"]: one["loss"] for one in trainer.state.log_history if "loss" in one}
-
-
-def test_trainer_resumes_in_place_without_a_copy(whole, tmp_path):
-    saved, expected = whole
-    output = tmp_path / "output"
-    shutil.copytree(saved / "deepspeed", output)
-    for told in run(resume_in_place, 3, output):
-        assert told.keys() == expected["deepspeed"].losses.keys()
-        for step, loss in expected["deepspeed"].losses.items():
-            assert told[step] == pytest.approx(loss, rel=1e-4), step
-    assert not [path for path in output.iterdir() if not path.name.startswith("checkpoint-")]
-
-
-def resume_without_deepspeed(rank, world_size, output: Path) -> dict[int, float]:
-    """Go on with the plain Trainer; return the losses of all steps."""
-    trainer = trainer_of(world_size, output, deepspeed=False)
-    trainer.train(resume_from_checkpoint=str(output / f"checkpoint-{SAVED}"))
-    return {one["step"]: one["loss"] for one in trainer.state.log_history if "loss" in one}
-
-
-def test_plain_trainer_goes_on_with_what_deepspeed_saved(whole, tmp_path):
-    saved, expected = whole
-    target = tmp_path / f"checkpoint-{SAVED}"
-    done = zckpt.convert(saved / "deepspeed" / target.name, target, to="transformers-trainer", verify=True)
-    assert done.notes == ()
-    found = run(resume_without_deepspeed, 1, tmp_path)[0]
-    assert found.keys() == expected["deepspeed"].losses.keys()
-    for step, loss in expected["deepspeed"].losses.items():
-        assert found[step] == pytest.approx(loss, rel=1e-4), step
+        assert (tmp_path / kind / f"checkpoint-{STEPS}" / "trainer_state.json").is_file()
+    assert not [path for path in (tmp_path / "in place").iterdir() if not path.name.startswith("checkpoint-")]
 
 
 def resume_without_state(rank, world_size, output: Path, original: Path) -> list[str]:
@@ -178,11 +155,8 @@ def test_trainer_that_lost_its_optimizer_is_stopped(whole, tmp_path):
     (target / "optimizer.pt").unlink()
     said = run(resume_without_state, 2, target.parent, saved / "plain" / target.name)
     assert said[0] == said[1]
-    assert {one.partition(" ")[0] for one in said[0] if "optimizer has none" in one} == {
-        "step",
-        "exp_avg",
-        "exp_avg_sq",
-    }
+    lost = {one.partition(" ")[0] for one in said[0] if "optimizer has none" in one}
+    assert lost == {"step", "exp_avg", "exp_avg_sq"}
     assert any(one.startswith("param group 0: lr is ") for one in said[0])
     assert any(one.startswith("scheduler: last_epoch is 4") for one in said[0])
     with pytest.raises(UsageError, match="nothing to do"):
