@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zckpt
-from tests.gloo import run
+from tests.gloo import on_ranks, run
 from tests.live import equal
 from tests.training.trainings import compiled
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
@@ -67,22 +67,19 @@ def optimizers(model: nn.Module) -> list[Any]:
     ]
 
 
-def load_everywhere(rank, world_size, wrap: bool, empty: bool, stage: int, folder: Path) -> None:
-    model = trained(wrap, empty, stage, folder)
+CASES = [(False, True, stage) for stage in (0, 1, 2)] + [(True, False, 2)]
+"""Whether a model is compiled, whether it has parameters of no elements, which need no state; and the stage."""
+
+
+@on_ranks(2, each=CASES)
+def test_what_the_engine_saved_is_loaded_into_the_bare_model(rank, world_size, wrap, empty, stage, tmp_path):
+    path = tmp_path / f"{wrap} {stage}"
+    model = trained(wrap, empty, stage, path)
     for index in range(3):
         other = Net(empty=empty)
-        zckpt.load(folder, model=other, optimizer=(optimizer := optimizers(other)[index]))
+        zckpt.load(path, model=other, optimizer=(optimizer := optimizers(other)[index]))
         assert equal(model, other)
         assert optimizer.param_groups[0]["lr"] == 0.1
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_trained_parameters_of_no_elements_need_no_state(stage, tmp_path):
-    run(load_everywhere, 2, False, True, stage, tmp_path)
-
-
-def test_what_the_engine_saved_of_a_compiled_model_is_loaded_into_the_bare_one(tmp_path):
-    run(load_everywhere, 2, True, False, 2, tmp_path)
 
 
 def save_compiled(rank, world_size, folder: Path) -> list[torch.Tensor]:
@@ -97,19 +94,20 @@ def resume_compiled(rank, world_size, folder: Path) -> list[torch.Tensor]:
 
 
 def test_resharding_gives_the_engine_the_names_that_it_has(tmp_path):
-    expected = run(save_compiled, 2, tmp_path / "run")[0]
-    zckpt.reshard(tmp_path / "run", tmp_path / "resharded", world_size=3, verify=True)
+    source = tmp_path / "run"
+    expected = run(save_compiled, 2, source)[0]
+    zckpt.reshard(source, tmp_path / "resharded", world_size=3, verify=True)
     checkpoint = zckpt.open(tmp_path / "resharded")
     assert checkpoint.wrapped["first.weight"] == "_orig_mod.first.weight"
     for found in run(resume_compiled, 3, tmp_path / "resharded"):
         assert all(map(torch.equal, found, expected))
-    assert zckpt.diff(tmp_path / "run", tmp_path / "resharded").equal
-    zckpt.convert(tmp_path / "run", tmp_path / "universal", to="universal", verify=True)
+    assert zckpt.diff(source, tmp_path / "resharded").equal
+    zckpt.convert(source, tmp_path / "universal", to="universal", verify=True)
     folders = {path.name for path in (tmp_path / "universal" / "zero").iterdir() if path.is_dir()}
     assert "_orig_mod.first.weight" in folders
-    zckpt.consolidate(tmp_path / "run", tmp_path / "model.pt", dtype="keep")
+    zckpt.consolidate(source, tmp_path / "model.pt", dtype="keep")
     bare = Net(empty=False)
     bare.load_state_dict(torch.load(tmp_path / "model.pt"))
-    zckpt.strip(tmp_path / "run", tmp_path / "stripped", optimizer=True)
-    assert list(zckpt.open(tmp_path / "stripped").parameters) == list(zckpt.open(tmp_path / "run").parameters)
-    assert not zckpt.verify(tmp_path / "run", deep=True).findings
+    zckpt.strip(source, tmp_path / "stripped", optimizer=True)
+    assert list(zckpt.open(tmp_path / "stripped").parameters) == list(zckpt.open(source).parameters)
+    assert not zckpt.verify(source, deep=True).findings
