@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 import zckpt
 import zckpt.dcp
+from tests.folders import snapshot
 from tests.gloo import run
 from tests.training.trainings import BY_NAME, Training, differences
 from zckpt.errors import TargetError, TargetExistsError, UsageError
@@ -35,7 +36,10 @@ def replace_and_refuse(rank, world_size, directory: Path, form: str) -> list[str
     training.train([0])
 
     def save() -> None:
-        zckpt.save(directory / "c", **training.given, step=1, extra={"epoch": 3}, format=form, overwrite=True)
+        zckpt.save(
+            directory / "c", **training.given, step=1, extra={"epoch": 3}, format=form, overwrite=True,
+            fingerprint=form == "zckpt",
+        )  # fmt: skip
 
     save()
     save()  # over its own
@@ -82,24 +86,37 @@ def test_a_checkpoint_of_another_format_is_not_replaced(tmp_path):
     assert zckpt.open(tmp_path / "d").format == "dcp"
 
 
-def test_dcp_replaces_a_checkpoint_of_zckpts_format_and_nothing_else(tmp_path):
-    def save(name: str) -> None:
-        dcp.save({"model": {"w": torch.ones(3)}}, storage_writer=zckpt.dcp.Writer(tmp_path / name, overwrite=True))
+def by_save(path: Path) -> None:
+    zckpt.save(path, model=torch.nn.Linear(2, 2), overwrite=True)
 
-    save("c")
-    save("c")
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "train.py").write_text("precious")
-    (tmp_path / "link").symlink_to("c")
-    (tmp_path / ".new.zckpt-partial").symlink_to("src")
-    for name, expected in (
-        ("src", "train.py"),
-        ("link", "symbolic link"),
-        ("new", "symbolic link"),
-        ("m.pt", "a file's"),
+
+def by_dcp(path: Path) -> None:
+    dcp.save({"model": {"w": torch.ones(3)}}, storage_writer=zckpt.dcp.Writer(path, overwrite=True))
+
+
+@pytest.mark.parametrize("save", [by_save, by_dcp])
+def test_a_checkpoint_of_zckpts_format_is_replaced_and_nothing_else(save, tmp_path):
+    save(tmp_path / "c")
+    save(tmp_path / "c")
+    for name, content in (
+        ("project/src/train.py", "precious"),
+        ("none/checkpoint.json", "{}"),
+        ("another/checkpoint.json", '{"format": "another"}'),
+        ("nothing/checkpoint.json", ""),
     ):
-        with pytest.raises((TargetError, UsageError, dcp.api.CheckpointException)) as caught:
-            save(name)
-        assert expected in str(caught.value), name
-    assert (tmp_path / "src" / "train.py").read_text() == "precious"
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(content)
+    (tmp_path / "link").symlink_to("c")
+    (tmp_path / ".new.zckpt-partial").symlink_to("project")
+    before = snapshot(tmp_path)
+    for name, expected in (
+        ("project", r"holds other files, .*src/train\.py"),
+        *((name, r"checkpoint\.json") for name in ("none", "another", "nothing")),
+        ("link", "symbolic link"),
+        ("new", "a symbolic link in its place"),
+        *((f"m.{end}", "is a directory, but its name ends like a file's") for end in ("pt", "safetensors", "gguf")),
+    ):
+        with pytest.raises((TargetError, UsageError, dcp.api.CheckpointException), match=expected):
+            save(tmp_path / name)
+    assert snapshot(tmp_path) == before
     assert (tmp_path / "link").is_symlink()
