@@ -114,11 +114,14 @@ def test_what_no_checkpointer_wrote_is_not_replaced(make, tmp_path):
 
 
 def test_a_copy_of_ours_under_another_name_stays(tmp_path):
+    """Whether it is sound or not."""
     run = saved(tmp_path, 1, keep=1)
-    shutil.copytree(tmp_path / name_of(1), tmp_path / name_of(9))
+    for step in (8, 9):
+        shutil.copytree(tmp_path / name_of(1), tmp_path / name_of(step))
+    os.truncate(tmp_path / name_of(9) / "checkpoint.json", 9)
     run.save(2, model=model_of(2))
     saved_and_pruned(run, 3)
-    assert steps_in(tmp_path) == [3, 9]
+    assert steps_in(tmp_path) == [3, 8, 9]
 
 
 def test_what_takes_the_place_of_ours_stays(tmp_path):
