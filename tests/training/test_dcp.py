@@ -29,7 +29,8 @@ from torch.distributed.fsdp import fully_shard
 import zckpt
 import zckpt.dcp
 from tests.cli.console import FIXTURES
-from tests.gloo import run
+from tests.folders import names_in
+from tests.gloo import on_ranks, run
 from tests.logical import assert_same_slots
 from tests.pairwise import each, some
 from tests.training.test_load_any_format import build, check, spec_of
@@ -219,69 +220,56 @@ def test_what_is_saved_is_the_truth_and_goes_on(world_size, names, saved):
             )
 
 
-def failures(rank, world_size, directory: Path) -> dict[str, str]:
-    """Do what cannot be done; return what each attempt raised."""
+@on_ranks(2)
+def test_errors_are_one_clear_line(rank, world_size, tmp_path):
     training = Training.of(BY_NAME["adamw-fsdp-float32"])
     model, optimizer = get_state_dict(training.model, training.optimizer)
-    sharded = model["words.weight"]
-    told = {}
 
-    def attempt(what: str, function: Any, *args: Any, **options: Any) -> None:
-        try:
+    def refused(expected: str, function: Any, *args: Any, **options: Any) -> None:
+        with pytest.raises((CheckpointException, zckpt.ZckptError)) as told:
             function(*args, **options)
-        except (CheckpointException, zckpt.ZckptError) as error:
-            told[what] = str(error)
+        assert expected in str(told.value).splitlines()[-1], told.value
 
-    def load(what: str, state: dict[str, Any], source: object = FIXTURES / "s2_bf16_dp2", **options: Any) -> None:
-        attempt(what, dcp.load, state, storage_reader=zckpt.dcp.Reader(source, **options))
+    def load(expected: str, state: dict[str, Any], source: object = FIXTURES / "s2_bf16_dp2", **options: Any) -> None:
+        refused(expected, dcp.load, state, storage_reader=zckpt.dcp.Reader(source, **options))
 
-    def save(what: str, state: dict[str, Any], name: str, **options: Any) -> None:
-        attempt(what, dcp.save, state, storage_writer=zckpt.dcp.Writer(directory / name), **options)
+    def save(expected: str, state: dict[str, Any], name: str) -> None:
+        refused(expected, dcp.save, state, storage_writer=zckpt.dcp.Writer(tmp_path / name))
 
-    load("missing", {"model": {"prime": torch.zeros(7), "no.such": torch.zeros(2)}})
-    load("another key", {"ema_model": {"prime": torch.zeros(7)}})
-    load("told key", {"model": {"prime": torch.zeros(7)}}, model="net")
-    load("shape", {"model": {"prime": torch.zeros(8)}})
-    load("numbers", {"optimizer": {"state": {0: {"exp_avg": torch.zeros(7)}}}})
-    load("no file", {"model": {"prime": torch.zeros(7)}}, directory / "none")
-    load("group", {"optimizer": {"param_groups": [{"lr": 0.0, "params": ["prime", "fc1.weight"]}]}})
-    attempt("no path", dcp.load, {"a": torch.zeros(1)}, storage_reader=zckpt.dcp.Reader())
-    save("nothing", {"a": 1}, "nothing")
-    save("sharded", {"model": model, "optimizer": optimizer, "ema": {"words.weight": sharded}}, "sharded")
-    save("object", {"model": model, "args": Path("x")}, "object")
-    (directory / "there").mkdir(exist_ok=True)
-    save("exists", {"model": model}, "there")
+    prime = {"prime": torch.zeros(7)}
+    load("Missing key in checkpoint state_dict: model.no.such", {"model": {**prime, "no.such": torch.zeros(2)}})
+    load("Missing key in checkpoint state_dict: ema_model.prime", {"ema_model": prime})
+    load("Missing key in checkpoint state_dict: model.prime", {"model": prime}, model="net")
+    load(
+        "Size mismatch between saved torch.Size([7]) and current: torch.Size([8]) for model.prime",
+        {"model": {"prime": torch.zeros(8)}},
+    )
+    load(
+        "optimizer.state.0.exp_avg is state of a numbered parameter: expected names; make",
+        {"optimizer": {"state": {0: {"exp_avg": torch.zeros(7)}}}},
+    )
+    load("none: cannot be opened: found No such file or directory", {"model": prime}, tmp_path / "none")
+    load(
+        "parameters in one param group have different values of lr in the checkpoint: found 0.02, 0.01",
+        {"optimizer": {"param_groups": [{"lr": 0.0, "params": ["prime", "fc1.weight"]}]}},
+    )
+    refused("no checkpoint to read", dcp.load, prime, storage_reader=zckpt.dcp.Reader())
+    save("holds neither a model nor an optimizer", {"a": 1}, "nothing")
+    save(
+        "ema.words.weight is sharded, but belongs to neither the model nor the optimizer",
+        {"model": model, "optimizer": optimizer, "ema": {"words.weight": model["words.weight"]}},
+        "sharded",
+    )
+    save("args is a pathlib", {"model": model, "args": Path("x")}, "object")
+    (tmp_path / "there").mkdir(exist_ok=True)
+    save("already exists", {"model": model}, "there")
     one = {"model": dict(model), "odd": Path("x") if rank else 1}
-    save("on one rank", one, "one")
+    save("odd is a pathlib", one, "one")
     one["odd"] = 1
-    save("and then not", one, "one")
+    dcp.save(one, storage_writer=zckpt.dcp.Writer(tmp_path / "one"))
     gc.collect()
     dist.barrier()
-    told["left"] = " ".join(sorted(path.name for path in directory.iterdir()))
-    return told
-
-
-def test_errors_are_one_clear_line(tmp_path):
-    told = run(failures, 2, tmp_path)[1]
-    for what, expected in {
-        "missing": "Missing key in checkpoint state_dict: model.no.such",
-        "another key": "Missing key in checkpoint state_dict: ema_model.prime",
-        "told key": "Missing key in checkpoint state_dict: model.prime",
-        "shape": "Size mismatch between saved torch.Size([7]) and current: torch.Size([8]) for model.prime",
-        "numbers": "optimizer.state.0.exp_avg is state of a numbered parameter: expected names; make",
-        "no file": "none: cannot be opened: found No such file or directory",
-        "group": "parameters in one param group have different values of lr in the checkpoint: found 0.02, 0.01",
-        "no path": "no checkpoint to read",
-        "nothing": "holds neither a model nor an optimizer",
-        "sharded": "ema.words.weight is sharded, but belongs to neither the model nor the optimizer",
-        "object": "args is a pathlib",
-        "exists": "already exists",
-        "on one rank": "odd is a pathlib",
-    }.items():
-        assert expected in told[what], f"{what}: {told.get(what)}"
-        assert expected in told[what].splitlines()[-1], what
-    assert "and then not" not in told, told["and then not"]
-    assert told["left"] == "one there"
+    assert names_in(tmp_path) == ["one", "there"]
 
 
 def save_twice(rank, world_size, directory: Path) -> None:
@@ -309,7 +297,7 @@ def save_twice(rank, world_size, directory: Path) -> None:
 
 def test_kept_plans_overwriting_and_checkpoint_ids(tmp_path):
     run(save_twice, 2, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
+    assert names_in(tmp_path) == ["first", "second"]
 
 
 ROWS, COLUMNS = 1500, 700

@@ -27,16 +27,6 @@ PARTS = [
     Part(4, losses={step: 1 / step for step in range(1, 6)}, killed=3),
     Part(2, resumed=4, saved_by=4, losses={step: 1 / step for step in range(5, STEPS + 1)}),
 ]
-PROGRAM = """
-import sys
-
-sys.modules["matplotlib"] = None  # cannot be imported
-import train_and_resume
-
-if __name__ == "__main__":
-    train_and_resume.TOLERANCE = -1.0
-    sys.exit(train_and_resume.main())
-"""
 
 
 @pytest.fixture
@@ -78,20 +68,16 @@ def test_example_cannot_be_run_with_too_few_steps_or_over_another_run(arguments,
 
 
 @pytest.mark.nightly
-def test_example_without_agreement_or_matplotlib(tmp_path):
-    program, place = tmp_path / "program.py", tmp_path / "run"
-    program.write_text(PROGRAM)
-    paths = os.pathsep.join([str(ROOT / "examples"), environment()["PYTHONPATH"]])
+def test_the_example_is_a_program_that_needs_no_matplotlib(tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError")
+    its = environment()
     done = subprocess.run(
-        [sys.executable, program, "--quick", "--directory", place],
-        capture_output=True, text=True, env=environment() | {"PYTHONPATH": paths}, timeout=600, check=False,
+        [sys.executable, ROOT / "examples" / "train_and_resume.py", "--quick", "--directory", tmp_path / "run"],
+        capture_output=True, text=True, env=its | {"PYTHONPATH": os.pathsep.join([str(tmp_path), its["PYTHONPATH"]])},
+        timeout=600, check=False,
     )  # fmt: skip
-    assert done.returncode == 1, done.stdout + done.stderr
-    wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG")]
-    assert [line.split(" of ")[1][:7] for line in wrong] == ["3 ranks", "2 ranks"]  # those of 4 are bit-equal
+    assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "matplotlib is not here to draw a picture"
-    assert "  step     alone   resumed  ranks" in done.stdout
-    assert not list(place.glob("*.png"))
 
 
 def test_what_is_told_without_agreement_or_matplotlib(called, tmp_path, monkeypatch):

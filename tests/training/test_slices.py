@@ -16,6 +16,8 @@ import zckpt
 from tests.deepspeed_engine import Spec, models, tensor_parallel
 from tests.deepspeed_engine.training import batch
 from tests.gloo import run
+from tests.live import groups_of
+from tests.logical import assert_same_tree
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.axes.tp_rules import Rules
 from zckpt.optim import ZeroOptimizer
@@ -42,11 +44,7 @@ class Run:
         rows = (seed + torch.arange(24.0, dtype=dtype)).view(12, 2).chunk(tp)[self.grid.tensor_rank].clone()
         self.model.register_parameter("kept", torch.nn.Parameter(rows, requires_grad=False))
         self.rules = tensor_parallel.universal_info(self.spec)
-        named = [one for one in self.model.named_parameters() if one[1].requires_grad]
-        groups: list[dict[str, Any]] = [
-            {"params": [one for one in named if one[1].dim() > 1], "weight_decay": 0.1},
-            {"params": [one for one in named if one[1].dim() < 2], "weight_decay": 0.0},
-        ]
+        groups = groups_of(self.model, named=True)
         self.is_zero = tp * dp > 1 or dtype != torch.float32  # AdamW has no masters
         if self.is_zero:
             self.optimizer: Any = ZeroOptimizer(
@@ -55,6 +53,7 @@ class Run:
             )  # fmt: skip
         else:
             self.optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        self.given = {"model": self.model, "optimizer": self.optimizer}
 
     def train(self, first: int, count: int) -> list[float]:
         """Train, and return each step's loss over all ranks."""
@@ -96,15 +95,7 @@ class Run:
 def saved(rank, world_size, tp: int, path: Path, dtype: torch.dtype, async_: bool) -> tuple[Found, list[float]]:
     run_ = Run(tp, world_size // tp, dtype=dtype)
     run_.train(0, STEPS)
-    saving = zckpt.save(
-        path,
-        model=run_.model,
-        optimizer=run_.optimizer,
-        step=STEPS,
-        tp_rules=run_.rules,
-        async_=async_,
-        fingerprint=True,
-    )
+    saving = zckpt.save(path, **run_.given, step=STEPS, tp_rules=run_.rules, async_=async_, fingerprint=True)
     if saving is not None:
         saving.result()
     return run_.state(), run_.train(STEPS, AFTER)
@@ -112,15 +103,9 @@ def saved(rank, world_size, tp: int, path: Path, dtype: torch.dtype, async_: boo
 
 def loaded(rank, world_size, tp: int, path: Path, dtype: torch.dtype) -> tuple[Found, list[float]]:
     run_ = Run(tp, world_size // tp, seed=2, dtype=dtype)
-    restored = zckpt.load(path, model=run_.model, optimizer=run_.optimizer, tp_rules=run_.rules)
+    restored = zckpt.load(path, **run_.given, tp_rules=run_.rules)
     assert (restored.step, restored.missing, restored.unexpected) == (STEPS, [], [])
     return run_.state(), run_.train(STEPS, AFTER)
-
-
-def assert_same(found: Found, expected: Found) -> None:
-    assert found.keys() == expected.keys()
-    for (name, slot), value in expected.items():
-        assert torch.equal(found[name, slot], value), f"{slot} of {name}"
 
 
 def assert_is_saved(path: Path, expected: Found) -> None:
@@ -142,22 +127,21 @@ def two_ranks(rank, world_size, path: Path) -> tuple[Found, list[float], list[fl
     if rank == 0:
         rules.write_text(json.dumps(first.rules))
     dist.barrier()
-    zckpt.save(path / "slices", model=first.model, optimizer=first.optimizer, step=STEPS, tp_rules=rules)
+    zckpt.save(path / "slices", **first.given, step=STEPS, tp_rules=rules)
     state, unbroken = first.state(), first.train(STEPS, AFTER)
     again = Run(2, 1, seed=2)
-    given = {"model": again.model, "optimizer": again.optimizer}
-    zckpt.load(path / "slices", **given, tp_rules=rules)
-    assert_same(again.state(), state)
+    zckpt.load(path / "slices", **again.given, tp_rules=rules)
+    assert_same_tree(again.state(), state)
 
     refused_at = path / f"refused_{rank}"  # where ranks are to save by themselves, each has its own
 
     def refused(kind: type[Exception], match: str, **more: Any) -> None:
         with pytest.raises(kind, match=match):
-            zckpt.save(refused_at, **{**given, **more})
+            zckpt.save(refused_at, **{**again.given, **more})
 
     refused(UnsupportedError, "model needs rules that say how tensors are cut")
     with pytest.raises(UnsupportedError, match="model needs rules that say how tensors are cut"):
-        zckpt.load(path / "slices", **given)
+        zckpt.load(path / "slices", **again.given)
     plain = [one for one in again.rules["tp_replicated_parameter_patterns"] if "input_norm" not in one]
     twice = {**again.rules, "tp_replicated_parameter_patterns": plain}
     refused(LayoutError, "input_norm.weight is the same on ranks of all slices, although no rule", tp_rules=twice)
@@ -185,7 +169,7 @@ def two_ranks(rank, world_size, path: Path) -> tuple[Found, list[float], list[fl
     assert not refused_at.exists()
     del again.model.mask
     last = Run(2, 1, seed=3)
-    zckpt.load(path / "slices", model=last.model, optimizer=last.optimizer, tp_rules=rules)
+    zckpt.load(path / "slices", **last.given, tp_rules=rules)
     return state, unbroken, last.train(STEPS, AFTER)
 
 
@@ -194,7 +178,7 @@ def test_slices_of_two_ranks_are_whole_parameters_to_one(tmp_path):
     assert again == other == unbroken
     assert_is_saved(tmp_path / "slices", state)
     [(found, losses)] = run(loaded, 1, 1, tmp_path / "slices", torch.float32)
-    assert_same(found, state)
+    assert_same_tree(found, state)
     assert losses == pytest.approx(unbroken, rel=1e-5)
 
 
@@ -228,7 +212,7 @@ def test_slices_are_loaded_at_any_degrees(dtype, tmp_path):
         assert_is_saved(path, state)
         for its_tp, its_dp in degrees:
             for found, losses in run(loaded, its_tp * its_dp, its_tp, path, dtype):
-                assert_same(found, state)
+                assert_same_tree(found, state)
                 if (its_tp, its_dp) == (tp, dp):
                     assert losses == unbroken
                 elif dtype == torch.float32:
@@ -241,11 +225,11 @@ def checkpointed(rank, world_size, path: Path) -> tuple[list[float], list[float]
     checkpointer = zckpt.Checkpointer(path, **options)
     for step in range(3):
         one.train(step, 1)
-        checkpointer.step(step + 1, model=one.model, optimizer=one.optimizer)
+        checkpointer.step(step + 1, **one.given)
     unbroken = one.train(3, AFTER)
     again = Run(2, world_size // 2, seed=2)
     with zckpt.Checkpointer(path, **options) as resuming:
-        restored = resuming.resume(model=again.model, optimizer=again.optimizer)
+        restored = resuming.resume(**again.given)
         assert restored.step == 3  # kept in memory after the save of step 2
     return unbroken, again.train(3, AFTER)
 

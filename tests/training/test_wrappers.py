@@ -18,10 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zckpt
 import zckpt.dcp
+from tests import live
 from tests.gloo import on_ranks, run
 from tests.live import equal, save_both
 from tests.pairwise import some
-from tests.training.trainings import compiled, traced_if, whole
+from tests.training.trainings import compiled, traced_if
 from zckpt.errors import UnsupportedError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 
@@ -88,8 +89,8 @@ def build(model: str, wrapper: str, *, seed: int) -> tuple[nn.Module, torch.opti
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    weights = [whole(one) for one in model.parameters()]
-    return weights + [whole(optimizer.state[one]["exp_avg"]) for one in model.parameters()]
+    """Return all without names, which wrappers change."""
+    return [*live.state(model, optimizer).values()]
 
 
 def save_all(rank, model: str, wrappers: list[str], traced: bool, folder: Path) -> dict[str, list[torch.Tensor]]:
