@@ -272,7 +272,8 @@ def test_errors_are_one_clear_line(rank, world_size, tmp_path):
     assert names_in(tmp_path) == ["one", "there"]
 
 
-def save_twice(rank, world_size, directory: Path) -> None:
+@on_ranks(2)
+def test_kept_plans_overwriting_and_checkpoint_ids(rank, world_size, tmp_path):
     """Save again with planners that keep their plans, over what is there, and to where `checkpoint_id` says."""
     weight = torch.full((3, 2), 1.0)
     state = {"model": {"w": weight, "b": torch.arange(3.0)}, "step": 0}
@@ -280,31 +281,32 @@ def save_twice(rank, world_size, directory: Path) -> None:
         weight.fill_(step)
         state["step"] = step
         dcp.save(
-            state, checkpoint_id=directory / name, storage_writer=zckpt.dcp.Writer(overwrite=True),
+            state, checkpoint_id=tmp_path / name, storage_writer=zckpt.dcp.Writer(overwrite=True),
             planner=DefaultSavePlanner(enable_plan_caching=True),
         )  # fmt: skip
     for name, step in (("first", 2), ("second", 1)):
         found = {"model": {"w": torch.zeros(3, 2), "b": torch.zeros(3), "c": torch.ones(1)}, "step": -1}
         dcp.load(
-            found, checkpoint_id=directory / name, storage_reader=zckpt.dcp.Reader(),
+            found, checkpoint_id=tmp_path / name, storage_reader=zckpt.dcp.Reader(),
             planner=DefaultLoadPlanner(allow_partial_load=True),
         )  # fmt: skip
         assert found["step"] == step
         assert torch.equal(found["model"]["w"], torch.full((3, 2), float(step)))
         assert torch.equal(found["model"]["b"], torch.arange(3.0))
         assert torch.equal(found["model"]["c"], torch.ones(1))  # which the checkpoint has not
-
-
-def test_kept_plans_overwriting_and_checkpoint_ids(tmp_path):
-    run(save_twice, 2, tmp_path)
     assert names_in(tmp_path) == ["first", "second"]
 
 
 ROWS, COLUMNS = 1500, 700
 
 
-def read_own_part(rank, world_size, source: Path) -> tuple[int, int]:
-    """Load a sharded tensor; return the bytes that were read by this process, and those that it needs."""
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts what a process reads")
+@on_ranks(3)
+def test_a_rank_reads_the_bytes_of_its_own_chunks(rank, world_size, tmp_path):
+    expected, source = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS), tmp_path / "m.pt"
+    if rank == 0:
+        torch.save({"weight": expected}, source)
+    dist.barrier()
     mesh = init_device_mesh("cpu", (world_size,))
     model = fully_shard(torch.nn.Linear(COLUMNS, ROWS, bias=False), mesh=mesh)
     state = get_model_state_dict(model)
@@ -313,22 +315,15 @@ def read_own_part(rank, world_size, source: Path) -> tuple[int, int]:
     dcp.load(state, storage_reader=zckpt.dcp.Reader(source))
     read = bytes_read() - before
     set_model_state_dict(model, state)
-    expected = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
     assert torch.equal(whole(model.weight), expected)
-    return read, state["weight"].to_local().nbytes
+    own = state["weight"].to_local().nbytes
+    assert own <= read < own + (150 << 10)  # the structure, its checksums, and what ranks say to each other
 
 
 def bytes_read() -> int:
     """How many bytes this process has read with system calls."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["rchar"])
-
-
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts what a process reads")
-def test_a_rank_reads_the_bytes_of_its_own_chunks(tmp_path):
-    torch.save({"weight": torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)}, tmp_path / "m.pt")
-    for read, own in run(read_own_part, 3, tmp_path / "m.pt"):
-        assert own <= read < own + (150 << 10)  # the structure, its checksums, and what ranks say to each other
 
 
 @pytest.mark.parametrize(("name", "to"), each(OFTEN[3], ["dcp", "consolidated", "deepspeed", "universal"]))

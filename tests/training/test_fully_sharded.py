@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
 
 import zckpt
-from tests.fsdp_training.training import STEPS, Net, made, step, truth
+from tests.fsdp_training.training import STEPS, Net, made, step, trained, truth, truth_and_losses
 from tests.gloo import on_ranks, run
 from tests.pairwise import some
 from zckpt.errors import UnsupportedError, UsageError
@@ -32,17 +32,9 @@ PAIRS = [
 
 def train_and_save(rank, world_size, wrap: str, folder: Path) -> tuple[Found, list[float]]:
     torch.set_num_threads(1)
-    model, optimizer, scheduler = trained(wrap, world_size, seed=0)
+    model, optimizer, scheduler = trained(wrap, world_size)
     zckpt.save(folder / "saved", model=model, optimizer=optimizer, scheduler=scheduler, step=STEPS)
-    found = {key: one.clone() for key, one in truth(model, optimizer).items()}
-    return found, [step(model, optimizer, scheduler, STEPS + number) for number in range(2)]
-
-
-def trained(wrap: str, world_size: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    model, optimizer, scheduler = made(wrap, world_size, seed)
-    for number in range(STEPS):
-        step(model, optimizer, scheduler, number)
-    return model, optimizer, scheduler
+    return truth_and_losses(model, optimizer, scheduler)
 
 
 def load_and_train(rank, world_size, wrap: str, folder: Path) -> tuple[Found, list[float]]:
@@ -51,17 +43,20 @@ def load_and_train(rank, world_size, wrap: str, folder: Path) -> tuple[Found, li
     model(torch.zeros(1, 3, dtype=torch.int64))  # leaves whole parameters in memory, which are old afterwards
     restored = zckpt.load(folder / "saved", model=model, optimizer=optimizer, scheduler=scheduler)
     assert restored.step == STEPS
-    found = {key: one.clone() for key, one in truth(model, optimizer).items()}
-    return found, [step(model, optimizer, scheduler, STEPS + number) for number in range(2)]
+    return truth_and_losses(model, optimizer, scheduler)
+
+
+def different(found: Found, expected: Found) -> list[str]:
+    """Return the keys of what is expected that are not there, or are otherwise."""
+    return [key for key, one in expected.items() if key not in found or not torch.equal(found[key], one)]
 
 
 @pytest.mark.parametrize(("wrap", "ranks", "into", "other"), some(PAIRS[2:5], [*PAIRS[:2], *PAIRS[5:]]))
 def test_training_goes_on_under_any_strategy_at_any_number_of_ranks(wrap, ranks, into, other, tmp_path):
     [(expected, losses), *_] = run(train_and_save, ranks, wrap, tmp_path)
     [(found, then), *_] = run(load_and_train, other, into, tmp_path)
-    same = {key for key in expected if "frozen" not in key or key.startswith("weight/")}  # a unit is trained as a whole
-    assert same <= found.keys()
-    assert [key for key in same if not torch.equal(found[key], expected[key])] == []
+    slots_of_frozen = ("step/frozen", "exp_avg/frozen", "exp_avg_sq/frozen")  # a unit is trained as a whole
+    assert [key for key in different(found, expected) if not key.startswith(slots_of_frozen)] == []
     alike = "fsdp2" in wrap + into or ("orig" in wrap) == ("orig" in into)
     assert then[: 2 if alike else 1] == pytest.approx(losses[: 2 if alike else 1], rel=1e-6)
     opened = zckpt.open(tmp_path / "saved")
@@ -71,8 +66,8 @@ def test_training_goes_on_under_any_strategy_at_any_number_of_ranks(wrap, ranks,
             assert torch.equal(opened.read(name, slot), one), key
 
 
-def plain_run(folder: Path) -> tuple[Found, list[float]]:
-    """Train the bare model, save it with torch, its optimizer numbered, and return what it held and what came then."""
+def test_numbers_of_the_bare_models_optimizer_are_units_members(tmp_path):
+    """Those of a file of torch's, of a training in one process."""
     torch.manual_seed(0)
     net = Net()
     del net.frozen
@@ -82,16 +77,10 @@ def plain_run(folder: Path) -> tuple[Found, list[float]]:
     for number in range(STEPS):
         step(net, optimizer, scheduler, number)
     root = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
-    torch.save({**root, "step": STEPS}, folder / "saved")
-    found = {key: one.clone() for key, one in truth(net, optimizer).items()}
-    return found, [step(net, optimizer, scheduler, STEPS + number) for number in range(2)]
-
-
-def test_numbers_of_the_bare_models_optimizer_are_units_members(tmp_path):
-    expected, _ = plain_run(tmp_path)
+    torch.save({**root, "step": STEPS}, tmp_path / "saved")
+    expected = truth(net, optimizer)
     found, _ = run(load_and_train, 2, "fsdp1", tmp_path)[0]
-    for key, one in expected.items():
-        assert torch.equal(found[key], one), key
+    assert different(found, expected) == []
 
 
 class Pieces(nn.Module):
@@ -140,32 +129,26 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
     return found
 
 
-def several_groups(rank, world_size, folder: Path) -> None:
+@on_ranks(3)
+def test_units_beside_parameters_that_are_in_none(rank, world_size, tmp_path):
     model, optimizer = pieces(0)
     data = torch.rand(6, 5, generator=torch.Generator().manual_seed(1))
     for _ in range(2):
         model(data).backward()
         optimizer.step()
         optimizer.zero_grad()
-    zckpt.save(folder / "saved", model=model, optimizer=optimizer)
-    saved = own_state(model, optimizer)
+    zckpt.save(tmp_path / "saved", model=model, optimizer=optimizer)
     other, its = pieces(1)
-    zckpt.load(folder / "saved", model=other, optimizer=its)
-    found = own_state(other, its)
+    zckpt.load(tmp_path / "saved", model=other, optimizer=its)
+    found, saved = own_state(other, its), own_state(model, optimizer)
     assert found.keys() == saved.keys()
-    changed = [key for key in saved if not torch.equal(found[key], saved[key])]
-    assert changed == [name for name in saved if name.endswith("gone")]
+    assert different(found, saved) == [name for name in saved if name.endswith("gone")]
     assert [group["lr"] for group in its.param_groups] == [0.01, 0.02]
     model(data).backward()
     other(data).backward()
     optimizer.step()
     its.step()
-    after = own_state(other, its)
-    assert all(torch.equal(after[key], one) for key, one in own_state(model, optimizer).items() if "gone" not in key)
-
-
-def test_units_beside_parameters_that_are_in_none(tmp_path):
-    run(several_groups, 3, tmp_path)
+    assert all(name.endswith("gone") for name in different(own_state(other, its), own_state(model, optimizer)))
     opened = zckpt.open(tmp_path / "saved")
     assert [sorted(group.parameters) for group in opened.param_groups] == [
         ["alone.bias", "body.0.bias"], ["alone.weight", "body.0.weight", "body.1.weight", "scale"]
@@ -173,28 +156,25 @@ def test_units_beside_parameters_that_are_in_none(tmp_path):
     assert opened.parameters["body.0.weight"].shape == (3, 5)
 
 
-def refused(rank, world_size, folder: Path) -> None:
+@on_ranks(2)
+def test_what_cannot_be_told_is_refused(rank, world_size, tmp_path):
     model, optimizer, _ = made("fsdp1", world_size)
     with pytest.raises(UsageError, match="give the optimizer's model"):
-        zckpt.save(folder / "saved", optimizer=optimizer)
+        zckpt.save(tmp_path / "saved", optimizer=optimizer)
     with (
         FullyShardedDataParallel.summon_full_params(model),
         pytest.raises(UsageError, match="outside of forward, backward and summon_full_params"),
     ):
-        zckpt.save(folder / "saved", model=model)
-    different, its, scheduler = made("fsdp1 orig", world_size)
-    step(different, its, scheduler, 0)
-    for name, parameter in different.named_parameters():
+        zckpt.save(tmp_path / "saved", model=model)
+    assert not (tmp_path / "saved").exists()
+    other, its, scheduler = made("fsdp1 orig", world_size)
+    step(other, its, scheduler, 0)
+    for name, parameter in other.named_parameters():
         if name.endswith("norm.weight") and parameter in its.state:
             its.state[parameter]["step"] += 1
-    zckpt.save(folder / "steps", model=different, optimizer=its)
+    zckpt.save(tmp_path / "steps", model=other, optimizer=its)
     with pytest.raises(UsageError, match="whose flat parameter can have only one"):
-        zckpt.load(folder / "steps", model=model, optimizer=optimizer, strict=False)
-
-
-def test_what_cannot_be_told_is_refused(tmp_path):
-    run(refused, 2, tmp_path)
-    assert not (tmp_path / "saved").exists()
+        zckpt.load(tmp_path / "steps", model=model, optimizer=optimizer, strict=False)
 
 
 class Own(nn.Linear):

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zckpt
 from tests.cli.console import FIXTURES
 from tests.deepspeed_engine import SPECS, Spec, models
-from tests.gloo import run
+from tests.gloo import on_ranks, run
 from tests.live import whole
 from tests.pairwise import some
 from tests.training.trainings import slots_of
@@ -136,24 +136,19 @@ def test_every_family_gets_the_state_that_was_saved(world_size, every):
     assert sum(told) > 50 * world_size / every * len(SOURCES)
 
 
-def load_state_of_ranks(rank, world_size, source: str) -> str:
-    """Load a checkpoint with state that is each rank's own, with an optimizer and without; return the refusal."""
+@on_ranks(1)
+def test_state_that_was_each_ranks_own_is_refused_by_name_and_the_model_is_loaded_without(rank, world_size):
+    source = "own_lamb_s2_fp32_dp2"
     model = models.build_model(SPECS[source])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(zckpt.UnsupportedError) as raised:
+    with pytest.raises(zckpt.UnsupportedError, match="trust_ratio, weight_norm, adam_norm"):
         zckpt.load(FIXTURES / source, model=model, optimizer=optimizer)
     assert all(torch.equal(bits(value), bits(before[name])) for name, value in model.state_dict().items())
     zckpt.load(FIXTURES / source, model=model)
     truth = Truth(FIXTURES / source)
     for name, value in truth.masters.items():
         assert_same(model.state_dict()[name], value, name)
-    return str(raised.value)
-
-
-def test_state_that_was_each_ranks_own_is_refused_by_name_and_the_model_is_loaded_without():
-    (said,) = run(load_state_of_ranks, 1, "own_lamb_s2_fp32_dp2")
-    assert "trust_ratio, weight_norm, adam_norm" in said
 
 
 def test_param_groups_in_which_nothing_is_trained_need_not_be_in_a_checkpoint(tmp_path):

@@ -229,9 +229,12 @@ def test_a_dynamic_loss_scale_goes_on_where_it_was(rank, world_size, form, tmp_p
     assert equal(model, other)
 
 
-def scaled_without_zero(rank, world_size, folder: Path) -> None:
+@on_ranks(1)
+def test_a_dynamic_loss_scale_of_stage_0_goes_on_with_the_patience_that_the_optimizer_has(rank, world_size, tmp_path):
     spec = SPECS["s0_fp16_dp2"]
-    for source in (FIXTURES / spec.name, folder / "whole", folder / "universal"):
+    zckpt.convert(FIXTURES / spec.name, tmp_path / "whole", to="consolidated")
+    zckpt.convert(tmp_path / "whole", tmp_path / "universal", to="universal")
+    for source in (FIXTURES / spec.name, tmp_path / "whole", tmp_path / "universal"):
         for load in (
             lambda path, model, optimizer: zckpt.load(path, model=model, optimizer=optimizer),
             lambda path, model, optimizer: files.load(optimizer, path, model=model),
@@ -244,12 +247,6 @@ def scaled_without_zero(rank, world_size, folder: Path) -> None:
             counted = {"cur_scale": 512.0, "cur_iter": 5, "scale_window": 3, "last_overflow_iter": -1}
             patience = {"min_scale": 0.25, "delayed_shift": 3, "cur_hysteresis": 3}
             assert vars(optimizer.loss_scaler).items() >= (counted | patience).items()
-
-
-def test_a_dynamic_loss_scale_of_stage_0_goes_on_with_the_patience_that_the_optimizer_has(tmp_path):
-    zckpt.convert(FIXTURES / "s0_fp16_dp2", tmp_path / "whole", to="consolidated")
-    zckpt.convert(tmp_path / "whole", tmp_path / "universal", to="universal")
-    run(scaled_without_zero, 1, tmp_path)
 
 
 def after_stage_0(rank, world_size, kind: str) -> list[float]:

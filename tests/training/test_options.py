@@ -20,8 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import zckpt
+from tests.folders import names_in
 from tests.gloo import on_ranks, run
-from tests.live import trained
+from tests.live import equal, trained
 from tests.logical import assert_same_tree
 from tests.refusals import refusing
 from tests.training.trainings import whole
@@ -37,18 +38,14 @@ pytestmark = pytest.mark.interop
 # --- what is written, and by whom
 
 
-def bytes_of_ranks(rank, world_size, directory: Path) -> None:
+@on_ranks(3)
+def test_what_all_ranks_have_is_written_once_and_evenly(rank, world_size, tmp_path):
     torch.manual_seed(0)
     model, optimizer = trained(nn.Sequential(nn.Linear(64, 1000), nn.Linear(1000, 3)))
-    zckpt.save(directory / "replicated", model=model, optimizer=optimizer)
-
-
-def test_what_all_ranks_have_is_written_once_and_evenly(tmp_path):
-    run(bytes_of_ranks, 3, tmp_path)
-    files = sorted((tmp_path / "replicated").glob("rank-*"))
-    sizes = [path.stat().st_size for path in files]
+    zckpt.save(tmp_path / "replicated", model=model, optimizer=optimizer)
+    sizes = [path.stat().st_size for path in (tmp_path / "replicated").glob("rank-*")]
     elements = 64 * 1000 + 1000 + 3000 + 3
-    assert len(files) == 3
+    assert len(sizes) == 3
     assert 3 * 4 * elements < sum(sizes) < 3 * 4 * elements + 3 * 4000
     assert max(sizes) - min(sizes) < 2000
 
@@ -69,15 +66,13 @@ class Counting(nn.Module):
         self.more = state
 
 
-def of_the_first(rank, world_size, directory: Path) -> tuple[float, float, Any]:
-    zckpt.save(directory / "c", model=Counting(rank + 5), extra={"rank": rank})
+@on_ranks(3)
+def test_buffers_and_extra_are_those_of_the_first_rank(rank, world_size, tmp_path):
+    zckpt.save(tmp_path / "c", model=Counting(rank + 5), extra={"rank": rank})
     model = Counting(99)
-    restored = zckpt.load(directory / "c", model=model)
-    return model.seen.min().item(), model.seen.max().item(), (model.more, restored.extra)
-
-
-def test_buffers_and_extra_are_those_of_the_first_rank(tmp_path):
-    assert run(of_the_first, 3, tmp_path) == [(5.0, 5.0, ({"start": 5}, {"rank": 0}))] * 3
+    restored = zckpt.load(tmp_path / "c", model=model)
+    assert (model.seen == 5).all()
+    assert (model.more, restored.extra) == ({"start": 5}, {"rank": 0})
 
 
 class Scaled(Counting):
@@ -231,7 +226,8 @@ def test_what_cannot_be_saved_is_refused(given, kind, said, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def a_group_that_is_frozen(rank, world_size, directory: Path) -> list[Any]:
+@on_ranks(2)
+def test_a_zero_optimizer_with_a_group_that_is_frozen_is_saved_and_loaded(rank, world_size, tmp_path):
     found = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -241,16 +237,12 @@ def a_group_that_is_frozen(rank, world_size, directory: Path) -> list[Any]:
         if not found:
             optimizer.backward(model(torch.ones(1, 3)).sum())
             optimizer.step()
-            zckpt.save(directory / "c", model=model, optimizer=optimizer)
+            zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
         else:
-            zckpt.load(directory / "c", model=model, optimizer=optimizer)
-            zckpt.assert_restored(directory / "c", model=model, optimizer=optimizer)
+            zckpt.load(tmp_path / "c", model=model, optimizer=optimizer)
+            zckpt.assert_restored(tmp_path / "c", model=model, optimizer=optimizer)
         found.append([optimizer.full_state("0.weight", "exp_avg").tolist(), model[1].weight.tolist()])
-    return found
-
-
-def test_a_zero_optimizer_with_a_group_that_is_frozen_is_saved_and_loaded(tmp_path):
-    assert all(saved == loaded for saved, loaded in run(a_group_that_is_frozen, 2, tmp_path))
+    assert found[0] == found[1]
 
 
 # --- beside
@@ -265,7 +257,8 @@ EXTRA = {
 }  # fmt: skip
 
 
-def beside(rank, world_size, directory: Path) -> tuple[dict[Any, Any], list[str]]:
+@on_ranks(2)
+def test_what_is_beside_comes_back(rank, world_size, tmp_path):
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10)
@@ -273,28 +266,24 @@ def beside(rank, world_size, directory: Path) -> tuple[dict[Any, Any], list[str]
     optimizer.step()
     scheduler.step()
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "grad_scaler": scaler}
-    zckpt.save(directory / "c", **given, extra=EXTRA)
+    zckpt.save(tmp_path / "c", **given, extra=EXTRA)
     expected = (random.random(), np.random.rand(), torch.rand(3).tolist())
     other = nn.Linear(3, 3)
     another = torch.optim.SGD(other.parameters(), lr=0.1)
     fresh = torch.optim.lr_scheduler.OneCycleLR(another, 1.0, total_steps=10)
     rescaled = torch.amp.GradScaler("cpu")
-    restored = zckpt.load(directory / "c", model=other, optimizer=another, scheduler=fresh, grad_scaler=rescaled)
+    restored = zckpt.load(tmp_path / "c", model=other, optimizer=another, scheduler=fresh, grad_scaler=rescaled)
     assert (random.random(), np.random.rand(), torch.rand(3).tolist()) == expected
     assert fresh.state_dict().keys() == scheduler.state_dict().keys()
     assert fresh.get_last_lr() == scheduler.get_last_lr()
     assert rescaled.state_dict() == scaler.state_dict()
     assert another.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-    return restored.extra, restored.notes
-
-
-def test_what_is_beside_comes_back(tmp_path):
-    for found, notes in run(beside, 2, tmp_path):
-        assert (list(found), notes) == (list(EXTRA), [])
-        assert list(map(type, found.values())) == list(map(type, EXTRA.values()))
-        assert list(found["ordered"]) == list(EXTRA["ordered"])
-        its, expected = ({**one, "array": one["array"].tolist()} for one in (found, EXTRA))
-        assert_same_tree(its, expected)
+    found = restored.extra
+    assert (list(found), restored.notes) == (list(EXTRA), [])
+    assert list(map(type, found.values())) == list(map(type, EXTRA.values()))
+    assert list(found["ordered"]) == list(EXTRA["ordered"])
+    its, values = ({**one, "array": one["array"].tolist()} for one in (found, EXTRA))
+    assert_same_tree(its, values)
 
 
 def random_numbers(rank, world_size, directory: Path, what: str) -> tuple[Any, list[str]]:
@@ -341,36 +330,32 @@ def test_what_save_kept_comes_back_from_every_format_whatever_the_user_calls_his
 # --- models that differ
 
 
-def differ(rank, world_size, directory: Path) -> list[Any]:
+@on_ranks(2)
+def test_models_that_differ_are_refused_or_loaded_as_far_as_they_go(rank, world_size, tmp_path):
     torch.manual_seed(0)
     saved = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(3, 4), "c": nn.Linear(2, 2)})
     optimizer = ZeroOptimizer(list(saved.named_parameters()), torch.optim.AdamW, lr=0.5)
     optimizer.backward(sum(p.square().sum() for p in saved.parameters()))
     optimizer.step()
-    zckpt.save(directory / "c", model=saved, optimizer=optimizer, step=1)
+    zckpt.save(tmp_path / "c", model=saved, optimizer=optimizer, step=1)
     model = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(3, 5), "d": nn.Linear(1, 1)})
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     other = ZeroOptimizer(list(model.named_parameters()), torch.optim.AdamW, lr=0.25)
     for options in ({}, {"optimizer": other}):
         with pytest.raises(UsageError, match=r"not a checkpoint of this model.*strict=False"):
-            zckpt.load(directory / "c", model=model, **options)
+            zckpt.load(tmp_path / "c", model=model, **options)
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
-    restored = zckpt.load(directory / "c", model=model, optimizer=other, strict=False)
+    restored = zckpt.load(tmp_path / "c", model=model, optimizer=other, strict=False)
     assert torch.equal(model["a"].weight, saved["a"].weight)
     assert torch.equal(other.full_state("a.weight", "exp_avg"), optimizer.full_state("a.weight", "exp_avg"))
     for name in ("b.weight", "d.bias"):
         assert torch.equal(dict(model.named_parameters())[name], before[name])
         assert not other.full_state(name, "exp_avg").any()
     assert other.param_groups[0]["lr"] == 0.25
-    return [restored.missing, restored.unexpected, restored.reshaped, restored.notes]
-
-
-def test_models_that_differ_are_refused_or_loaded_as_far_as_they_go(tmp_path):
-    for missing, unexpected, reshaped, notes in run(differ, 2, tmp_path):
-        assert missing == ["d.weight", "d.bias"]
-        assert unexpected == ["c.weight", "c.bias"]
-        assert reshaped == ["b.weight", "b.bias"]
-        assert "hyperparameters are not changed" in notes[0]
+    assert restored.missing == ["d.weight", "d.bias"]
+    assert restored.unexpected == ["c.weight", "c.bias"]
+    assert restored.reshaped == ["b.weight", "b.bias"]
+    assert "hyperparameters are not changed" in restored.notes[0]
 
 
 # --- sharded models, subgroups, and what is read by one
@@ -403,33 +388,28 @@ def test_boxes_are_saved_once_and_loaded_into_other_boxes(rank, world_size, tmp_
         dist.barrier()
 
 
-def in_a_subgroup(rank, world_size, directory: Path) -> list[str]:
+@on_ranks(3)
+def test_a_part_of_the_world_saves_and_loads(rank, world_size, tmp_path):
     pair = dist.new_group([0, 2])
     other = dist.new_group([1])
     if rank == 1:
-        zckpt.save(directory / "alone", model=nn.Linear(2, 2), process_group=other)
-        return []
+        zckpt.save(tmp_path / "alone", model=nn.Linear(2, 2), process_group=other)
+        return
     torch.manual_seed(0)
     model = nn.Linear(30, 30)
     optimizer = ZeroRedundancyOptimizer(model.named_parameters(), torch.optim.AdamW, process_group=pair, lr=0.1)
     model(torch.ones(1, 30)).sum().backward()
     optimizer.step()
-    saving = zckpt.save(directory / "pair", model=model, optimizer=optimizer, async_=True)
+    saving = zckpt.save(tmp_path / "pair", model=model, optimizer=optimizer, async_=True)
     saving.result()
     again = nn.Linear(30, 30)
     its = ZeroRedundancyOptimizer(again.named_parameters(), torch.optim.AdamW, process_group=pair, lr=0.1)
     for broadcast in (False, True):
         nn.init.zeros_(again.weight)
-        zckpt.load(directory / "pair", model=again, optimizer=its, broadcast=broadcast)
-        assert torch.equal(again.weight, model.weight)
-        assert torch.equal(again.bias, model.bias)
-    return sorted(path.name for path in (directory / "pair").iterdir())
-
-
-def test_a_part_of_the_world_saves_and_loads(tmp_path):
-    first, _, third = run(in_a_subgroup, 3, tmp_path)
+        zckpt.load(tmp_path / "pair", model=again, optimizer=its, broadcast=broadcast)
+        assert equal(again, model)
     names = ["checkpoint.json", "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"]
-    assert first == third == names
+    assert names_in(tmp_path / "pair") == names
 
 
 # --- workers
@@ -447,15 +427,16 @@ def square(parameter: Any) -> torch.Tensor:
     return parameter.local_value().square().sum()
 
 
-def with_workers(rank, world_size, directory: Path) -> bool:
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{directory}/rpc", num_worker_threads=8)
+@on_ranks(3, fresh=True)
+def test_workers_save_what_lives_with_them(rank, world_size, tmp_path):
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/rpc", num_worker_threads=8)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
-    done = rank != 0 or save_with_workers(world_size, directory)
+    if rank == 0:
+        save_with_workers(world_size, tmp_path)
     rpc.shutdown()
-    return done
 
 
-def save_with_workers(world_size: int, directory: Path) -> bool:
+def save_with_workers(world_size: int, directory: Path) -> None:
     import torch.distributed.autograd as dist_autograd
 
     def made(seed: int) -> tuple[list[Any], DistributedOptimizer]:
@@ -490,11 +471,6 @@ def save_with_workers(world_size: int, directory: Path) -> bool:
     with pytest.raises(DamagedFileError, match="exp_avg_sq/p0: changed since it was written"):
         zckpt.load(directory / "c", optimizer=another)
     zckpt.load(directory / "c", optimizer=another, verify=False)
-    return True
-
-
-def test_workers_save_what_lives_with_them(tmp_path):
-    assert all(run(with_workers, 3, tmp_path, fresh=True))
 
 
 # --- one process

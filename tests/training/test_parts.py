@@ -210,10 +210,13 @@ def test_optimizers_that_step_in_backward_are_saved_by_name(rank, world_size, tm
     assert [train(again), train(again)] == [train(part), train(part)]
 
 
-def refused(rank, world_size, folder: Path) -> None:
+@on_ranks(2)
+def test_what_does_not_fit_together_is_refused(rank, world_size, tmp_path):
+    """Only bytes say whether ranks of another dimension of a mesh have the same, or something else of the same name."""
+
     def save(match: str, kind: type[Exception], parts: Any, optimizer: Any = None) -> None:
         with pytest.raises(kind, match=match):
-            zckpt.save(folder / "refused", model=parts, optimizer=optimizer)
+            zckpt.save(tmp_path / "refused", model=parts, optimizer=optimizer)
 
     torch.manual_seed(rank)
     save(r"weight of 0\.bias has different values on ranks", LayoutError, [nn.Sequential(nn.Linear(2, 2))])
@@ -231,14 +234,9 @@ def refused(rank, world_size, folder: Path) -> None:
     if rank == 1:
         cut.get_parameter("layers.1.norm.weight").to_local().data += 1
     save(r"weight of layers\.1\.norm\.weight has different values on ranks", LayoutError, cut)
-    zckpt.save(folder / "saved", model=[part], optimizer=[sgd])
+    zckpt.save(tmp_path / "saved", model=[part], optimizer=[sgd])
     with pytest.raises(UsageError, match=r"the model has no layers\.1"):
-        zckpt.load(folder / "saved", model=[Part([0])])
+        zckpt.load(tmp_path / "saved", model=[Part([0])])
     with pytest.raises(UsageError, match="broadcast only applies to a model that all ranks have whole"):
-        zckpt.load(folder / "saved", model=[part], broadcast=True)
-
-
-def test_what_does_not_fit_together_is_refused(tmp_path):
-    """Only bytes say whether ranks of another dimension of a mesh have the same, or something else of the same name."""
-    run(refused, 2, tmp_path)
+        zckpt.load(tmp_path / "saved", model=[part], broadcast=True)
     assert [one.name for one in tmp_path.iterdir()] == ["saved"]
