@@ -18,10 +18,12 @@ import pytest
 import torch
 
 import zckpt
-from tests.gloo import WorkerError, run
+from tests.folders import names_in
+from tests.gloo import WorkerError, on_ranks, run
 from tests.pairwise import some
+from tests.refusals import refusing
 from tests.training.trainings import BY_NAME, Training, differences
-from zckpt.errors import SourceError, TargetError, TargetExistsError, UnsupportedError, UsageError
+from zckpt.errors import SourceError, TargetError, TargetExistsError, UnsupportedError, UsageError, ZckptError
 
 pytestmark = pytest.mark.interop
 
@@ -153,43 +155,31 @@ def test_a_failure_of_one_rank_is_one_of_all(failure, async_, tmp_path):
         shutil.rmtree(directory, ignore_errors=True)
     assert all("cannot be written" in said or "disappeared" in said for said in told)
     if failure == "no space":
-        assert sorted(path.name for path in directory.iterdir()) == ["first", "fourth"]
+        assert names_in(directory) == ["first", "fourth"]
 
 
-def refuse(rank, world_size, directory: Path) -> list[str]:
+@on_ranks(2)
+def test_what_cannot_be_saved_is_refused_in_a_line_on_all_ranks(rank, world_size, tmp_path):
     training = Training.of(BY_NAME["adamw-ddp-float32"])
     both = {"model": training.model, "optimizer": training.optimizer}
-    said = []
 
-    def refused(kind: type[Exception], path: Path, **options: Any) -> None:
-        with pytest.raises(kind) as caught:
+    def refused(kind: type[ZckptError], words: str, path: Path, **options: Any) -> None:
+        with refusing(kind, words):
             zckpt.save(path, **{**both, **options})
-        said.append(str(caught.value))
 
-    refused(TargetError, Path("/proc/zckpt/checkpoint"))
-    refused(UnsupportedError, directory / "a", extra={"thing": object()} if rank == 0 else {})
-    zckpt.save(directory / "b", **both)
-    refused(TargetExistsError, directory / "b")
-    before = (directory / "b" / "checkpoint.json").read_bytes()
-    zckpt.save(directory / "b", **both, step=9, overwrite=True)
-    assert (directory / "b" / "checkpoint.json").read_bytes() != before
+    refused(TargetError, "cannot be written", Path("/proc/zckpt/checkpoint"))
+    odd = {"thing": object()} if rank == 0 else {}
+    refused(UnsupportedError, r"extra\['thing'\] is a builtins\.object", tmp_path / "a", extra=odd)
+    zckpt.save(tmp_path / "b", **both)
+    refused(TargetExistsError, "already exists", tmp_path / "b")
+    before = (tmp_path / "b" / "checkpoint.json").read_bytes()
+    zckpt.save(tmp_path / "b", **both, step=9, overwrite=True)
+    assert (tmp_path / "b" / "checkpoint.json").read_bytes() != before
     nameless = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-    refused(ValueError, directory / "c", optimizer=nameless)
-    refused(ValueError, directory / "c", format="frobnicated")
-    refused(ValueError, directory / "c", format="deepspeed")
-    refused(UsageError, directory / "c", format="deepspeed", fingerprint=True)
+    refused(UsageError, "has no name", tmp_path / "c", optimizer=nameless)
+    refused(UsageError, "unknown format frobnicated", tmp_path / "c", format="frobnicated")
+    refused(UsageError, "does not suit AdamW", tmp_path / "c", format="deepspeed")
+    other = "zckpt's format: found format deepspeed; use zckpt fingerprint"
+    refused(UsageError, other, tmp_path / "c", format="deepspeed", fingerprint=True)
     if rank == 0:  # who removes what it began
-        assert [path.name for path in directory.iterdir()] == ["b"]
-    return said
-
-
-def test_what_cannot_be_saved_is_refused_in_a_line_on_all_ranks(tmp_path):
-    for said in run(refuse, 2, tmp_path):
-        assert "cannot be written" in said[0]
-        assert "extra['thing'] is a builtins.object" in said[1]
-        assert "already exists" in said[2]
-        assert "has no name" in said[3]
-        assert "unknown format frobnicated" in said[4]
-        assert "does not suit AdamW" in said[5]
-        assert "zckpt's format: found format deepspeed; use zckpt fingerprint" in said[6]
-        assert all("\n" not in line for line in said)
+        assert names_in(tmp_path) == ["b"]
