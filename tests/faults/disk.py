@@ -113,7 +113,7 @@ class Recorder:
                 self.first.folders[number] = {}
             else:
                 self.first.files[number] = data
-        self._now = State(dict(self.first.files), {number: dict(names) for number, names in self.first.folders.items()})
+        self.now = State(dict(self.first.files), {number: dict(names) for number, names in self.first.folders.items()})
 
     def _place(self, path: str, state: State) -> tuple[int, str]:
         """The directory of a path, and its last name."""
@@ -127,31 +127,28 @@ class Recorder:
         if path == ".":
             return 0
         try:
-            folder, name = self._place(path, self._now)
-            return self._now.folders[folder].get(name)
+            folder, name = self._place(path, self.now)
+            return self.now.folders[folder].get(name)
         except KeyError:
             return None
 
     def _do(self, op: Op) -> None:
         self.ops.append(op)
-        self._now.rename(op.names)
+        self.now.rename(op.names)
         if not op.names and not op.syncs:
-            self._now.files[op.file] = written(self._now.files[op.file], op)
+            self.now.files[op.file] = written(self.now.files[op.file], op)
 
     def _make(self, path: str, *, is_folder: bool = False, link: bytes | None = None) -> int:
         number = next(self._numbers)
-        folder, name = self._place(path, self._now)
+        folder, name = self._place(path, self.now)
         if is_folder:
-            self._now.folders[number] = {}
+            self.now.folders[number] = {}
         elif link is not None:
-            self._now.links[number] = link
+            self.now.links[number] = link
         else:
-            self._now.files[number] = b""
+            self.now.files[number] = b""
         self._do(Op(names=((folder, name, number),)))
         return number
-
-    def states(self) -> State:
-        return self._now
 
     def __call__(self, call: Call) -> Answer:
         """Note what a call is going to do, unless it is going to fail."""
@@ -182,10 +179,10 @@ class Recorder:
             if found is None:
                 self._make(call.path, is_folder=True)
         elif name in ("unlink", "unlinkat", "rmdir"):
-            if found is not None and not self._now.folders.get(found):
+            if found is not None and not self.now.folders.get(found):
                 is_folder = name == "rmdir" or (name == "unlinkat" and bool(given[2] & _REMOVEDIR))
-                if is_folder == (found in self._now.folders):
-                    self._do(Op(names=((*self._place(call.path, self._now), None),)))
+                if is_folder == (found in self.now.folders):
+                    self._do(Op(names=((*self._place(call.path, self.now), None),)))
         elif name in ("rename", "renameat", "renameat2"):
             flags = given[4] if name == "renameat2" else 0
             if flags & _EXCHANGE and not self._exchanges:
@@ -198,12 +195,12 @@ class Recorder:
     def _rename(self, call: Call, flags: int) -> None:
         paths = [str(path.relative_to(call.process.under)) for path in call.paths]
         source, target = map(self._found, paths)
-        places = [self._place(path, self._now) for path in paths]
+        places = [self._place(path, self.now) for path in paths]
         if source is None or (flags & _NOREPLACE and target is not None) or (flags & _EXCHANGE and target is None):
             return
         if flags & _EXCHANGE:
             self._do(Op(names=((*places[0], target), (*places[1], source))))
-        elif target is None or not self._now.folders.get(target):
+        elif target is None or not self.now.folders.get(target):
             self._do(Op(names=((*places[0], None), (*places[1], source))))
 
 
@@ -232,7 +229,7 @@ class Crashes:
                     yield found, end == len(ops)
 
     def _after(self, ops: Sequence[Op]) -> Iterator[Tree]:
-        lasting = self._lasting(ops)
+        lasting, now = self._lasting(ops), self._recorded.now
         named = [(at, op) for at, op in enumerate(ops) if op.names]
         waiting = [(at, op) for at, op in named if at not in lasting]
         changed = defaultdict[int, list[int]](list)
@@ -240,10 +237,8 @@ class Crashes:
             if not op.names and not op.syncs and at not in lasting:
                 changed[op.file].append(at)
         for kept in self._kept(waiting):
-            state = State({}, {0: {}}, self._recorded.states().links)
-            state.folders = {number: {} for number in self._recorded.states().folders}
-            for number, names in self._recorded.first.folders.items():
-                state.folders[number] = dict(names)
+            known = self._recorded.first.folders
+            state = State({}, {number: dict(known.get(number, {})) for number in now.folders}, now.links)
             for at, op in named:
                 if at in lasting or at in kept:
                     state.rename(op.names)
@@ -255,7 +250,7 @@ class Crashes:
     def _files(
         self, ops: Sequence[Op], lasting: set[int], data: dict[int, tuple[set[int], int | None]]
     ) -> dict[int, bytes]:
-        files = dict.fromkeys(self._recorded.states().files, b"") | self._recorded.first.files
+        files = dict.fromkeys(self._recorded.now.files, b"") | self._recorded.first.files
         for at, op in enumerate(ops):
             if op.names or op.syncs:
                 continue

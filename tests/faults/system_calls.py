@@ -25,26 +25,33 @@ from typing import Any
 
 import pytest
 
-# Number, the argument that is a descriptor, and those that are paths, each behind that of its directory; x86-64.
-CALLS: dict[str, tuple[int, int | None, tuple[tuple[int | None, int], ...]]] = {
-    "read": (0, 0, ()), "write": (1, 0, ()), "open": (2, None, ((None, 0),)), "close": (3, 0, ()),
-    "stat": (4, None, ((None, 0),)), "fstat": (5, 0, ()), "lstat": (6, None, ((None, 0),)), "mmap": (9, 4, ()),
-    "pread64": (17, 0, ()), "pwrite64": (18, 0, ()), "readv": (19, 0, ()), "writev": (20, 0, ()),
-    "access": (21, None, ((None, 0),)), "sendfile": (40, 0, ()), "flock": (73, 0, ()), "fsync": (74, 0, ()),
-    "fdatasync": (75, 0, ()), "truncate": (76, None, ((None, 0),)), "ftruncate": (77, 0, ()),
-    "rename": (82, None, ((None, 0), (None, 1))), "mkdir": (83, None, ((None, 0),)), "rmdir": (84, None, ((None, 0),)),
-    "link": (86, None, ((None, 0), (None, 1))), "unlink": (87, None, ((None, 0),)), "symlink": (88, None, ((None, 1),)),
-    "readlink": (89, None, ((None, 0),)), "chmod": (90, None, ((None, 0),)), "fchmod": (91, 0, ()),
-    "statfs": (137, None, ((None, 0),)), "fstatfs": (138, 0, ()), "getdents64": (217, 0, ()),
-    "fadvise64": (221, 0, ()), "openat": (257, None, ((0, 1),)), "mkdirat": (258, None, ((0, 1),)),
-    "newfstatat": (262, None, ((0, 1),)), "unlinkat": (263, None, ((0, 1),)),
-    "renameat": (264, None, ((0, 1), (2, 3))), "linkat": (265, None, ((0, 1), (2, 3))),
-    "symlinkat": (266, None, ((1, 2),)), "readlinkat": (267, None, ((0, 1),)), "fchmodat": (268, None, ((0, 1),)),
-    "faccessat": (269, None, ((0, 1),)), "sync_file_range": (277, 0, ()), "utimensat": (280, None, ((0, 1),)),
-    "fallocate": (285, 0, ()), "preadv": (295, 0, ()), "pwritev": (296, 0, ()),
-    "renameat2": (316, None, ((0, 1), (2, 3))), "copy_file_range": (326, 2, ()), "preadv2": (327, 0, ()),
-    "pwritev2": (328, 0, ()), "statx": (332, None, ((0, 1),)), "faccessat2": (439, None, ((0, 1),)),
+_BY_ARGUMENTS: dict[tuple[int | None, tuple[tuple[int | None, int], ...]], dict[str, int]] = {
+    (0, ()): {
+        "read": 0, "write": 1, "close": 3, "fstat": 5, "pread64": 17, "pwrite64": 18, "readv": 19, "writev": 20,
+        "sendfile": 40, "flock": 73, "fsync": 74, "fdatasync": 75, "ftruncate": 77, "fchmod": 91, "fstatfs": 138,
+        "getdents64": 217, "fadvise64": 221, "sync_file_range": 277, "fallocate": 285, "preadv": 295, "pwritev": 296,
+        "preadv2": 327, "pwritev2": 328,
+    },
+    (2, ()): {"copy_file_range": 326},
+    (4, ()): {"mmap": 9},
+    (None, ((None, 0),)): {
+        "open": 2, "stat": 4, "lstat": 6, "access": 21, "truncate": 76, "mkdir": 83, "rmdir": 84, "unlink": 87,
+        "readlink": 89, "chmod": 90, "statfs": 137,
+    },
+    (None, ((None, 1),)): {"symlink": 88},
+    (None, ((None, 0), (None, 1))): {"rename": 82, "link": 86},
+    (None, ((0, 1),)): {
+        "openat": 257, "mkdirat": 258, "newfstatat": 262, "unlinkat": 263, "readlinkat": 267, "fchmodat": 268,
+        "faccessat": 269, "utimensat": 280, "statx": 332, "faccessat2": 439,
+    },
+    (None, ((1, 2),)): {"symlinkat": 266},
+    (None, ((0, 1), (2, 3))): {"renameat": 264, "linkat": 265, "renameat2": 316},
 }  # fmt: skip
+"""Numbers on x86-64, by the argument that is a descriptor, and those that are paths, each behind its directory's."""
+
+CALLS = {name: (number, *given) for given, named in _BY_ARGUMENTS.items() for name, number in named.items()}
+"""Number, descriptor and paths of each."""
+
 _NAMES = {number: name for name, (number, _, _) in CALLS.items()}
 
 READING = {"read", "pread64", "readv", "preadv", "preadv2", "getdents64", "mmap"}
@@ -54,8 +61,8 @@ SYNCING = {"fsync", "fdatasync"}
 NAMING = {"rename", "renameat", "renameat2", "mkdir", "mkdirat", "link", "linkat", "symlink", "symlinkat"}
 REMOVING = {"unlink", "unlinkat", "rmdir"}
 HINTS = {"sync_file_range", "fadvise64"}
-ONE_BUFFER, SEVERAL = {"read", "write", "pread64", "pwrite64"}, {"readv", "writev", "preadv", "pwritev", "preadv2",
-                                                                  "pwritev2"}  # fmt: skip
+ONE_BUFFER = {"read", "write", "pread64", "pwrite64"}
+SEVERAL = {"readv", "writev", "preadv", "pwritev", "preadv2", "pwritev2"}
 
 _NR_SECCOMP, _NR_PIDFD_OPEN, _NR_PIDFD_GETFD = 317, 434, 438
 _NO_NEW_PRIVS, _SET_FILTER, _NEW_LISTENER = 38, 1, 8
@@ -207,12 +214,8 @@ class Supervised:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             call = self._call(_NAMES[nr], thread, tuple(arguments))
             answer = None if call is None else self._decide(call)
-        if answer is None:
-            reply = struct.pack("QqiI", number, 0, 0, _CONTINUE)
-        elif answer < 0:
-            reply = struct.pack("QqiI", number, 0, answer, 0)
-        else:
-            reply = struct.pack("QqiI", number, answer, 0, 0)
+        value, error = (0, 0) if answer is None else (max(answer, 0), min(answer, 0))
+        reply = struct.pack("QqiI", number, value, error, _CONTINUE if answer is None else 0)
         try:
             fcntl.ioctl(self._listener, _SEND, reply)
         except OSError as error:

@@ -21,6 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from errno import EACCES, EBUSY, EDQUOT, EIO, ENOLCK, ENOSPC, EROFS, ESTALE
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
@@ -50,33 +51,31 @@ pytestmark = can_ask
 Key = tuple[str, str, int]
 T = TypeVar("T")
 IN_PART, SIGNAL = 0, errno.EINTR
-INTERRUPTED = READING - {"getdents64", "mmap"} | WRITING - {"sendfile"} | SYNCING | {"open", "openat", "flock"}
+LISTED = {"getdents64", "mmap"}
+CUTTING = {"ftruncate", "truncate", "fallocate"}
+INTERRUPTED = READING - LISTED | WRITING - {"sendfile"} | SYNCING | {"open", "openat", "flock"}
 """What signal(7), or its own page, says that a signal ends before it has done anything. Of opening a directory, which
 Python does not try again, no local file system says so."""
 
+SAID: list[tuple[set[str], tuple[int, ...]]] = [
+    (WRITING - CUTTING, (ENOSPC, EIO, EDQUOT, ESTALE, IN_PART)),
+    (CUTTING, (ENOSPC, EIO)),
+    (SYNCING, (EIO, ENOSPC, EDQUOT)),
+    (NAMING | {"creates"}, (ENOSPC, EIO, EDQUOT, ESTALE, EROFS)),
+    ({"close"}, (EIO, ENOSPC, EDQUOT)),
+    (REMOVING, (EIO, ESTALE, EBUSY)),
+    (READING - LISTED, (EIO, ESTALE, IN_PART)),
+    ({"flock"}, (EIO, ENOLCK)),
+    ({"stat", "newfstatat", "lstat", "fstat", "statx", "access", "readlink"}, (EIO, ESTALE, EACCES)),
+]
+"""What the kernel may say to calls, others than to any; `IN_PART`: it does some of it."""
+
 
 def errors_of(name: str, *, creates: bool) -> tuple[int, ...]:
-    """What the kernel may say to a call; `IN_PART`: it does some of it."""
-    also = (SIGNAL,) if name in INTERRUPTED else ()
-    if name in WRITING and name not in ("ftruncate", "truncate", "fallocate"):
-        return (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.ESTALE, IN_PART, *also)
-    if name in WRITING:
-        return (errno.ENOSPC, errno.EIO, *also)
-    if name in SYNCING:
-        return (errno.EIO, errno.ENOSPC, errno.EDQUOT, *also)
-    if creates or name in NAMING:
-        return (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.ESTALE, errno.EROFS, *also)
-    if name == "close":
-        return (errno.EIO, errno.ENOSPC, errno.EDQUOT)
-    if name in REMOVING:
-        return (errno.EIO, errno.ESTALE, errno.EBUSY)
-    if name in READING and name not in ("getdents64", "mmap"):
-        return (errno.EIO, errno.ESTALE, IN_PART, *also)
-    if name == "flock":
-        return (errno.EIO, errno.ENOLCK, *also)
-    if name in ("stat", "newfstatat", "lstat", "fstat", "statx", "access", "readlink"):
-        return (errno.EIO, errno.ESTALE, errno.EACCES)
-    return (errno.EIO, errno.ESTALE, *also)
+    """What the kernel may say to a call."""
+    kind = "creates" if creates else name
+    errors = next((errors for names, errors in SAID if kind in names), (EIO, ESTALE))
+    return (*errors, SIGNAL) if name in INTERRUPTED else errors
 
 
 def explore(name: str, base: Path, wanted: Callable[[bool, bool], bool], every: int) -> tuple[Counter[str], list[str]]:
@@ -279,10 +278,10 @@ def looked_at(name: str, base: Path, file: str, error: int, every: int) -> tuple
 @pytest.mark.parametrize(
     ("name", "file", "error"),
     [
-        ("consolidate-pair-over", "out/.m.optimizer.safetensors.zckpt-partial", errno.EIO),  # which are named together
-        ("strip", "in/tiny/latest", errno.EIO),
-        ("pack-more", "out/store/000001.index", errno.EACCES),
-        ("Checkpointer-first", "out/run", errno.ESTALE),
+        ("consolidate-pair-over", "out/.m.optimizer.safetensors.zckpt-partial", EIO),  # which are named together
+        ("strip", "in/tiny/latest", EIO),
+        ("pack-more", "out/store/000001.index", EACCES),
+        ("Checkpointer-first", "out/run", ESTALE),
     ],
 )
 def test_what_cannot_be_looked_at_is_not_taken_for_what_is_not_there(name, file, error, every, made_inputs):

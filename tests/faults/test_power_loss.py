@@ -38,7 +38,7 @@ def lose_power(name: str, base: Path, exchanges: bool = True, every: int = 1) ->
     status = Supervised(lambda: run.verb.act(base).returncode, base / "out", recorder, CALLS).run()
     assert status == 0
     if not callable(run.verb.arguments):
-        assert recorder.states().tree() == run.after, "the model has lost something"
+        assert recorder.now.tree() == run.after, "the model has lost something"
     run.willbe = run.verb.whole(base / "out")
     crashes, differ, wrong = Crashes(recorder), 0, list[str]()
     for found, is_last in crashes.every():

@@ -32,7 +32,7 @@ from hypothesis.stateful import (
 from tests import gloo
 from tests.cli.console import run
 from tests.faults.system_calls import SYNCING, Answer, Call, Supervised, can_ask, real_syncs
-from tests.faults.verbs import RUN, called, checkpointer, optimizer_state, saved, trained, tree, whole_save
+from tests.faults.verbs import RUN, called, checkpointer, held, saved, trained, tree, whole_save
 from tests.pairwise import some
 from zckpt.errors import ZckptError
 from zckpt.training.run_directory import unsound
@@ -45,16 +45,14 @@ ACTORS = 4
 
 
 def expected(step: int) -> list[Any]:
-    model, optimizer = trained(step)
-    return [step, [one.tolist() for one in model.parameters()], optimizer_state(optimizer)]
+    return [step, *held(*trained(step))]
 
 
 def resume(out: Path) -> None:
     """Resume, as a training does that begins; what it loads is of one step."""
     model, optimizer = trained(0)
     restored = checkpointer(out).resume(model=model, optimizer=optimizer)
-    found = [restored.step, [one.tolist() for one in model.parameters()], optimizer_state(optimizer)]
-    assert found == expected(restored.step or 0)
+    assert [restored.step, *held(model, optimizer)] == expected(restored.step)
 
 
 def consolidate(out: Path) -> Any:

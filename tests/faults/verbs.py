@@ -101,14 +101,10 @@ def trained(steps: int) -> tuple[Any, Any]:
     """A model of two small tensors, and its optimizer, after some steps."""
     import torch  # which most verbs do without, and a process that is forked for each fault is the smaller for it
 
+    from tests import live
+
     torch.manual_seed(0)
-    model = torch.nn.Sequential(OrderedDict(linear=torch.nn.Linear(5, 3)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        model(torch.ones(2, 5)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
+    return live.trained(torch.nn.Sequential(OrderedDict(linear=torch.nn.Linear(5, 3))), steps=steps, lr=0.1)
 
 
 def inputs(top: Path) -> None:
@@ -133,18 +129,11 @@ def adapter(top: Path) -> None:
     from safetensors.torch import save_file
 
     (top / ADAPTER).mkdir()
-    about = {
-        "peft_type": "LORA",
-        "r": 2,
-        "lora_alpha": 4,
-        "target_modules": ["linear"],
-        "base_model_name_or_path": None,
-    }
+    about = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["linear"]}
+    about["base_model_name_or_path"] = None
     factors = {"lora_A": torch.ones(2, 5), "lora_B": torch.ones(3, 2)}
-    save_file(
-        {f"base_model.model.linear.{key}.weight": value for key, value in factors.items()},
-        top / ADAPTER / "adapter_model.safetensors",
-    )
+    named = {f"base_model.model.linear.{key}.weight": value for key, value in factors.items()}
+    save_file(named, top / ADAPTER / "adapter_model.safetensors")
     (top / ADAPTER / "adapter_config.json").write_text(json.dumps(about))
 
 
@@ -243,11 +232,13 @@ def whole_save(path: Path) -> list[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step = zckpt.load(path, model=model, optimizer=optimizer).step
-    return [step, [one.tolist() for one in model.parameters()], optimizer_state(optimizer)]
+    return [step, *held(model, optimizer)]
 
 
-def optimizer_state(optimizer: Any) -> list[Any]:
-    return [{key: value.tolist() for key, value in one.items()} for one in optimizer.state.values()]
+def held(model: Any, optimizer: Any) -> list[Any]:
+    """What a model and its optimizer hold."""
+    state = [{key: value.tolist() for key, value in one.items()} for one in optimizer.state.values()]
+    return [[one.tolist() for one in model.parameters()], state]
 
 
 def save_over(out: Path, steps: int = 2) -> None:

@@ -87,7 +87,8 @@ def made(degrees: tuple[int, int, int], scale: float) -> tuple[list[nn.Module], 
 
 def groups_of(part: nn.Module) -> list[dict[str, Any]]:
     flat = [one for one in part.parameters() if one.dim() < 2]
-    return [{"params": [one for one in part.parameters() if one.dim() > 1]}, {"params": flat, "weight_decay": 0.0}]
+    matrices = [one for one in part.parameters() if one.dim() > 1]  # in one operation: those on DTensors are slow
+    return [{"params": matrices, "fused": True}, {"params": flat, "weight_decay": 0.0}]
 
 
 def given(parts: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
@@ -155,7 +156,7 @@ def of_all(told: list[tuple[Found, Losses]]) -> tuple[Found, Losses]:
 @pytest.mark.parametrize(
     ("degrees", "others"),
     some(
-        [((2, 2, 1), [(1, 1, 1)]), ((1, 2, 2), [(1, 1, 3), (1, 1, 1)])],
+        [((2, 2, 1), [(1, 1, 1)]), ((1, 2, 2), [(1, 1, 3)])],
         [
             ((2, 1, 1), [(2, 2, 1)]),
             ((2, 2, 2), [(3, 1, 1), (1, 2, 2)]),
