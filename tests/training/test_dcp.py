@@ -31,7 +31,8 @@ import zckpt.dcp
 from tests.cli.console import FIXTURES
 from tests.folders import names_in
 from tests.gloo import on_ranks, run
-from tests.logical import assert_same_slots
+from tests.live import trained
+from tests.logical import assert_same_slots, assert_same_tree
 from tests.pairwise import each, some
 from tests.training.test_load_any_format import build, check, spec_of
 from tests.training.trainings import BY_NAME, Training, differences, save_at, whole
@@ -109,8 +110,12 @@ def test_load_of_any_checkpoint_gives_the_truth(world_size, kind, forms, every):
     assert told[0] > 20 * (len(SOURCES) // every)
 
 
-KINDS = {"adamw-fsdp-float32": "nested", "adamw-ddp-float32": "flat", "sgd-compile-float32": "nested"}
-"""What is saved, and in which form."""
+OPTIONS = {
+    "adamw-fsdp-float32": StateDictOptions(),
+    "adamw-ddp-float32": StateDictOptions(flatten_optimizer_state_dict=True),
+    "sgd-compile-float32": StateDictOptions(),
+}
+"""What is saved, and how: the optimizer's state nested, or flat."""
 
 OFTEN = {1: ["adamw-ddp-float32"], 2: ["adamw-fsdp-float32"], 3: ["adamw-fsdp-float32", "sgd-compile-float32"]}
 """What every run saves at each number of ranks."""
@@ -118,20 +123,22 @@ OFTEN = {1: ["adamw-ddp-float32"], 2: ["adamw-fsdp-float32"], 3: ["adamw-fsdp-fl
 SAVED, MORE = 3, 2
 
 
+def state_of(training: Training, options: StateDictOptions, **beside: Any) -> dict[str, Any]:
+    model, optimizer = get_state_dict(training.model, training.optimizer, options=options)
+    return {"model": model, "optimizer": optimizer, "lr_scheduler": training.scheduler, **beside}
+
+
 def save_all(rank, world_size, directory: Path, names: list[str]) -> dict[str, list[float]]:
     """Train, save with `dcp.save` or `dcp.async_save`, keep the truth beside it, and train on."""
     losses = {}
     for number, name in enumerate(names):
-        form = KINDS[name]
         training = Training.of(BY_NAME[name])
         training.train(range(SAVED))
         truth = training.state()
-        options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
-        model, optimizer = get_state_dict(training.model, training.optimizer, options=options)
-        state = {
-            "model": model, "optimizer": optimizer, "lr_scheduler": training.scheduler, "step": SAVED,
-            "rng": torch.get_rng_state(), "count": torch.tensor(7), "rest": {"a": [1, "x", None], "t": (0.5, b"z")},
-        }  # fmt: skip
+        state = state_of(
+            training, OPTIONS[name], step=SAVED,
+            rng=torch.get_rng_state(), count=torch.tensor(7), rest={"a": [1, "x", None], "t": (0.5, b"z")},
+        )  # fmt: skip
         writer = zckpt.dcp.Writer(directory / name)
         saving = dcp.async_save(state, storage_writer=writer) if number % 2 else dcp.save(state, storage_writer=writer)
         if number % 2:
@@ -151,22 +158,16 @@ def check_saved(
     for at, directory in directories.items():
         losses: dict[str, list[float]] = {}
         for name in names[at]:
-            form = KINDS[name]
             truth = torch.load(directory / f"{name}.truth", weights_only=True)
             if rank == 0:
                 check_opened(zckpt.open(directory / name), truth)
             by_dcp, by_load = Training.of(BY_NAME[name], seed=1), Training.of(BY_NAME[name], seed=2)
             count, rng = torch.tensor(0), torch.zeros_like(torch.get_rng_state())
-            options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
-            model, optimizer = get_state_dict(by_dcp.model, by_dcp.optimizer, options=options)
-            state = {
-                "model": model, "optimizer": optimizer, "lr_scheduler": by_dcp.scheduler, "step": 0,
-                "rng": rng, "count": count, "rest": {"a": [], "t": None},
-            }  # fmt: skip
+            state = state_of(by_dcp, OPTIONS[name], step=0, rng=rng, count=count, rest={"a": [], "t": None})
             dcp.load(state, storage_reader=zckpt.dcp.Reader(directory / name))
             set_state_dict(
                 by_dcp.model, by_dcp.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
-                options=options,
+                options=OPTIONS[name],
             )  # fmt: skip
             assert (state["step"], state["count"].item()) == (SAVED, 7)
             assert state["rest"] == {"a": [1, "x", None], "t": (0.5, b"z")}
@@ -206,7 +207,7 @@ def saved(shared) -> Callable[[int, list[str]], tuple[Path, dict[str, list[float
 
 
 @pytest.mark.parametrize(
-    ("world_size", "names"), some([(3, OFTEN)], [(n, {at: list(KINDS) for at in (1, 2, 3)}) for n in (1, 3)])
+    ("world_size", "names"), some([(3, OFTEN)], [(n, {at: list(OPTIONS) for at in (1, 2, 3)}) for n in (1, 3)])
 )
 def test_what_is_saved_is_the_truth_and_goes_on(world_size, names, saved):
     given = {at: saved(at, its) for at, its in names.items()}
@@ -371,23 +372,16 @@ class Fused(torch.nn.Linear):
 
 
 def test_an_optimizer_keeps_names_that_the_models_state_dict_has_not(tmp_path):
-    def trained(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+    def flat_state(steps: int) -> dict[str, Any]:
         torch.manual_seed(steps)
-        model = torch.nn.Sequential(Fused(), torch.nn.Linear(4, 2))
-        optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(steps):
-            model(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
+        model, optimizer = trained(torch.nn.Sequential(Fused(), torch.nn.Linear(4, 2)), steps=steps)
         names = [name for name, _ in model.named_parameters()]
         state = optimizer.state_dict()["state"]
         flat = {f"state.{names[n]}.{key}": one for n, its in state.items() for key, one in its.items()}
-        groups = {f"param_groups.{name}.lr": 0.1 for name in names}
-        return model, optimizer, {**model.state_dict(), "optimizer": {**flat, **groups}}
+        groups = {f"param_groups.{name}.lr": 0.1 * steps for name in names}
+        return {**model.state_dict(), "optimizer": {**flat, **groups}}
 
-    _, _, saved = trained(2)
+    saved, found = flat_state(2), flat_state(1)
     dcp.save(saved, storage_writer=zckpt.dcp.Writer(tmp_path / "saved"), no_dist=True)
-    _, _, state = trained(1)
-    dcp.load(state, storage_reader=zckpt.dcp.Reader(tmp_path / "saved"), no_dist=True)
-    for key, one in saved["optimizer"].items():
-        assert state["optimizer"][key] == one if isinstance(one, float) else torch.equal(state["optimizer"][key], one)
-    assert all(torch.equal(state[key], one) for key, one in saved.items() if key != "optimizer")
+    dcp.load(found, storage_reader=zckpt.dcp.Reader(tmp_path / "saved"), no_dist=True)
+    assert_same_tree(found, saved)

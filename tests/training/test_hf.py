@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import zckpt
-from tests.folders import contents
-from tests.gloo import run
+from tests.folders import contents, names_in
+from tests.gloo import on_ranks, run
 from tests.pairwise import each, some
 from tests.truth import Truth, assert_same
-from zckpt.errors import SourceError, TargetError, TargetExistsError, UsageError
+from zckpt.errors import ShardError, SourceError, TargetError, TargetExistsError, UsageError
 from zckpt.hf import any_world_size, prepare_resume
 
 pytestmark = pytest.mark.interop
@@ -264,25 +264,22 @@ def output(tmp_path) -> Path:
     return tmp_path / "out"
 
 
-def test_checkpoint_of_as_many_processes_is_taken_as_it_is(output):
-    assert prepare_resume(output / "checkpoint-4", world_size=2) == str(output / "checkpoint-4")
-    assert [path.name for path in output.iterdir()] == ["checkpoint-4"]
-
-
-def test_checkpoint_without_deepspeed_is_taken_as_it_is(output):
-    shutil.rmtree(output / "checkpoint-4" / "global_step4")
-    (output / "checkpoint-4" / "latest").unlink()
-    assert prepare_resume(output, world_size=5) == str(output / "checkpoint-4")
-    assert [path.name for path in output.iterdir()] == ["checkpoint-4"]
+def test_checkpoint_of_as_many_processes_or_without_deepspeed_is_taken_as_it_is(output):
+    place = output / "checkpoint-4"
+    assert prepare_resume(place, world_size=2) == str(place)
+    shutil.rmtree(place / "global_step4")
+    (place / "latest").unlink()
+    assert prepare_resume(output, world_size=5) == str(place)
+    assert names_in(output) == ["checkpoint-4"]
 
 
 def test_copy_is_made_once(output):
     made = prepare_resume(output, world_size=3)
     assert made == str(output / "_resharded-3" / "checkpoint-4")
-    first = {path: path.stat().st_ino for path in Path(made).rglob("*")}
+    first = {path.stat().st_ino for path in Path(made).rglob("*")}
     assert zckpt.open(made).world_size == 3
     assert prepare_resume(output, world_size=3) == made
-    assert {path: path.stat().st_ino for path in Path(made).rglob("*")} == first
+    assert {path.stat().st_ino for path in Path(made).rglob("*")} == first
 
 
 @pytest.mark.parametrize("how", ["source", "unfinished", "removed"])
@@ -300,28 +297,20 @@ def test_copy_is_made_again_where_it_may_not_be_of_this_checkpoint(how, output):
     assert json.loads(made.with_name("checkpoint-4.json").read_text())["latest"][0] == len("global_step4")
 
 
-def test_newest_checkpoint_of_an_output_directory_is_taken(output):
+def test_newest_checkpoint_that_was_saved_to_its_end_is_taken(output):
     shutil.copytree(output / "checkpoint-4", output / "checkpoint-10")
     assert prepare_resume(output, world_size=2) == str(output / "checkpoint-10")
-
-
-def test_checkpoint_that_was_not_saved_to_its_end_is_passed_over(output):
-    shutil.copytree(output / "checkpoint-4", output / "checkpoint-6")
-    (output / "checkpoint-6" / "trainer_state.json").unlink()
-    with pytest.warns(UserWarning, match="checkpoint-6"):
+    (output / "checkpoint-10" / "trainer_state.json").unlink()
+    with pytest.warns(UserWarning, match="checkpoint-10"):
         assert prepare_resume(output, world_size=2) == str(output / "checkpoint-4")
-    with pytest.raises(SourceError, match="checkpoint-6"):
-        prepare_resume(output / "checkpoint-6", world_size=2)
+    for name in ("checkpoint-10", "checkpoint-5"):  # which is not there
+        with pytest.raises(SourceError, match=name):
+            prepare_resume(output / name, world_size=2)
 
 
 def test_output_directory_without_checkpoints_has_none(tmp_path):
     assert prepare_resume(tmp_path, world_size=2) is None
     assert prepare_resume(tmp_path / "absent", world_size=2) is None
-
-
-def test_checkpoint_that_is_not_there_is_an_error(output):
-    with pytest.raises(SourceError, match="checkpoint-5"):
-        prepare_resume(output / "checkpoint-5", world_size=2)
 
 
 def test_processes_that_are_not_joined_cannot_wait(output, monkeypatch):
@@ -330,25 +319,18 @@ def test_processes_that_are_not_joined_cannot_wait(output, monkeypatch):
         prepare_resume(output)
 
 
-def prepare(rank, world_size, *outputs: Path) -> list[str | None]:
-    told: list[str | None] = []
-    for output in outputs:
-        try:
-            told.append(prepare_resume(output))
-        except (SourceError, TargetError) as error:
-            told.append(f"{type(error).__name__}: {error}")
-    return told
-
-
-def test_all_processes_are_told_the_same(output, tmp_path):
-    damaged = tmp_path / "damaged"
-    shutil.copytree(output, damaged)
-    (shard,) = (damaged / "checkpoint-4" / "global_step4").glob("*rank_1_mp*")
-    shard.unlink()
-    occupied = tmp_path / "occupied"
-    shutil.copytree(output, occupied)
-    (occupied / "_resharded-3").touch()
-    told = run(prepare, 3, output, damaged, occupied)
-    assert {one[0] for one in told} == {str(output / "_resharded-3" / "checkpoint-4")}
-    assert all("ShardError" in one[1] for one in told), told
-    assert all("TargetError" in one[2] for one in told), told
+@on_ranks(3)
+def test_all_processes_are_told_the_same(rank, world_size, tmp_path):
+    good, damaged, occupied = (tmp_path / name for name in ("good", "damaged", "occupied"))
+    if rank == 0:
+        for one in (good, damaged, occupied):
+            shutil.copytree(CHECKPOINT, one / "checkpoint-4")
+        (shard,) = (damaged / "checkpoint-4" / "global_step4").glob("*rank_1_mp*")
+        shard.unlink()
+        (occupied / "_resharded-3").touch()
+    torch.distributed.barrier()
+    assert prepare_resume(good) == str(good / "_resharded-3" / "checkpoint-4")
+    with pytest.raises(ShardError):
+        prepare_resume(damaged)
+    with pytest.raises(TargetError):
+        prepare_resume(occupied)

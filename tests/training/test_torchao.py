@@ -24,6 +24,8 @@ pytestmark = pytest.mark.nightly  # its import alone takes seconds, on each rank
 STEPS = 3
 BATCH = 12
 CLASSES = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
+SLOTS = ("exp_avg", "exp_avg_sq")
+QUANTISED = "quantised from the checkpoint's floats"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,7 +38,6 @@ class Net(nn.Module):
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.wide = nn.Linear(256, 64, dtype=dtype)
         self.some = nn.Linear(64, 192, dtype=dtype)  # 12288: 4096 at 3 ranks, 3072 at 4
         self.uneven = nn.Linear(192, 43, bias=False, dtype=dtype)  # never whole blocks
@@ -47,18 +48,13 @@ class Net(nn.Module):
         return found.square().mean() + self.last(torch.cat([x, x], dim=1)).square().mean()
 
 
-def made(
-    kind: str, cls: str, seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any
-) -> tuple[nn.Module, Any]:
+def made(kind: str, cls: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
     import torchao.optim
 
     torch.set_num_threads(1)
     torch.compiler.set_stance("force_eager")
+    torch.manual_seed(seed)
     net: nn.Module = Net(dtype)
-    if seed:
-        with torch.no_grad():
-            for one in net.parameters():
-                one.add_(seed)
     if kind == "fsdp2":
         fully_shard(net)
     elif kind == "hsdp":
@@ -86,8 +82,14 @@ def train(net: nn.Module, optimizer: Any, steps: range) -> list[float]:
     return losses
 
 
-def local(value: torch.Tensor) -> Any:
+def local(value: Any) -> Any:
     return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def floats_of(value: Any) -> torch.Tensor:
+    """Return what this rank has of a tensor, in floats."""
+    value = local(value)
+    return value.dequantize() if hasattr(value, "codes") else value.clone()
 
 
 def pieces(optimizer: Any) -> list[dict[str, torch.Tensor]]:
@@ -95,12 +97,11 @@ def pieces(optimizer: Any) -> list[dict[str, torch.Tensor]]:
     found = []
     for state in optimizer.state.values():
         its: dict[str, torch.Tensor] = {"step": state["step"].clone()}
-        for key in ("exp_avg", "exp_avg_sq"):
-            value = local(state[key])
+        for key in SLOTS:
+            its[key] = floats_of(state[key])
             for name in ("codes", "scale", "qmap"):
-                if hasattr(value, name):
-                    its[f"{key}.{name}"] = getattr(value, name).view(torch.uint8).clone()
-            its.setdefault(key, value.dequantize() if hasattr(value, "codes") else value.clone())
+                if hasattr(local(state[key]), name):
+                    its[f"{key}.{name}"] = getattr(local(state[key]), name).view(torch.uint8).clone()
         found.append(its)
     return found
 
@@ -110,9 +111,8 @@ def floats(optimizer: Any) -> list[dict[str, torch.Tensor]]:
     found = []
     for parameter, state in optimizer.state.items():
         its = {}
-        for key in ("exp_avg", "exp_avg_sq"):
-            value = local(state[key])
-            value = value.dequantize() if hasattr(value, "codes") else value.clone()
+        for key in SLOTS:
+            value = floats_of(state[key])
             if isinstance(parameter, DTensor):
                 value = DTensor.from_local(
                     value, parameter.device_mesh, parameter.placements, run_check=False,
@@ -184,16 +184,17 @@ def test_to_more_ranks_values_are_the_same(cls, kind, ranks, into, other, tmp_pa
 def test_to_fewer_ranks_blocks_stay_and_what_was_floats_is_quantised(cls, tmp_path):
     [(_, expected, losses), *_] = run(save, 2, tmp_path / "saved", "fsdp2", cls)
     opened = zckpt.open(tmp_path / "saved")
-    for number, name in enumerate(dict(Net().named_parameters())):
-        for key in ("exp_avg", "exp_avg_sq"):
+    names = list(dict(Net().named_parameters()))
+    for number, name in enumerate(names):
+        for key in SLOTS:
             assert torch.equal(opened.read(name, key), expected[number][key]), (name, key)
     [(_, found, then, notes)] = run(load, 1, tmp_path / "saved", "plain", cls)
-    last = list(dict(Net().named_parameters())).index("last.weight")  # 8 of 15 rows were quantised, and 7 were not
+    last = names.index("last.weight")  # 8 of 15 rows were quantised, and 7 were not
     assert {one.split()[0] for one in same(found, expected)} == {str(last)}
-    for key in ("exp_avg", "exp_avg_sq"):
+    for key in SLOTS:
         assert torch.equal(found[last][key][:8], expected[last][key][:8])
     rounded = "exp_avg of last.weight, exp_avg_sq of last.weight"
-    assert notes == [f"quantised from the checkpoint's floats, which rounds: {rounded}"]
+    assert notes == [f"{QUANTISED}, which rounds: {rounded}"]
     assert then[0] == pytest.approx(losses[0], rel=1e-5)
 
 
@@ -225,15 +226,12 @@ def test_other_sources_and_other_optimizers(rank, world_size, tmp_path):
 
         net4, four = made("plain", "AdamW4bit")
         restored = zckpt.load(path, model=net4, optimizer=four, dequantize=True)
-        assert any("quantised from the checkpoint's floats" in note for note in restored.notes)
+        assert any(QUANTISED in note for note in restored.notes)
         assert type(four.state[net4.wide.weight]["exp_avg"]).__name__ == "OptimState4bit"
         train(net4, four, range(1))
     zckpt.save(tmp_path / "floats", model=plain, optimizer=adam)
     net8, eight = made("plain", "AdamW8bit")
-    assert any(
-        "quantised from the checkpoint's floats" in note
-        for note in zckpt.load(tmp_path / "floats", model=net8, optimizer=eight).notes
-    )
+    assert any(QUANTISED in note for note in zckpt.load(tmp_path / "floats", model=net8, optimizer=eight).notes)
     for mine, one in zip(floats(eight), expected, strict=True):
         assert torch.allclose(mine["exp_avg"], one["exp_avg"], atol=1e-2 * float(one["exp_avg"].abs().max()))
 
