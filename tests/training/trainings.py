@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.gloo import run
-from tests.live import whole
+from tests.live import groups_of, whole
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 
 ROWS = 12  # of a batch, for 1, 2, 3 and 4 ranks
@@ -88,11 +88,7 @@ class Training:
         if kind.dtype != torch.float32:
             inner = inner.to(kind.dtype)
         model = _wrapped(inner, kind)
-        named = [(name, p) for name, p in inner.named_parameters() if p.requires_grad or kind.optimizer[:4] == "zero"]
-        weights = [(name, p) for name, p in named if p.ndim > 1]
-        others = [(name, p) for name, p in named if p.ndim <= 1]
-        groups = [{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        optimizer = _optimizer(kind, groups)
+        optimizer = _optimizer(kind, groups_of(inner, named=True, frozen=kind.optimizer[:4] == "zero"))
         if kind.optimizer[:4] == "zero" and kind.model == "ddp":
             optimizer.attach(model)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
