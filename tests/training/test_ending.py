@@ -153,22 +153,17 @@ def test_what_cannot_be_removed_is_told_and_the_save_holds(tmp_path, monkeypatch
 # --- several ranks
 
 
-def first_runs_ahead(rank, world_size, directory: Path) -> bool:
-    """Let the first rank make all of its calls before the others make any."""
-    torch.set_num_threads(1)
-    checkpointer = zckpt.Checkpointer(directory / "run", every=STEPS)
+@on_ranks(2)
+def test_no_rank_waits_for_another_where_nothing_is_due(rank, world_size, tmp_path):
+    """The first rank makes all of its calls before the others make any."""
+    checkpointer = zckpt.Checkpointer(tmp_path / "run", every=STEPS)
     deadline = time.monotonic() + 300
-    while rank and not (directory / "done").exists():
+    while rank and not (tmp_path / "done").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert not any(checkpointer.step(step) for step in range(1, 1001))
-    (directory / "done").touch()
+    (tmp_path / "done").touch()
     checkpointer.close()
-    return True
-
-
-def test_no_rank_waits_for_another_where_nothing_is_due(tmp_path):
-    assert run(first_runs_ahead, 2, tmp_path) == [True, True]
 
 
 def told_in_the_middle(rank, world_size, directory: Path, who: list[int]) -> int:
@@ -194,11 +189,12 @@ def test_all_ranks_end_in_the_same_step(who, tmp_path):
     assert zckpt.open(tmp_path / "run").step == last
 
 
-def told_in_the_last_step(rank, world_size, directory: Path) -> list[int]:
-    """Let one rank be told when the others have made all of their calls, and closed."""
+@on_ranks(3)
+def test_who_is_told_when_all_is_done_waits_for_nobody(rank, world_size, tmp_path):
+    """One rank is told when the others have made all of their calls, and closed."""
     found: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _frame: found.append(number))
-    checkpointer = zckpt.Checkpointer(directory / "run")
+    checkpointer = zckpt.Checkpointer(tmp_path / "run")
     for step in range(1, 4):
         if rank == 1 and step == 3:
             dist.barrier()
@@ -208,11 +204,7 @@ def told_in_the_last_step(rank, world_size, directory: Path) -> list[int]:
     if rank != 1:
         dist.barrier()
     signal.signal(signal.SIGTERM, before)
-    return found
-
-
-def test_who_is_told_when_all_is_done_waits_for_nobody(tmp_path):
-    assert run(told_in_the_last_step, 3, tmp_path) == [[], [signal.SIGTERM], []]
+    assert found == [signal.SIGTERM] * (rank == 1)
     assert not list((tmp_path / "run").glob("step-*"))
 
 

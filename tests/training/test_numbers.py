@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import zckpt
 from tests import live
 from tests.gloo import on_ranks
 from tests.live import equal, save_both
+from tests.logical import assert_same_tree
 from zckpt.errors import UsageError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 
@@ -38,8 +40,13 @@ def slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch
     return {name: optimizer.state[one]["exp_avg"] for name, one in model.named_parameters() if one in optimizer.state}
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+Both = tuple[nn.Sequential, torch.optim.Optimizer]
+
+
+def assert_loaded(path: Path, saved: Both, other: Both, **options: Any) -> None:
+    """Load into a model and its optimizer, which then has the state that was saved, under the same names."""
+    zckpt.load(path, model=other[0], optimizer=other[1], **options)
+    assert_same_tree(slots(*other), slots(*saved))
 
 
 Chosen = Callable[[nn.Sequential], list[nn.Parameter]]
@@ -51,13 +58,13 @@ CHOICES: dict[str, Chosen] = {
 }
 
 
-def made(choice: str = "trained", seed: int = 1, *, lr: float = 0.1) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+def made(choice: str = "trained", seed: int = 1, *, lr: float = 0.1) -> Both:
     """Make layers, of which the first is frozen, and an optimizer of some of their parameters."""
     model = build(seed, frozen=1)
     return model, torch.optim.AdamW(CHOICES[choice](model), lr=lr)
 
 
-def saved(path: Path, choice: str = "trained") -> tuple[nn.Sequential, torch.optim.Optimizer]:
+def saved(path: Path, choice: str = "trained") -> Both:
     """Take a step, and save in one file, as most programs do."""
     model, optimizer = made(choice)
     step(model, optimizer)
@@ -86,8 +93,7 @@ def test_order_counts_where_layers_are_equal(choice, form, given, tmp_path):
     else:
         torch.save(told, tmp_path / "f")
     other, its = made(choice, 2, lr=0.5)
-    zckpt.load(tmp_path / "f", model=other, optimizer=its, **given)
-    assert same(slots(model, optimizer), slots(other, its))
+    assert_loaded(tmp_path / "f", (model, optimizer), (other, its), **given)
     assert its.param_groups[0]["lr"] == 0.1
 
 
@@ -137,15 +143,14 @@ def test_several_optimizers_that_only_number_parameters_keep_their_order(form, t
     zckpt.load(path, model=other, optimizer=others)
     for key, its in others.items():
         assert len(slots(other, its)) == 4
-        assert same(slots(model, optimizers[key]), slots(other, its))
+        assert_same_tree(slots(other, its), slots(model, optimizers[key]))
 
 
 def test_names_of_the_saved_optimizer_may_be_told(tmp_path):
     model, optimizer = saved(tmp_path / "f.pt", "backwards")
     names = [name for name, one in model.named_parameters() if one.requires_grad][::-1]
     other, its = made(seed=2)
-    zckpt.load(tmp_path / "f.pt", model=other, optimizer=its, names=names)
-    assert same(slots(model, optimizer), slots(other, its))
+    assert_loaded(tmp_path / "f.pt", (model, optimizer), (other, its), names=names)
     with pytest.raises(UsageError, match="unusable parameter names"):
         zckpt.load(tmp_path / "f.pt", model=other, optimizer=its, names=names[:-1])
 
@@ -167,8 +172,7 @@ def test_shapes_that_tell_all_names_are_believed_before_another_order(tmp_path):
     step(model, optimizer)
     save_both(model, optimizer, tmp_path / "f.pt")
     its = torch.optim.AdamW(reversed(list(other.parameters())), lr=0.1)
-    zckpt.load(tmp_path / "f.pt", model=other, optimizer=its)
-    assert same(slots(model, optimizer), slots(other, its))
+    assert_loaded(tmp_path / "f.pt", (model, optimizer), (other, its))
 
 
 def test_groups_of_other_sizes_are_refused(tmp_path):
@@ -186,7 +190,7 @@ def test_an_optimizers_file_by_itself_is_loaded_by_its_order(tmp_path):
     other = build(2, frozen=1)
     its = torch.optim.AdamW(other.named_parameters(), lr=0.5)
     zckpt.load(tmp_path / "optimizer.pt", optimizer=its)
-    assert same(slots(model, optimizer), slots(other, its))
+    assert_same_tree(slots(other, its), slots(model, optimizer))
     assert its.param_groups[0]["lr"] == 0.1
     assert not torch.equal(model[1].weight, other[1].weight)
 
@@ -261,8 +265,7 @@ def test_numbers_of_whole_parameters_keep_their_type_beside_16_bits(cls, form, t
     zckpt.load(tmp_path / "f", model=other, optimizer=its)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         mine, theirs = optimizer.state[a], its.state[b]
-        assert mine.keys() == theirs.keys()
-        assert all(mine[key].dtype == theirs[key].dtype and torch.equal(mine[key], theirs[key]) for key in mine)
+        assert_same_tree(theirs, mine)
     advance(model, optimizer)
     advance(other, its)
     assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
