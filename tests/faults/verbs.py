@@ -7,7 +7,7 @@ import os
 import shutil
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -156,12 +156,11 @@ def old(*arguments: str) -> Callable[[Path], object]:
     return before
 
 
-def stored(out: Path) -> dict[str, Tree]:
-    """What stores give back: each checkpoint by its name."""
+def unpacked(out: Path) -> Iterator[tuple[str, Path]]:
+    """What stores give back: yield each checkpoint's name, and where it is until the next one."""
     from zckpt.operations.unpack import unpack
     from zckpt.storage.packed.store import PackedStore, is_store
 
-    found = dict[str, Tree]()
     for store in filter(is_store, out.rglob("sto*")):
         names, wrong = PackedStore(store).names()
         assert not wrong, wrong
@@ -169,8 +168,11 @@ def stored(out: Path) -> dict[str, Tree]:
             at = out.parent / "unpacked"
             shutil.rmtree(at, ignore_errors=True)
             unpack(store / name, at)
-            found[name] = tree(at)
-    return found
+            yield name, at
+
+
+def stored(out: Path) -> dict[str, Tree]:
+    return {name: tree(at) for name, at in unpacked(out)}
 
 
 def in_units(before: dict[str, Any], found: dict[str, Any], after: dict[str, Any]) -> bool:

@@ -13,7 +13,7 @@ import zckpt
 from tests.folders import names_in
 from tests.gloo import on_ranks, run
 from tests.pairwise import some
-from tests.training.trainings import BY_NAME, Training, differences
+from tests.training.trainings import BY_NAME, Kind, Training, differences
 from zckpt.compare.digests import read_digests
 from zckpt.errors import DamagedFileError, TargetError, UsageError, ZckptError
 from zckpt.training import spare
@@ -24,18 +24,17 @@ pytestmark = pytest.mark.interop
 ZERO, FSDP = BY_NAME["zero2-plain-float32"], BY_NAME["adamw-fsdp-float32"]
 
 
-def train(
-    rank, world_size, directory: Path, nodes: list[str], steps: list[int], options: dict[str, Any]
-) -> list[dict[str, Any]]:
+def train(rank, world_size, directory: Path, kind: Kind, nodes: list[str], steps: list[int]) -> list[dict[str, Any]]:
     """Resume and train up to each of some steps, each time as if killed before; each rank on its node."""
     spare.PIECE_NBYTES = 3000  # several for each file
     told = []
     for last in steps:
-        training = Training.of(FSDP if options.get("fsdp") else ZERO, seed=last)
-        settings = {key: value for key, value in options.items() if key != "fsdp"}
+        training = Training.of(kind, seed=last)
         within = directory / nodes[rank]
         within.mkdir(exist_ok=True)
-        checkpointer = zckpt.Checkpointer(directory / "run", replicate=True, replicate_in=within, **settings)
+        checkpointer = zckpt.Checkpointer(
+            directory / "run", every=2, fingerprint=True, replicate=True, replicate_in=within
+        )
         restored = checkpointer.resume(**training.given)
         first = restored.step if restored and restored.step else 0
         state = training.state()
@@ -50,8 +49,8 @@ def train(
     return told
 
 
-def unbroken(rank, world_size, steps: int, fsdp: bool) -> list[float]:
-    return Training.of(FSDP if fsdp else ZERO, seed=3).train(range(steps))
+def unbroken(rank, world_size, steps: int, kind: Kind) -> list[float]:
+    return Training.of(kind, seed=3).train(range(steps))
 
 
 def test_each_rank_sends_to_the_next_node():
@@ -61,22 +60,18 @@ def test_each_rank_sends_to_the_next_node():
     assert neighbours(["a", "b", "b", "b"]) == [1, 0, 0, 0]
 
 
-@pytest.mark.parametrize("fsdp", some([False], [True]))
-def test_no_step_is_lost_with_a_node(fsdp, tmp_path):
-    options = {"every": 2, "fsdp": fsdp, "fingerprint": True}
-    [before, again] = run(train, 3, tmp_path, ["a", "b", "b"], [3, 5], options)[1]
+@pytest.mark.parametrize("kind", some([ZERO], [FSDP]), ids=lambda kind: kind.name)
+def test_no_step_is_lost_with_a_node(kind, tmp_path):
+    [before, again] = run(train, 3, tmp_path, kind, ["a", "b", "b"], [3, 5])[1]
     assert (before["first"], again["first"]) == (0, 3)
     assert differences(again["found"], before["state"]) == []
-    assert before["held"] == [
-        "checkpoint.json",
-        *(f"rank-0000{n}-of-00003.safetensors" for n in range(3)),
-        "spare.json",
-    ]
+    files = [f"rank-0000{n}-of-00003.safetensors" for n in range(3)]
+    assert before["held"] == ["checkpoint.json", *files, "spare.json"]
     shutil.rmtree(tmp_path / "a")  # the first rank, and the document
-    [last] = run(train, 2, tmp_path, ["c", "b"], [7], options)[0]
+    [last] = run(train, 2, tmp_path, kind, ["c", "b"], [7])[0]
     assert (last["first"], last["extra"]) == (5, {"seen": 5})
     assert differences(last["found"], again["state"]) == []
-    expected = run(unbroken, 1, 7, fsdp)[0]
+    expected = run(unbroken, 1, 7, kind)[0]
     assert before["losses"] + again["losses"] + last["losses"] == pytest.approx(expected, rel=2e-6)
     copied = tmp_path / "run" / "step-00000005"  # from memory, as nothing was saved then
     assert read_digests(copied / "fingerprint.json") == zckpt.fingerprint(copied)

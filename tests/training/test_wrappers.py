@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zckpt
 import zckpt.dcp
 from tests import live
-from tests.gloo import on_ranks, run
+from tests.gloo import on_ranks
 from tests.live import equal, save_both
 from tests.pairwise import some
 from tests.training.trainings import compiled, traced_if
@@ -109,19 +109,18 @@ def save_all(rank, model: str, wrappers: list[str], traced: bool, folder: Path) 
     return saved
 
 
-def pairs_of(rank, world_size, model: str, wrappers: list[str], every: bool, folder: Path) -> int:
-    """Load what was saved from each wrapper into the next; with `every`, also into itself, and the bare one's into all.
+SOME = [("net", list(WRAPPERS), False), ("only", ["bare", "ddp", "compile-ddp"], True)]
+MORE = [("net", list(WRAPPERS), True), ("child", ["bare", "ddp", "compile-ddp", "within", "fsdp"], True)]
 
-    Returns
-    -------
-    int
-        How many were loaded.
-    """
+
+@on_ranks(2, each=some(SOME, MORE))
+def test_a_checkpoint_of_any_wrapper_is_loaded_into_any(rank, world_size, model, wrappers, every, tmp_path):
+    """From each wrapper into the next; with `every`, also into itself, and the bare one's into all."""
+    folder = tmp_path / model
     saved = save_all(rank, model, wrappers, every and model == "net", folder)
     pairs = {*itertools.pairwise([*wrappers, wrappers[0]])}
     if every:
         pairs |= {pair for name in wrappers for pair in (("bare", name), (name, "bare"), (name, name))}
-    count = 0
     for (name, into), suffix in itertools.product(sorted(pairs), (".pt", ".z")):
         if suffix == ".pt" and "fsdp" in name:
             continue
@@ -131,19 +130,6 @@ def pairs_of(rank, world_size, model: str, wrappers: list[str], every: bool, fol
         for found, expected in zip(state(made, optimizer), saved[name], strict=True):
             assert torch.equal(found, expected), (name, into, suffix)
         assert optimizer.param_groups[0]["lr"] == 0.1
-        count += 1
-    return count
-
-
-@pytest.mark.parametrize(
-    ("model", "wrappers", "every", "pairs"),
-    some(
-        [("net", list(WRAPPERS), False, 21), ("only", ["bare", "ddp", "compile-ddp"], True, 16)],
-        [("net", list(WRAPPERS), True, 80), ("child", ["bare", "ddp", "compile-ddp", "within", "fsdp"], True, 30)],
-    ),
-)
-def test_a_checkpoint_of_any_wrapper_is_loaded_into_any(model, wrappers, every, pairs, tmp_path):
-    assert run(pairs_of, 2, model, wrappers, every, tmp_path) == [pairs, pairs]
 
 
 @pytest.mark.parametrize("named", [True, False])
