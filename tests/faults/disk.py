@@ -16,8 +16,10 @@ Modes and times are not looked at.
 
 from __future__ import annotations
 
+import copy
 import errno
 import itertools
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -113,7 +115,7 @@ class Recorder:
                 self.first.folders[number] = {}
             else:
                 self.first.files[number] = data
-        self.now = State(dict(self.first.files), {number: dict(names) for number, names in self.first.folders.items()})
+        self.now = copy.deepcopy(self.first)
 
     def _place(self, path: str, state: State) -> tuple[int, str]:
         """The directory of a path, and its last name."""
@@ -318,10 +320,7 @@ class Crashes:
 
 def combined(choices: Sequence[Sequence[object]]) -> Iterator[tuple]:
     """Yield all combinations; where they are too many, those in which all but one are at the first or last choice."""
-    number = 1
-    for one in choices:
-        number *= len(one)
-    if number <= MOST_COMBINED:
+    if math.prod(map(len, choices)) <= MOST_COMBINED:
         yield from itertools.product(*choices)
         return
     for end in (0, -1):

@@ -21,10 +21,11 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from errno import EACCES, EBUSY, EDQUOT, EIO, ENOLCK, ENOSPC, EROFS, ESTALE
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -107,15 +108,21 @@ def prepared(name: str, base: Path) -> Run:
     return Run(verb, base, source, before, was, tree(base / "out"), verb.whole(base / "out"))
 
 
+@dataclass
 class Run:
     """A verb in its directory, which is as it was before each fault."""
 
-    def __init__(
-        self, verb: Verb, base: Path, source: Tree, before: Tree, was: object, after: Tree, willbe: object
-    ) -> None:
-        self.verb, self.base, self.source, self.before, self.was = verb, base, source, before, was
-        self.after, self.willbe = after, willbe
-        self.said = base.with_name(f"{base.name}.said")
+    verb: Verb
+    base: Path
+    source: Tree
+    before: Tree
+    was: Any
+    after: Tree
+    willbe: Any
+
+    @property
+    def said(self) -> Path:
+        return self.base.with_name(f"{self.base.name}.said")
 
     def reset(self, found: Tree | None = None) -> None:
         """Put what is in `out` back to what was there before, or something else."""

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zckpt
 from tests.deepspeed_engine import Spec
 from tests.deepspeed_engine.truth import read_live
-from tests.training.trainings import ROWS, WORDS, Net, State, slots_of
+from tests.training.trainings import ROWS, Net, State, mean_over_ranks, share_of_batch, slots_of
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 
 DEEPSPEED = ("ds0", "ds1", "ds2", "ds3")
@@ -82,10 +82,8 @@ class Engine:
         return [self._step(step) for step in steps]
 
     def _step(self, step: int) -> float:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        ids = torch.randint(WORDS, (2, ROWS), generator=torch.Generator().manual_seed(step))
-        mine = ids[:, rank * ROWS // world_size : (rank + 1) * ROWS // world_size]
-        loss = nn.functional.cross_entropy(self.model(mine[0]), mine[1])
+        ids, expected = share_of_batch(step)
+        loss = nn.functional.cross_entropy(self.model(ids), expected)
         if self.name in (*DEEPSPEED, "zero"):
             (self.engine or self.optimizer).backward(loss)
         else:
@@ -95,9 +93,7 @@ class Engine:
             self.optimizer.zero_grad()
         else:
             self.engine.step()
-        whole = loss.detach().clone()
-        dist.all_reduce(whole)
-        return whole.item() / world_size
+        return mean_over_ranks(loss)
 
     def save(self, directory: Path) -> None:
         """Save as the engine is saved: DeepSpeed by itself, what has no means of its own by zckpt."""

@@ -29,6 +29,7 @@ from tests.deepspeed_engine.training import batch
 from tests.gloo import on_ranks, run
 from tests.live import equal, everything, same
 from tests.pairwise import each
+from tests.training.trainings import mean_over_ranks
 from tests.truth import Truth
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 from zckpt.optim import DynamicLossScaler, LossScaler, ZeroOptimizer, ZeroRedundancyOptimizer, files
@@ -264,9 +265,7 @@ def after_stage_0(rank, world_size, kind: str) -> list[float]:
         loss = model(ids, labels)
         optimizer.backward(loss.float() / 512 if kind == "divided" else loss)
         optimizer.step()
-        whole = loss.detach().double()
-        dist.all_reduce(whole)
-        losses.append(whole.item() / world_size)
+        losses.append(mean_over_ranks(loss.double()))
     return losses
 
 

@@ -18,6 +18,7 @@ from tests.deepspeed_engine.training import batch
 from tests.gloo import run
 from tests.live import groups_of
 from tests.logical import assert_same_tree
+from tests.training.trainings import mean_over_ranks
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.axes.tp_rules import Rules
 from zckpt.optim import ZeroOptimizer
@@ -66,9 +67,7 @@ class Run:
                 loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-            whole = loss.detach().clone()
-            dist.all_reduce(whole)
-            losses.append(whole.item() / dist.get_world_size())
+            losses.append(mean_over_ranks(loss))
         return losses
 
     def state(self) -> Found:

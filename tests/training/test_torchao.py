@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zckpt
 from tests.gloo import on_ranks, run
 from tests.live import save_both
+from tests.training.trainings import mean_over_ranks
 from zckpt.errors import UnsupportedError
 
 pytestmark = pytest.mark.nightly  # its import alone takes seconds, on each rank
@@ -76,9 +77,7 @@ def train(net: nn.Module, optimizer: Any, steps: range) -> list[float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        whole = loss.detach().double()
-        dist.all_reduce(whole)
-        losses.append(whole.item() / world_size)
+        losses.append(mean_over_ranks(loss.double()))
     return losses
 
 

@@ -105,11 +105,8 @@ class Training:
             return [self._step(step) for step in steps]
 
     def _step(self, step: int) -> float:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        numbers = torch.Generator().manual_seed(step)
-        ids = torch.randint(WORDS, (2, ROWS), generator=numbers)
-        mine = ids[:, rank * ROWS // world_size : (rank + 1) * ROWS // world_size]
-        loss = nn.functional.cross_entropy(self.model(mine[0]).float(), mine[1])
+        ids, expected = share_of_batch(step)
+        loss = nn.functional.cross_entropy(self.model(ids).float(), expected)
         if isinstance(self.optimizer, ZeroOptimizer) and self.kind.model != "ddp":
             self.optimizer.backward(loss)
         else:
@@ -117,9 +114,7 @@ class Training:
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        whole = loss.detach().clone()
-        dist.all_reduce(whole)
-        return whole.item() / world_size
+        return mean_over_ranks(loss)
 
     def state(self) -> State:
         """Return everything by name, whole, on every rank, without zckpt's means to save."""
@@ -129,6 +124,19 @@ class Training:
         for name, buffer in self.inner.named_buffers():
             found[name] = {"weight": buffer.clone()}
         return found
+
+
+def share_of_batch(step: int) -> torch.Tensor:
+    """Return what this rank is given in a step, and what is expected of it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    ids = torch.randint(WORDS, (2, ROWS), generator=torch.Generator().manual_seed(step))
+    return ids[:, rank * ROWS // world_size : (rank + 1) * ROWS // world_size]
+
+
+def mean_over_ranks(loss: torch.Tensor) -> float:
+    whole = loss.detach().clone()
+    dist.all_reduce(whole)
+    return whole.item() / dist.get_world_size()
 
 
 def slots_of(optimizer: Any, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
