@@ -24,6 +24,7 @@ from zckpt.training import ending
 from zckpt.training.run_directory import RunPlace
 
 STEPS = 10**6
+GIVEN = {"model": torch.nn.LayerNorm(2)}  # the same in every process
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def test_the_handler_that_was_there_is_called_at_once_and_put_back(told, tmp_pat
     with zckpt.Checkpointer(tmp_path) as checkpointer:
         os.kill(os.getpid(), signal.SIGTERM)
         assert told == [signal.SIGTERM]
-        assert checkpointer.step(1, model=torch.nn.Linear(2, 2))
+        assert checkpointer.step(1, **GIVEN)
         assert checkpointer.is_ending
     assert signal.getsignal(signal.SIGTERM) == before
     assert told == [signal.SIGTERM]
@@ -60,7 +61,7 @@ def test_a_handler_that_leaves_does_so_after_the_save(tmp_path):
     with zckpt.Checkpointer(tmp_path) as checkpointer:
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(SystemExit, match="7"):
-            checkpointer.step(1, model=torch.nn.Linear(2, 2))
+            checkpointer.step(1, **GIVEN)
         assert checkpointer.is_ending
     assert (tmp_path / "latest").read_text() == "step-00000001"
     unsaved = zckpt.Checkpointer(tmp_path)
@@ -75,7 +76,7 @@ def test_those_that_are_closed_in_another_order_leave_the_others_alone(told, tmp
     first.close()
     os.kill(os.getpid(), signal.SIGTERM)
     assert told == [signal.SIGTERM]
-    assert second.step(1, model=torch.nn.Linear(2, 2))
+    assert second.step(1, **GIVEN)
     second.close()
     os.kill(os.getpid(), signal.SIGTERM)
     assert len(told) == 2
@@ -90,7 +91,7 @@ def ends(directory: Path, how: str) -> None:
         return
     os.kill(os.getpid(), signal.SIGTERM)
     if how == "saved":
-        checkpointer.step(1, model=torch.nn.Linear(2, 2))
+        checkpointer.step(1, **GIVEN)
         assert checkpointer.is_ending
     try:
         if how == "error":
@@ -129,10 +130,10 @@ def test_what_is_no_longer_kept_is_removed_while_training_goes_on(tmp_path, monk
     monkeypatch.setattr(module, "unsound", lambda path: real(path) if goes_on.wait(60) else "waited in vain")
     checkpointer = zckpt.Checkpointer(tmp_path, every=1, keep=2, on_sigterm=False)
     for step in (1, 2):  # the second one looks whether the first is sound
-        checkpointer.step(step, model=torch.nn.Linear(2, 2))
+        checkpointer.step(step, **GIVEN)
     assert (tmp_path / "latest").read_text() == "step-00000002"
     goes_on.set()
-    checkpointer.step(3, model=torch.nn.Linear(2, 2))
+    checkpointer.step(3, **GIVEN)
     checkpointer.close()
     assert sorted(one.name for one in tmp_path.glob("step-*")) == ["step-00000002", "step-00000003"]
 
@@ -143,8 +144,8 @@ def test_what_cannot_be_removed_is_told_and_the_save_holds(tmp_path, monkeypatch
 
     monkeypatch.setattr(RunPlace, "remove", refused)
     checkpointer = zckpt.Checkpointer(tmp_path, keep=1, on_sigterm=False)
-    checkpointer.save(1, model=torch.nn.Linear(2, 2))
-    checkpointer.save(2, model=torch.nn.Linear(2, 2))
+    checkpointer.save(1, **GIVEN)
+    checkpointer.save(2, **GIVEN)
     with pytest.warns(UserWarning, match="could not remove checkpoints that are no longer kept: .*Permission denied"):
         checkpointer.close()
     assert (tmp_path / "latest").read_text() == "step-00000002"
@@ -175,7 +176,7 @@ def told_in_the_middle(rank, world_size, directory: Path, who: list[int]) -> int
         time.sleep(0.002)
         if step % 5 == 0:
             dist.barrier()
-        checkpointer.step(step, model=torch.nn.Linear(2, 2))
+        checkpointer.step(step, **GIVEN)
         if checkpointer.is_ending:
             break
     checkpointer.close()

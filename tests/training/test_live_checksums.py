@@ -103,11 +103,11 @@ def test_every_record_that_is_damaged_is_refused_or_not_needed(source, to, famil
     assert refused > 2 * unread
 
 
-def load_by_dcp(rank, world_size, path: Path, source: str, members: list[int] | None, every: int) -> int:
+def load_by_dcp(rank, world_size, path: Path, members: list[int] | None, every: int) -> int:
     """Damage one record after the other for `dcp.load`; return how many were refused by all that load."""
     refused = 0
     group = None if members is None else dist.new_group(members)
-    _, model, optimizer, _ = build(source, "fsdp" if members is None else "adamw")
+    _, model, optimizer, _ = build("s2_bf16_dp4", "fsdp" if members is None else "adamw")
     for one in [one for one in records(path) if one.nbytes > FLIPPED_NBYTES][::every]:
         with flipped(one, rank):
             if members is not None and rank not in members:
@@ -130,7 +130,7 @@ def load_by_dcp(rank, world_size, path: Path, source: str, members: list[int] | 
 @pytest.mark.parametrize("members", [None, [1, 2]])
 def test_ranks_of_dcp_put_together_what_they_read(members, every, tmp_path):
     zckpt.convert(FIXTURES / "s2_bf16_dp4", tmp_path / "x", to="zckpt", world_size=2)
-    told = run(load_by_dcp, 3, tmp_path / "x", "s2_bf16_dp4", members, every)
+    told = run(load_by_dcp, 3, tmp_path / "x", members, every)
     assert all(count >= 3 for rank, count in enumerate(told) if members is None or rank in members), told
 
 

@@ -284,9 +284,6 @@ def test_what_a_killed_save_has_left_is_gone_when_a_run_resumes_unless_it_may_be
 def test_a_plain_directory_that_is_called_as_a_checkpoint_is_none(tmp_path):
     notes(tmp_path / "step-00000001")
     assert resumed(tmp_path) is None
-    saved(tmp_path, 2)
-    assert resumed(tmp_path) == 2
-    assert (tmp_path / "step-00000001" / "notes.txt").is_file()
 
 
 def test_what_only_has_a_temporary_name_of_ours_stays_and_is_named(tmp_path):

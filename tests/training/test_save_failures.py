@@ -111,18 +111,16 @@ def remove_when_there(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def fail(rank, world_size, directory: Path, failure: str, async_: bool, name: str) -> str:
-    training = Training.of(BY_NAME[name])
+def fail(rank, world_size, directory: Path, failure: str, async_: bool) -> str:
+    training = Training.of(BY_NAME["zero2-plain-float32"])
     training.train(range(2))
-    before = training.state()
+    before, both = training.state(), {"model": training.model, "optimizer": training.optimizer}
     directory.mkdir(exist_ok=True)
-    zckpt.save(directory / "first", model=training.model, optimizer=training.optimizer, step=2)
+    zckpt.save(directory / "first", **both, step=2)
     bulk = {"bulk": torch.zeros(1 << 23)} if failure == "vanished" else {}
     undo = fail_on(rank, directory, failure) if rank == world_size - 1 else None
     try:
-        saving = zckpt.save(
-            directory / "second", model=training.model, optimizer=training.optimizer, extra=bulk, async_=async_
-        )
+        saving = zckpt.save(directory / "second", **both, extra=bulk, async_=async_)
         if saving is not None:
             if rank % 2:  # has seen it, and the others have not
                 # On a busy machine the directory may go when all of it has been written: the next save finds that.
@@ -138,8 +136,8 @@ def fail(rank, world_size, directory: Path, failure: str, async_: bool, name: st
     assert differences(training.state(), before) == []
     training.train(range(2, 4))
     directory.mkdir(exist_ok=True)
-    zckpt.save(directory / "fourth", model=training.model, optimizer=training.optimizer, step=4)
-    assert zckpt.load(directory / "fourth", model=training.model, optimizer=training.optimizer).step == 4
+    zckpt.save(directory / "fourth", **both, step=4)
+    assert zckpt.load(directory / "fourth", **both).step == 4
     return said
 
 
@@ -149,7 +147,7 @@ def fail(rank, world_size, directory: Path, failure: str, async_: bool, name: st
 def test_a_failure_of_one_rank_is_one_of_all(failure, async_, tmp_path):
     directory = tmp_path / "run"
     for _ in range(5):  # on a busy machine the directory may go when all of it has been written
-        told = run(fail, 2, directory, failure, async_, "zero2-plain-float32", fresh=True)
+        told = run(fail, 2, directory, failure, async_, fresh=True)
         if failure == "no space" or set(told) != {"saved"}:
             break
         shutil.rmtree(directory, ignore_errors=True)

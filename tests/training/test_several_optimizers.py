@@ -109,9 +109,8 @@ def save_all(rank, world_size, directory: Path) -> dict[str, list[float]]:
         training = Training(kind)
         training.train(range(STEPS))
         truth = training.state()
-        saving = zckpt.save(
-            directory / kind, model=training.model, optimizer=training.given, step=STEPS, async_=bool(number % 2)
-        )
+        both = {"model": training.model, "optimizer": training.given}
+        saving = zckpt.save(directory / kind, **both, step=STEPS, async_=bool(number % 2))
         losses[kind] = training.train(range(STEPS, STEPS + MORE))
         if saving is not None:
             saving.result()
