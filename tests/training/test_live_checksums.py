@@ -134,6 +134,25 @@ def test_ranks_of_dcp_put_together_what_they_read(members, every, tmp_path):
     assert all(count >= 3 for rank, count in enumerate(told) if members is None or rank in members), told
 
 
+@on_ranks(2)
+def test_a_step_in_a_file_of_its_own_is_checked_although_it_was_read_when_the_source_was_opened(
+    rank, world_size, tmp_path
+):
+    path = tmp_path / "universal"
+    if rank == 0:
+        zckpt.convert(FIXTURES / "s2_bf16_dp4", path, to="universal")
+    dist.barrier()
+    _, model, optimizer, _ = build("s2_bf16_dp4", "adamw")
+    before = everything(model, optimizer)
+    [step_count] = [one for one in records(path) if one.path.endswith("alpha/step.pt")]
+    with flipped(step_count, rank):
+        for load in (zckpt.load, zckpt.assert_restored):
+            with pytest.raises(DamagedFileError, match=r"step\.pt: .*changed since it was written"):
+                load(path, model=model, optimizer=optimizer)
+    assert same(before, everything(model, optimizer))
+    zckpt.load(path, model=model, optimizer=optimizer)
+
+
 @on_ranks(2, each=[("redundancy",), ("adamw",)])
 def test_state_that_is_damaged_changes_nothing_and_weights_leave_the_optimizer(rank, world_size, family, tmp_path):
     """What damage to state and to weights leaves of the model and the optimizer, and what says so."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zckpt.compare.twice import check_files_apart
 from zckpt.engine.checking import Checks, Seen, Sum
 from zckpt.errors import SourceError, TargetError, WorkerError, ZckptError, shown
-from zckpt.formats.survey import checksums_by_path
+from zckpt.formats.survey import ALWAYS_NBYTES, checksums_by_path
 from zckpt.immutable import immutable
 from zckpt.state import Checkpoint
 from zckpt.storage.crc32 import crc32
@@ -237,10 +237,14 @@ def _raise(rank: int, failure: Failure) -> NoReturn:
 
 
 def find_checksums(checks: Checks, checkpoint: Checkpoint, ranks: Ranks) -> None:
-    """Let checks find what a checkpoint's files say of themselves, which the first rank holds against each other."""
+    """Let checks find what a checkpoint's files say of themselves, which the first rank holds against each other.
+
+    Small files are checked whether or not they are read: of a step count, that was done when the source was opened.
+    """
     checks.find = checksums_by_path([checkpoint])
     if ranks.rank == 0:
         check_files_apart(checkpoint)
+        checks.expect(file.path for file in checkpoint.files if file.nbytes <= ALWAYS_NBYTES)
 
 
 def check_together(checks: Checks, ranks: Ranks, root: str, *, spoiled: str | None = None) -> None:
