@@ -27,10 +27,10 @@ from zckpt.state import Slot, Span
 TAG = "global_step5"
 
 
-def copy(name: str, directory: Path) -> Path:
+def copy(name: str, directory: Path | str = ".") -> Path:
     """A copy of a fixture that a test may damage."""
     source = FIXTURES / name
-    target = directory / source.name
+    target = Path(directory) / source.name
     if source.is_file():
         return Path(shutil.copy(source, target))
     return Path(shutil.copytree(source, target))

@@ -34,8 +34,14 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
+def words_of(*arguments: object) -> list[str]:
+    """The words of a command line: a text may be several of them, and one that begins with `fixtures/` lies there."""
+    words = [word for one in arguments for word in (one.split(" ") if isinstance(one, str) else [str(one)])]
+    return [str(ROOT / word) if word.startswith("fixtures/") else word for word in words if word]
+
+
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "zckpt", *map(str, arguments)]
+    return [sys.executable, "-m", "zckpt", *words_of(*arguments)]
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -44,7 +50,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
     out, errors = io.StringIO(), io.StringIO()
     given = sys.argv
-    sys.argv = ["zckpt", *map(str, arguments)]
+    sys.argv = ["zckpt", *words_of(*arguments)]
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
             main()
@@ -88,29 +94,31 @@ def inspected(*arguments: object) -> dict[str, Any]:
     return document
 
 
-def refused(status: int, *arguments: object, words: tuple[str, ...] = ()) -> str:
+def refused(status: int, *arguments: object, words: str | tuple[str, ...] = ()) -> str:
     """Run a command that must fail with this status and one line; return the line."""
     done = run(*arguments)
     assert done.returncode == status, done.stderr
-    assert done.stdout == "" if "--json" not in arguments else json.loads(done.stdout).keys() == {"error"}
+    assert done.stdout == "" if "--json" not in words_of(*arguments) else json.loads(done.stdout).keys() == {"error"}
     assert done.stderr.endswith("\n")
     assert len(done.stderr.splitlines()) == 1, done.stderr
-    for word in words:
+    for word in (words,) if isinstance(words, str) else words:
         assert word in done.stderr, done.stderr
     return done.stderr
 
 
-def copy(name: str, directory: Path) -> Path:
+def copy(name: str, directory: Path | str = ".") -> Path:
     """A copy of a fixture that a test may damage."""
-    return Path(shutil.copytree(FIXTURES / name, directory / Path(name).name))
+    return Path(shutil.copytree(FIXTURES / name, Path(directory) / Path(name).name))
 
 
-def on_terminal(*arguments: object, columns: int = 70, **variables: str) -> str:
-    """Run a command whose standard output is a real terminal."""
+def on_terminal(*arguments: object, columns: int = 70, output: str | None = None, **variables: str) -> str:
+    """Run a command whose standard output is a real terminal; or its standard error is, and a file gets the output."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     variables = {key: value for key, value in environment().items() if key not in ("COLUMNS", "NO_COLOR")} | variables
-    child = subprocess.Popen(command(*arguments), stdout=theirs, stderr=subprocess.DEVNULL, env=variables)
+    with Path(output or os.devnull).open("wb") as other:
+        streams = {"stdout": other, "stderr": theirs} if output else {"stdout": theirs, "stderr": other}
+        child = subprocess.Popen(command(*arguments), **streams, env=variables)
     os.close(theirs)
     said = b""
     while True:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import signal
-import struct
 import subprocess
-import termios
 import time
 from pathlib import Path
 
@@ -18,11 +14,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tests.cli.console import FIXTURES, command, copy, environment, inspected, refused, run, succeeded
+from tests.cli.console import FIXTURES, command, copy, environment, inspected, on_terminal, refused, succeeded
+from tests.folders import contents, names_in
+from tests.live import trained
+from tests.logical import assert_same_tree
 from tests.pairwise import each, some
 from tests.truth import Truth, bits
 
-SOURCE = FIXTURES / "s2_bf16_dp2"
+SOURCE = "fixtures/s2_bf16_dp2"
+TRUTH = Truth(FIXTURES / "s2_bf16_dp2")
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CAST = [
     "s2_bf16_dp2", "s2_fp16_dp2", "s1_fp32_dp3", "s3_bf16_dp3", "s3_fp16_dp2", "s3_fp32_dp2", "s0_fp32_dp2",
@@ -48,27 +48,25 @@ def model_of(truth: Truth, dtype: str | None) -> dict[str, torch.Tensor]:
     return expected
 
 
-def assert_model(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], truth: Truth) -> None:
-    assert set(found) == set(expected) | set(truth.buffers)
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        assert found[name].shape == value.shape, name
-        assert torch.equal(bits(found[name]), bits(value)), name
-    for name, value in truth.buffers.items():
-        assert torch.equal(bits(found[name]), value), name
+def read_model(path: str) -> dict[str, torch.Tensor]:
+    if Path(path).is_dir():
+        return {name: value for file in Path(path).glob("*.safetensors") for name, value in load_file(file).items()}
+    return load_file(path) if path.lower().endswith(".safetensors") else torch.load(path, weights_only=True)
 
 
-def names_of(name: str, directory: Path) -> tuple[object, ...]:
+def assert_model(path: str, name: str = "s2_bf16_dp2", dtype: str | None = None) -> None:
+    """A file or a directory holds what a fixture's consolidated model must, bit for bit."""
+    found, truth = read_model(path), Truth(FIXTURES / name)
+    assert_same_tree({key: bits(found.pop(key)) for key in truth.buffers}, truth.buffers)
+    assert_same_tree(found, model_of(truth, dtype))
+
+
+def names_of(name: str) -> str:
     """The option that says what the optimizer's numbers are, where a file does not tell."""
     if name != "s0_fp32_dp2":
-        return ()
-    path = directory / "names.txt"
-    path.write_text("\n".join(Truth(FIXTURES / name).numbers.values()))
-    return ("--names", path)
-
-
-def nothing_in(directory: Path) -> bool:
-    return not any(directory.iterdir())
+        return ""
+    Path("names.txt").write_text("\n".join(Truth(FIXTURES / name).numbers.values()))
+    return "--names names.txt"
 
 
 # --- what is written
@@ -76,56 +74,47 @@ def nothing_in(directory: Path) -> bool:
 
 @pytest.mark.parametrize(("name", "dtype"), each(CAST, [None, "float32", "bfloat16", "float16", "keep"]))
 @pytest.mark.every(2)
-def test_dtype_is_rounded_as_torch_rounds_it(name, dtype, tmp_path):
-    truth = Truth(FIXTURES / name)
-    options = (*names_of(name, tmp_path), *(() if dtype is None else ("--dtype", dtype)))
-    succeeded("consolidate", FIXTURES / name, tmp_path / "model.safetensors", *options)
-    assert_model(load_file(tmp_path / "model.safetensors"), model_of(truth, dtype), truth)
+def test_dtype_is_rounded_as_torch_rounds_it(name, dtype):
+    options = f"--dtype {dtype}" if dtype else ""
+    succeeded(f"consolidate fixtures/{name} model.safetensors", names_of(name), options)
+    assert_model("model.safetensors", name, dtype)
 
 
-@pytest.mark.parametrize(("dtype", "suffix"), each(["float32", "bfloat16", "keep"], ["pt", "bin", "pth"]))
-def test_torch_file_holds_the_same_and_loads_weights_only(suffix, dtype, tmp_path):
-    truth, path = Truth(SOURCE), tmp_path / f"model.{suffix}"
-    succeeded("consolidate", SOURCE, path, "--dtype", dtype)
-    assert_model(torch.load(path, weights_only=True), model_of(truth, dtype), truth)
-
-
-@pytest.mark.parametrize("name", ["s3_bf16_dp4", "moe_ep2_s2_fp32_dp4", "tp2_s3_bf16_dp2", "s1_bf16_dp2_empty"])
-def test_torch_file_of_any_layout_is_the_truth(name, tmp_path):
-    truth = Truth(FIXTURES / name)
-    succeeded("consolidate", FIXTURES / name, tmp_path / "model.pt")
-    assert_model(torch.load(tmp_path / "model.pt", weights_only=True), model_of(truth, None), truth)
+@pytest.mark.parametrize(
+    ("name", "dtype", "suffix"),
+    [
+        *[("s2_bf16_dp2", *one) for one in (("float32", "pt"), ("bfloat16", "bin"), ("keep", "pth"))],
+        *[(name, "float32", "pt") for name in ("s3_bf16_dp4", "moe_ep2_s2_fp32_dp4", "tp2_s3_bf16_dp2",
+                                               "s1_bf16_dp2_empty")],
+    ],
+)  # fmt: skip
+def test_torch_file_holds_the_same_and_loads_weights_only(name, dtype, suffix):
+    succeeded(f"consolidate fixtures/{name} model.{suffix} --dtype {dtype}")
+    assert_model(f"model.{suffix}", name, dtype)
 
 
 # --- tied parameters
 
 
 @pytest.mark.parametrize("target", ["model.safetensors", "model.pt", "model"])
-def test_tied_drop_writes_the_owner_only(target, tmp_path):
-    done = succeeded("consolidate", SOURCE, tmp_path / target, "--tied", "drop", "--json")
-    model = read_model(tmp_path / target)
+def test_tied_drop_writes_the_owner_only(target):
+    done = succeeded(f"consolidate {SOURCE} {target} --tied drop --json")
+    model = read_model(target)
     assert "emb.weight" in model
     assert "head.weight" not in model
     assert json.loads(done.stdout)["num_tensors"] == len(model)
 
 
-def read_model(path: Path) -> dict[str, torch.Tensor]:
-    if path.is_dir():
-        return {name: value for file in path.glob("*.safetensors") for name, value in load_file(file).items()}
-    return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
-
-
-def test_tied_parameters_share_their_storage_in_a_torch_file(tmp_path):
+def test_tied_parameters_share_their_storage_in_a_torch_file():
     """Which can be mapped, has names in the model's order, and without --slots is alone."""
     for tied in ("duplicate", "drop"):
-        succeeded("consolidate", SOURCE, tmp_path / f"{tied}.pt", "--tied", tied)
-    assert {path.name for path in tmp_path.iterdir()} == {"duplicate.pt", "drop.pt"}
-    model, truth = torch.load(tmp_path / "duplicate.pt", weights_only=True, mmap=True), Truth(SOURCE)
-    assert_model(model, model_of(truth, None), truth)
-    shapes = truth.facts["shapes"]
+        succeeded(f"consolidate {SOURCE} {tied}.pt --tied {tied}")
+    assert names_in() == ["drop.pt", "duplicate.pt"]
+    assert_model("duplicate.pt")
+    model, shapes = torch.load("duplicate.pt", weights_only=True, mmap=True), TRUTH.facts["shapes"]
     assert [name for name in model if name in shapes] == [name for name in shapes if name in model]
     assert model["head.weight"].data_ptr() == model["emb.weight"].data_ptr()
-    larger, smaller = ((tmp_path / f"{tied}.pt").stat().st_size for tied in ("duplicate", "drop"))
+    larger, smaller = (Path(f"{tied}.pt").stat().st_size for tied in ("duplicate", "drop"))
     assert larger - smaller < model["emb.weight"].nbytes
 
 
@@ -133,54 +122,48 @@ def test_tied_parameters_share_their_storage_in_a_torch_file(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp2", "s1_fp32_dp2", "s0_bf16_dp2", "s0_fp32_dp2"])
-def test_exclude_frozen_leaves_out_frozen_parameters_and_nothing_else(name, tmp_path):
+def test_exclude_frozen_leaves_out_frozen_parameters_and_nothing_else(name):
     truth = Truth(FIXTURES / name)
-    options = ("--exclude-frozen", *names_of(name, tmp_path))
-    succeeded("consolidate", FIXTURES / name, tmp_path / "model.safetensors", *options)
-    model = load_file(tmp_path / "model.safetensors")
+    succeeded(f"consolidate fixtures/{name} model.safetensors --exclude-frozen", names_of(name))
+    model = load_file("model.safetensors")
     assert set(truth.weights) - set(model) == set(truth.frozen)
     assert set(truth.buffers) <= set(model)
 
 
-def test_trained_parameters_without_certain_names_are_not_taken_for_frozen(tmp_path):
-    truth, options = Truth(FIXTURES / "s0_fp32_dp2"), ("--exclude-frozen", "--dtype", "bfloat16")
-    succeeded("consolidate", FIXTURES / "s0_fp32_dp2", tmp_path / "model.safetensors", *options)
-    model = load_file(tmp_path / "model.safetensors")
-    for name in truth.masters:
-        assert model[name].dtype == torch.bfloat16
+def test_trained_parameters_without_certain_names_are_not_taken_for_frozen():
+    succeeded("consolidate fixtures/s0_fp32_dp2 model.safetensors --exclude-frozen --dtype bfloat16")
+    model = load_file("model.safetensors")
+    assert {model[name].dtype for name in Truth(FIXTURES / "s0_fp32_dp2").masters} == {torch.bfloat16}
 
 
 # --- a directory
 
 
-@pytest.mark.parametrize("size", ["1KB", "3000", "2KiB", "1GB", "1"])
-def test_directory_is_cut_into_shards_of_at_most_the_size(size, tmp_path):
-    truth, limit = Truth(SOURCE), {"1KB": 1000, "3000": 3000, "2KiB": 2048, "1GB": 10**9, "1": 1}[size]
-    target = tmp_path / "model"
-    succeeded("consolidate", SOURCE, target, "--max-shard-size", size)
-    if size == "1GB":
-        assert [p.name for p in target.iterdir()] == ["model.safetensors"]
-        assert_model(load_file(target / "model.safetensors"), model_of(truth, None), truth)
-        return
-    index = json.loads((target / "model.safetensors.index.json").read_text())
+def test_directory_of_one_shard_has_no_index():
+    succeeded(f"consolidate {SOURCE} model --max-shard-size 1GB")
+    assert names_in("model") == ["model.safetensors"]
+    assert_model("model")
+
+
+@pytest.mark.parametrize(("size", "limit"), [("1KB", 1000), ("3000", 3000), ("2KiB", 2048), ("1", 1)])
+def test_directory_is_cut_into_shards_of_at_most_the_size(size, limit):
+    succeeded(f"consolidate {SOURCE} model --max-shard-size {size}")
+    index = json.loads(Path("model/model.safetensors.index.json").read_text())
     names = sorted(set(index["weight_map"].values()))
-    assert sorted(p.name for p in target.iterdir()) == [*names, "model.safetensors.index.json"]
+    assert names_in("model") == [*names, "model.safetensors.index.json"]
     assert names == [f"model-{i:05d}-of-{len(names):05d}.safetensors" for i in range(1, len(names) + 1)]
-    found = {}
-    for name in names:
-        shard = load_file(target / name)
-        assert sum(t.nbytes for t in shard.values()) <= limit or len(shard) == 1
-        assert all(index["weight_map"][key] == name for key in shard)
-        found.update(shard)
-    assert index["weight_map"].keys() == found.keys()
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
-    assert_model(found, model_of(truth, None), truth)
+    shards = {name: load_file(f"model/{name}") for name in names}
+    sizes = {name: sum(tensor.nbytes for tensor in shard.values()) for name, shard in shards.items()}
+    assert all(sizes[name] <= limit or len(shard) == 1 for name, shard in shards.items())
+    assert index["weight_map"] == {key: name for name, shard in shards.items() for key in shard}
+    assert index["metadata"]["total_size"] == sum(sizes.values())
+    assert_model("model")
 
 
-def test_optimizer_of_a_directory_is_inside_it(tmp_path):
-    succeeded("consolidate", SOURCE, tmp_path / "model", "--slots", "all")
-    assert (tmp_path / "model" / "optimizer.safetensors").is_file()
-    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+def test_optimizer_of_a_directory_is_inside_it():
+    succeeded(f"consolidate {SOURCE} model --slots all")
+    assert Path("model/optimizer.safetensors").is_file()
+    assert names_in() == ["model"]
 
 
 # --- slots
@@ -189,291 +172,235 @@ def test_optimizer_of_a_directory_is_inside_it(tmp_path):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (("--slots", "exp_avg"), {"exp_avg"}),
-        (("--slots", "exp_avg_sq,exp_avg"), {"exp_avg", "exp_avg_sq"}),
-        (("--slots", "exp_avg", "--slots", "exp_avg_sq"), {"exp_avg", "exp_avg_sq"}),
-        (("--slots", "master"), {"master"}),
-        (("--slots", "all", "--dtype", "bfloat16"), {"master", "exp_avg", "exp_avg_sq"}),
+        ("--slots exp_avg", {"exp_avg"}),
+        ("--slots exp_avg_sq,exp_avg", {"exp_avg", "exp_avg_sq"}),
+        ("--slots exp_avg --slots exp_avg_sq", {"exp_avg", "exp_avg_sq"}),
+        ("--slots master", {"master"}),
+        ("--slots all --dtype bfloat16", {"master", "exp_avg", "exp_avg_sq"}),
     ],
 )
-def test_slots_that_are_named_are_written(options, expected, tmp_path):
-    succeeded("consolidate", SOURCE, tmp_path / "model.safetensors", *options)
-    optimizer = load_file(tmp_path / "model.optimizer.safetensors")
+def test_slots_that_are_named_are_written(options, expected):
+    succeeded(f"consolidate {SOURCE} model.safetensors {options}")
+    optimizer = load_file("model.optimizer.safetensors")
     assert {key.split("/")[0] for key in optimizer} == expected
-    truth = Truth(SOURCE)
     for key, value in optimizer.items():
-        slot, name = key.split("/", 1)
-        assert torch.equal(bits(value), bits(truth.tensors[f"{slot.replace('master', 'fp32')}/{name}"]))
+        assert torch.equal(bits(value), bits(TRUTH.tensors[key.replace("master/", "fp32/")])), key
 
 
-def test_optimizer_metadata_has_every_groups_hyperparameters_and_step(tmp_path):
-    succeeded("consolidate", SOURCE, tmp_path / "model.safetensors", "--slots", "all")
-    with safe_open(tmp_path / "model.optimizer.safetensors", "pt") as file:
+def test_optimizer_metadata_has_every_groups_hyperparameters_and_step():
+    succeeded(f"consolidate {SOURCE} model.safetensors --slots all")
+    with safe_open("model.optimizer.safetensors", "pt") as file:
         metadata = file.metadata()
-    facts = Truth(SOURCE).facts
     groups = json.loads(metadata["param_groups"])
     assert len(groups) == 3
-    for found, expected, order in zip(groups, facts["param_groups"], facts["order"], strict=True):
+    for found, expected, order in zip(groups, TRUTH.facts["param_groups"], TRUTH.facts["order"], strict=True):
         assert {key: found[key] for key in expected} == expected
         assert found["state"]["step"] == 5
         assert found["parameters"] == order
     assert json.loads(metadata["step"]) == 5
 
 
-@pytest.mark.parametrize("slots", ["momentum", "exp_avg,momentum", "weight", "all,momentum"])
-def test_unknown_slot_is_refused_with_the_slots_there_are(slots, tmp_path):
-    refused(2, "consolidate", SOURCE, tmp_path / "model.safetensors", "--slots", slots, words=("exp_avg", "exp_avg_sq"))
-    assert nothing_in(tmp_path)
-
-
-def test_slots_of_a_model_without_optimizer_are_refused(tmp_path):
-    succeeded("consolidate", SOURCE, tmp_path / "model.safetensors")
-    refused(2, "consolidate", tmp_path / "model.safetensors", tmp_path / "again.safetensors", "--slots", "all")
+def test_slots_of_a_model_without_optimizer_are_refused():
+    succeeded(f"consolidate {SOURCE} model.safetensors")
+    refused(2, "consolidate model.safetensors again.safetensors --slots all")
 
 
 @pytest.mark.parametrize("suffix", some([".safetensors", ".PT"], [".pt", ".bin", ".pth"]))
-def test_the_optimizers_file_is_named_after_the_target(suffix, tmp_path):
+def test_the_optimizers_file_is_named_after_the_target(suffix):
     for name in ("a", "b", "optimizer"):
-        succeeded("consolidate", SOURCE, tmp_path / f"{name}{suffix}", "--slots", "all")
-    names = {f"{one}{suffix}" for name in ("a", "b", "optimizer") for one in (name, f"{name}.optimizer")}
-    assert {path.name for path in tmp_path.iterdir()} == names
+        succeeded(f"consolidate {SOURCE} {name}{suffix} --slots all")
+    names = [f"{one}{suffix}" for name in ("a", "b", "optimizer") for one in (name, f"{name}.optimizer")]
+    assert names_in() == sorted(names)
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-def test_overwriting_one_target_leaves_the_optimizer_of_another_alone(suffix, tmp_path):
+def test_overwriting_one_target_leaves_the_optimizer_of_another_alone(suffix):
     """Also the one that an earlier zckpt wrote, under a name that all targets shared."""
     for name in ("a", "b"):
-        succeeded("consolidate", SOURCE, tmp_path / f"{name}{suffix}", "--slots", "all")
-    (tmp_path / f"optimizer{suffix}").write_bytes(b"an earlier zckpt's")
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    succeeded("consolidate", FIXTURES / "s3_fp32_dp2", tmp_path / f"b{suffix}", "--slots", "all", "--overwrite")
-    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        succeeded(f"consolidate {SOURCE} {name}{suffix} --slots all")
+    Path(f"optimizer{suffix}").write_bytes(b"an earlier zckpt's")
+    before = contents()
+    succeeded(f"consolidate fixtures/s3_fp32_dp2 b{suffix} --slots all --overwrite")
+    after = contents()
     assert before.keys() == after.keys()
     assert {name for name in after if after[name] != before[name]} == {f"b{suffix}", f"b.optimizer{suffix}"}
 
 
 @pytest.mark.parametrize("beside", ["m.optimizer.safetensors", "m.safetensors.fingerprint.json"])
-def test_what_belongs_to_the_old_target_is_not_left_beside_a_new_one(beside, tmp_path):
-    succeeded("consolidate", SOURCE, tmp_path / "m.safetensors", "--slots", "all")
-    succeeded("fingerprint", tmp_path / "m.safetensors", "--write")
-    others = {"m.optimizer.safetensors", "m.safetensors.fingerprint.json"} - {beside}
-    for other in others:
-        (tmp_path / other).unlink()
-    before = (tmp_path / "m.safetensors").read_bytes()
+def test_what_belongs_to_the_old_target_is_not_left_beside_a_new_one(beside):
+    succeeded(f"consolidate {SOURCE} m.safetensors --slots all")
+    succeeded("fingerprint m.safetensors --write")
+    (other,) = {"m.optimizer.safetensors", "m.safetensors.fingerprint.json"} - {beside}
+    Path(other).unlink()
+    before = contents()
     words = (beside, "would be taken for the new file's")
-    refused(4, "consolidate", FIXTURES / "s3_fp32_dp2", tmp_path / "m.safetensors", "--overwrite", words=words)
-    assert (tmp_path / "m.safetensors").read_bytes() == before
+    refused(4, "consolidate fixtures/s3_fp32_dp2 m.safetensors --overwrite", words=words)
+    assert contents() == before
 
 
 @pytest.mark.parametrize(
-    ("verb", "name"),
+    ("verb", "name", "options"),
     [
-        (("consolidate",), "m.safetensors"), (("consolidate",), "m"),
-        (("convert", "--to", "consolidated"), "m.pt"), (("convert", "--to", "zckpt"), "m"),
-        (("reshard", "--world-size", 3), "m"), (("strip", "--optimizer"), "m"),
+        ("consolidate", "m.safetensors", ""), ("consolidate", "m", ""), ("convert", "m.pt", "--to consolidated"),
+        ("convert", "m", "--to zckpt"), ("reshard", "m", "--world-size 3"), ("strip", "m", "--optimizer"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("dry", [False, True])
-def test_a_fifo_is_not_replaced(dry, verb, name, tmp_path):
-    os.mkfifo(tmp_path / name)
-    options = (*verb[1:], "--overwrite", *(["--dry-run"] if dry else []))
-    refused(4, verb[0], SOURCE, tmp_path / name, *options, words=("cannot be replaced", "found a FIFO"))
-    assert (tmp_path / name).is_fifo()
+def test_a_fifo_is_not_replaced(verb, name, options):
+    os.mkfifo(name)
+    for more in ("", "--dry-run"):
+        command = f"{verb} {SOURCE} {name} {options} --overwrite {more}"
+        refused(4, command, words=("cannot be replaced", "found a FIFO"))
+    assert Path(name).is_fifo()
 
 
 OTHERS = ["gguf", "onnx", "h5", "npz", "ckpt", "pkl", "GGUF", "tar.gz", "msgpack", "json", "safetensor"]
 
 
-@pytest.mark.parametrize(("suffix", "verb"), each(OTHERS, [("consolidate",), ("convert", "--to", "consolidated")]))
-def test_names_of_other_programs_files_are_refused(verb, suffix, tmp_path):
+@pytest.mark.parametrize(("suffix", "verb"), each(OTHERS, ["consolidate", "convert --to consolidated"]))
+def test_names_of_other_programs_files_are_refused(verb, suffix):
     words = (Path(f"m.{suffix}").suffix.lower(), "x.safetensors", "x.pt", "directory")
-    refused(2, verb[0], SOURCE, tmp_path / f"m.{suffix}", *verb[1:], words=words)
-    assert nothing_in(tmp_path)
+    refused(2, f"{verb} {SOURCE} m.{suffix}", words=words)
+    assert names_in() == []
 
 
 @pytest.mark.parametrize("name", ["Llama-3.1-8B", "v1.5", "run.2024-01-01", "gguf", ".hidden"])
-def test_names_with_a_dot_are_names_of_directories(name, tmp_path):
-    succeeded("consolidate", SOURCE, tmp_path / name)
-    assert (tmp_path / name).is_dir()
+def test_names_with_a_dot_are_names_of_directories(name):
+    succeeded(f"consolidate {SOURCE} {name}")
+    assert Path(name).is_dir()
 
 
-@pytest.mark.parametrize("name", ["M.SafeTensors", "M.PT"])
-def test_case_of_a_suffix_does_not_matter(name, tmp_path):
-    succeeded("consolidate", SOURCE, tmp_path / name)
-    assert (tmp_path / name).is_file()
-    assert inspected(tmp_path / name)["format"] == ("torch" if name == "M.PT" else "safetensors")
+@pytest.mark.parametrize(("name", "kind"), [("M.SafeTensors", "safetensors"), ("M.PT", "torch")])
+def test_case_of_a_suffix_does_not_matter(name, kind):
+    succeeded(f"consolidate {SOURCE} {name}")
+    assert Path(name).is_file()
+    assert inspected(name)["format"] == kind
 
 
-# --- names, root and tag
+# --- names
 
 
-def test_names_file_names_the_optimizers_parameters(tmp_path):
-    directory = FIXTURES / "s0_fp32_dp2"
-    truth = Truth(directory)
-    assert inspected(directory)["unnamed"]
-    names = names_of("s0_fp32_dp2", tmp_path)
-    succeeded("consolidate", directory, tmp_path / "model.safetensors", "--slots", "all", *names)
-    optimizer = load_file(tmp_path / "model.optimizer.safetensors")
+def test_names_file_names_the_optimizers_parameters():
+    truth = Truth(FIXTURES / "s0_fp32_dp2")
+    assert inspected("fixtures/s0_fp32_dp2")["unnamed"]
+    succeeded("consolidate fixtures/s0_fp32_dp2 model.safetensors --slots all", names_of("s0_fp32_dp2"))
+    optimizer = load_file("model.optimizer.safetensors")
     for slot in truth.slots:
         for name, value in truth.kind(slot).items():
             assert torch.equal(bits(optimizer[f"{slot}/{name}"]), bits(value)), name
 
 
-def test_names_that_do_not_fit_are_refused(tmp_path):
-    source, target = FIXTURES / "s0_fp32_dp2", tmp_path / "m.safetensors"
-    option, listed = names_of(source.name, tmp_path)
+def test_names_that_do_not_fit_are_refused():
+    option, listed = names_of("s0_fp32_dp2"), Path("names.txt")
     names = listed.read_text().split()
     for others in (names[:-1], [names[0], *names[:-1]], ["nobody", *names[1:]], [names[1], names[0], *names[2:]]):
         listed.write_text("\n".join(others))
-        refused(2, "consolidate", source, target, "--slots", "all", option, listed)
-        assert list(tmp_path.iterdir()) == [listed]
+        refused(2, "consolidate fixtures/s0_fp32_dp2 m.safetensors --slots all", option)
+        assert names_in() == ["names.txt"]
 
 
 # --- the weight check
 
 
-def damaged_master(tmp_path: Path) -> tuple[Path, str]:
-    """A checkpoint in which the first master of rank 1 is changed, in bytes."""
-    directory = copy("s2_bf16_dp2", tmp_path)
-    truth = Truth(SOURCE)
+def test_the_weight_check_comes_before_a_dry_run_too_and_without_it_masters_are_taken_as_they_are():
+    name, directory = "unused.weight", copy("s2_bf16_dp2")
     shard = directory / "global_step5" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    value = truth.masters["unused.weight"].numpy().tobytes()
+    value, changed = TRUTH.masters[name], TRUTH.masters[name] + 1
     data = shard.read_bytes()
-    assert data.count(value) == 1
-    shard.write_bytes(data.replace(value, (truth.masters["unused.weight"] + 1).numpy().tobytes()))
-    return directory, "unused.weight"
-
-
-def test_no_weight_check_takes_masters_as_they_are(tmp_path):
-    directory, name = damaged_master(tmp_path)
-    succeeded("consolidate", directory, tmp_path / "m.safetensors", "--no-weight-check", "--no-checksums")
-    model = load_file(tmp_path / "m.safetensors")
-    assert torch.equal(model[name], Truth(SOURCE).masters[name] + 1)
-
-
-def test_weight_check_comes_before_a_dry_run_too(tmp_path):
-    directory, name = damaged_master(tmp_path)
-    refused(3, "consolidate", directory, tmp_path / "m.safetensors", "--dry-run", words=(name,))
+    assert data.count(value.numpy().tobytes()) == 1
+    shard.write_bytes(data.replace(value.numpy().tobytes(), changed.numpy().tobytes()))
+    refused(3, "consolidate s2_bf16_dp2 m.safetensors --dry-run", words=name)
+    succeeded("consolidate s2_bf16_dp2 m.safetensors --no-weight-check --no-checksums")
+    assert torch.equal(load_file("m.safetensors")[name], changed)
 
 
 # --- memory
 
 
-def test_memory_bound_changes_nothing_in_the_result_and_is_reported(tmp_path):
-    options = ("--dtype", "bfloat16", "--json")
-    succeeded("consolidate", SOURCE, tmp_path / "default.safetensors", *options)
+def test_memory_bound_changes_nothing_in_the_result_and_is_reported():
+    command = f"consolidate {SOURCE} --dtype bfloat16 --json"
+    succeeded(command, "default.safetensors")
     for memory, nbytes in (("1", 1), ("100KB", 100_000), ("1GiB", 1 << 30)):
-        target = tmp_path / f"{memory}.safetensors"
-        done = succeeded("consolidate", SOURCE, target, *options, "--memory", memory)
-        assert target.read_bytes() == (tmp_path / "default.safetensors").read_bytes()
+        done = succeeded(command, f"{memory}.safetensors --memory {memory}")
+        assert Path(f"{memory}.safetensors").read_bytes() == Path("default.safetensors").read_bytes()
         assert json.loads(done.stdout)["memory_nbytes"] == nbytes
-
-
-@pytest.mark.parametrize("size", ["0", "-1", "abc", "1XB", "", "9" * 400, "9" * 5000 + "GB", "1e5", "0.0"])
-@pytest.mark.parametrize("option", ["--memory", "--max-shard-size"])
-def test_size_that_is_none_is_refused(option, size, tmp_path):
-    done = run("consolidate", SOURCE, tmp_path / "m.safetensors", f"{option}={size}")
-    assert done.returncode == 2
-    assert option in done.stderr
-    assert nothing_in(tmp_path)
 
 
 # --- the target
 
 
 @pytest.mark.parametrize("target", ["model.safetensors", "model.pt", "model"])
-def test_overwrite_replaces_the_target(target, tmp_path):
-    path = tmp_path / target
-    succeeded("consolidate", FIXTURES / "s3_fp32_dp2", path, "--max-shard-size", "1KB", "--slots", "all")
-    names = {p.name for p in tmp_path.iterdir()}
-    succeeded("consolidate", SOURCE, path, "--overwrite", *(("--slots", "all") if path.is_file() else ()))
-    truth = Truth(SOURCE)
-    assert_model(read_model(path), model_of(truth, None), truth)
-    assert {p.name for p in tmp_path.iterdir()} == names
+def test_overwrite_replaces_the_target(target):
+    succeeded(f"consolidate fixtures/s3_fp32_dp2 {target} --max-shard-size 1KB --slots all")
+    names = names_in()
+    succeeded(f"consolidate {SOURCE} {target} --overwrite", "" if target == "model" else "--slots all")
+    assert_model(target)
+    assert names_in() == names
 
 
-def test_existing_optimizer_file_is_refused_before_the_model_is_written(tmp_path):
-    (tmp_path / "m.optimizer.safetensors").write_bytes(b"precious")
-    refused(4, "consolidate", SOURCE, tmp_path / "m.safetensors", "--slots", "all", words=("m.optimizer.safetensors",))
-    assert [p.name for p in tmp_path.iterdir()] == ["m.optimizer.safetensors"]
-    assert (tmp_path / "m.optimizer.safetensors").read_bytes() == b"precious"
+def test_existing_optimizer_file_is_refused_before_the_model_is_written():
+    Path("m.optimizer.safetensors").write_bytes(b"precious")
+    refused(4, f"consolidate {SOURCE} m.safetensors --slots all", words="m.optimizer.safetensors")
+    assert contents() == {"m.optimizer.safetensors": b"precious"}
 
 
 # --- what is printed where
 
 
-def test_warnings_are_shown_and_in_the_document(tmp_path):
-    elastic = FIXTURES / "s2_bf16_dp2_elastic"
-    assert "warning: " in succeeded("consolidate", elastic, tmp_path / "a.safetensors").stderr
-    document = json.loads(succeeded("consolidate", elastic, tmp_path / "b.safetensors", "--json").stdout)
+def test_warnings_are_shown_and_in_the_document():
+    elastic = "consolidate fixtures/s2_bf16_dp2_elastic"
+    assert "warning: " in succeeded(elastic, "a.safetensors").stderr
+    document = json.loads(succeeded(elastic, "b.safetensors --json").stdout)
     assert any("elastic" in warning for warning in document["warnings"])
 
 
-def on_a_terminal(*arguments: object, status: int = 0) -> tuple[str, str]:
-    """Standard output of a process whose standard error is a terminal, and what the terminal got."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=slave, env=environment()) as process:
-        os.close(slave)
-        shown = b""
-        while True:
-            try:
-                chunk = os.read(master, 4096)
-            except OSError:  # the other end is closed
-                break
-            if not chunk:
-                break
-            shown += chunk
-        output, _ = process.communicate()
-    os.close(master)
-    assert process.returncode == status, shown
-    return output.decode(), shown.decode()
+def test_bar_is_drawn_on_a_terminal_only_and_does_not_disturb_the_document():
+    assert "100%" in on_terminal(f"consolidate {SOURCE} a.safetensors --json", output="said")
+    assert json.loads(Path("said").read_text())["dry_run"] is False
+    assert "%" not in succeeded(f"consolidate {SOURCE} b.safetensors").stderr
+    assert on_terminal(f"consolidate {SOURCE} c.safetensors --quiet", output="said") == Path("said").read_text() == ""
 
 
-def test_bar_is_drawn_on_a_terminal_only_and_does_not_disturb_the_document(tmp_path):
-    output, shown = on_a_terminal("consolidate", SOURCE, tmp_path / "a.safetensors", "--json")
-    assert json.loads(output)["dry_run"] is False
-    assert "100%" in shown
-    assert "%" not in succeeded("consolidate", SOURCE, tmp_path / "b.safetensors").stderr
-    assert on_a_terminal("consolidate", SOURCE, tmp_path / "c.safetensors", "--quiet") == ("", "")
-
-
-def test_what_takes_long_before_there_is_a_bar_is_told_on_a_terminal(tmp_path):
-    arguments = ("consolidate", SOURCE, tmp_path / "a.safetensors", "--map", "transformers")  # it has no config.json
-    assert "takes some seconds" in on_a_terminal(*arguments, status=2)[1]
-    assert "takes some seconds" not in on_a_terminal(*arguments, "--quiet", status=2)[1]
-    assert "takes some seconds" not in run(*arguments).stderr
+def test_what_takes_long_before_there_is_a_bar_is_told_on_a_terminal():
+    command, said = f"consolidate {SOURCE} a.safetensors --map transformers", "takes some seconds"  # and then fails
+    assert said in on_terminal(command, output="said")
+    assert said not in on_terminal(command, "--quiet", output="said")
+    assert said not in refused(2, command, words="config.json")
 
 
 # --- errors
 
 
 @pytest.mark.parametrize("target", ["m.safetensors", "m.pt", "m"])
-def test_source_that_was_cut_short_is_status_3_and_leaves_nothing(target, tmp_path):
-    path = tmp_path / "model.safetensors"
-    succeeded("consolidate", SOURCE, path)
-    os.truncate(path, path.stat().st_size - 100)
-    refused(3, "consolidate", path, tmp_path / target, words=(str(path),))
-    assert list(tmp_path.iterdir()) == [path]
+def test_source_that_was_cut_short_is_status_3_and_leaves_nothing(target):
+    succeeded(f"consolidate {SOURCE} model.safetensors")
+    os.truncate("model.safetensors", Path("model.safetensors").stat().st_size - 100)
+    refused(3, f"consolidate model.safetensors {target}", words="model.safetensors")
+    assert names_in() == ["model.safetensors"]
+
+
+SIZES = ("0", "-1", "abc", "1XB", "", "9" * 400, "9" * 5000 + "GB", "1e5", "0.0")
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [("--dtype", "int8"), ("--tied", "both"), ("--frobnicate",), ("--dtype",), ("more",), ("--tag", "x", "--tag")],
-)
-def test_unusable_arguments_have_status_2_and_one_line(arguments, tmp_path):
-    refused(2, "consolidate", SOURCE, tmp_path / "m.safetensors", *arguments)
-    assert nothing_in(tmp_path)
+    ("options", "words"),
+    [
+        *[(f"--slots {one}", ("exp_avg", "exp_avg_sq"))
+          for one in ("momentum", "exp_avg,momentum", "weight", "all,momentum")],
+        *[(f"{option}={size}", option) for option in ("--memory", "--max-shard-size") for size in SIZES],
+        *[(options, ()) for options in ("--dtype int8", "--tied both", "--frobnicate", "--dtype", "more",
+                                        "--tag x --tag")],
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_refused_and_nothing_is_written(options, words):
+    refused(2, f"consolidate {SOURCE} m.safetensors {options}", words=words)
+    assert names_in() == []
 
 
-def test_optimizer_without_model_is_refused(tmp_path):
-    parameter = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([parameter])
-    parameter.sum().backward()
-    optimizer.step()
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    refused(2, "consolidate", tmp_path / "optimizer.pt", tmp_path / "m.safetensors", words=("no model",))
-    assert [path.name for path in tmp_path.iterdir()] == ["optimizer.pt"]
+def test_optimizer_without_model_is_refused():
+    _, optimizer = trained(torch.nn.Linear(3, 1))
+    torch.save(optimizer.state_dict(), "optimizer.pt")
+    refused(2, "consolidate optimizer.pt m.safetensors", words="no model")
+    assert names_in() == ["optimizer.pt"]
 
 
 # --- interruption
@@ -487,10 +414,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def started(*arguments: object, target: Path) -> subprocess.Popen[str]:
+def started(*arguments: object, target: str) -> subprocess.Popen[str]:
     """A process that has begun to write its target."""
     process = subprocess.Popen(
-        command(*arguments, target, "--dtype", "bfloat16", "--memory", "1"),
+        command(*arguments, target, "--dtype bfloat16 --memory 1"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -498,7 +425,7 @@ def started(*arguments: object, target: Path) -> subprocess.Popen[str]:
         # a test run in the background ignores interrupts, and so would its children
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
-    partial = target.with_name(f".{target.name}.zckpt-partial")
+    partial = Path(f".{target}.zckpt-partial")
     while not any(path.is_file() and path.stat().st_size for path in [partial, *partial.glob("*")]):
         assert process.poll() is None, process.communicate()
         time.sleep(0.005)
@@ -506,85 +433,67 @@ def started(*arguments: object, target: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(("kind", "name"), each([signal.SIGINT, signal.SIGTERM], ["m.safetensors", "m"]))
-def test_interrupted_run_leaves_in_order_and_says_what_is_left(name, kind, large, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    process = started("consolidate", large, target=out / name)
+def test_interrupted_run_leaves_in_order_and_says_what_is_left(name, kind, large):
+    process = started("consolidate", large, target=name)
     process.send_signal(kind)
     output, error = process.communicate(timeout=60)
     assert process.returncode == 128 + kind
     assert output == ""
     assert len(error.strip().splitlines()) == 1  # after the line that the terminal has the ^C in
-    left = {path.name for path in out.iterdir()}
     if "nothing was left behind" in error:
-        assert not left
+        assert names_in() == []
     else:
-        assert left == {f".{name}.zckpt-partial", f".{name}.zckpt-journal"}
+        assert names_in() == [f".{name}.zckpt-journal", f".{name}.zckpt-partial"]
         assert f"kept in .{name}.zckpt-partial: --resume continues with them, --restart starts over" in error
-    succeeded("consolidate", SOURCE, out / name, "--restart")
-    assert [p.name for p in out.iterdir()] == [name]
-    truth = Truth(SOURCE)
-    assert_model(read_model(out / name), model_of(truth, None), truth)
+    succeeded(f"consolidate {SOURCE} {name} --restart")
+    assert names_in() == [name]
+    assert_model(name)
 
 
-def test_reader_that_goes_away_does_not_undo_the_work(tmp_path):
+def test_reader_that_goes_away_does_not_undo_the_work():
     read, write = os.pipe()
     os.close(read)
+    words = command(f"consolidate {SOURCE} m.safetensors --json")
     with os.fdopen(write, "wb") as pipe:
-        done = subprocess.run(
-            command("consolidate", SOURCE, tmp_path / "m.safetensors", "--json"),
-            stdout=pipe,
-            stderr=subprocess.PIPE,
-            env=environment(),
-            check=False,
-        )
+        done = subprocess.run(words, stdout=pipe, stderr=subprocess.PIPE, env=environment(), check=False)
     assert done.stderr == b""
-    assert (tmp_path / "m.safetensors").is_file()
+    assert Path("m.safetensors").is_file()
 
 
-def test_a_directory_without_a_configuration_says_so(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+def test_a_directory_without_a_configuration_says_so():
+    Path("config.json").write_text("{}")
     said = "no config.json was found"
-    assert said in succeeded("consolidate", FIXTURES / "s2_bf16_dp2", tmp_path / "model").stderr
-    options = ("--config", tmp_path)
-    assert said not in succeeded("consolidate", FIXTURES / "s2_bf16_dp2", tmp_path / "other", *options).stderr
-    assert said not in succeeded("consolidate", FIXTURES / "s2_bf16_dp2", tmp_path / "one.safetensors").stderr
+    assert said in succeeded(f"consolidate {SOURCE} model").stderr
+    assert said not in succeeded(f"consolidate {SOURCE} other --config .").stderr
+    assert said not in succeeded(f"consolidate {SOURCE} one.safetensors").stderr
 
 
-@pytest.mark.parametrize("target", ["x.pt", "x.safetensors", "x"])
 @pytest.mark.parametrize(
-    ("name", "key"), [("own_blockwise_s3_fp32_dp2", "--dequantize"), ("own_lamb_s2_fp32_dp2", "--drop")]
+    ("name", "key", "more"),
+    [
+        ("own_blockwise_s3_fp32_dp2", "--dequantize", "--dequantize"),
+        ("own_lamb_s2_fp32_dp2", "--drop", "--drop=trust_ratio --drop=*_norm"),
+    ],
 )
-def test_an_optimizer_of_which_each_rank_has_its_own_state_is_not_written_without_it(name, key, target, tmp_path):
-    refused(
-        5, "consolidate", FIXTURES / name, tmp_path / target, "--slots", "all", words=("each rank has its own", key)
-    )
-    assert not list(tmp_path.iterdir())
-    more = ("--dequantize",) if key == "--dequantize" else tuple(f"--drop={one}" for one in ("trust_ratio", "*_norm"))
-    succeeded("consolidate", FIXTURES / name, tmp_path / "x.safetensors", "--slots", "all", *more)
-    assert {one.partition("/")[0] for one in load_file(tmp_path / "x.optimizer.safetensors")} == {
-        "exp_avg",
-        "exp_avg_sq",
-    }
+def test_an_optimizer_of_which_each_rank_has_its_own_state_is_not_written_without_it(name, key, more):
+    for target in ("x.pt", "x.safetensors", "x"):
+        words = ("each rank has its own", key)
+        refused(5, f"consolidate fixtures/{name} {target} --slots all", words=words)
+    refused(5, f"average fixtures/{name} fixtures/{name} --target x.pt --slots all", words="each rank has its own")
+    assert names_in() == []
+    succeeded(f"consolidate fixtures/{name} x.safetensors --slots all {more}")
+    assert {one.partition("/")[0] for one in load_file("x.optimizer.safetensors")} == {"exp_avg", "exp_avg_sq"}
 
 
-def test_an_average_of_such_optimizers_is_not_written_either(tmp_path):
-    source = FIXTURES / "own_blockwise_s3_fp32_dp2"
-    words = ("each rank has its own",)
-    refused(5, "average", source, source, "--target", tmp_path / "x.pt", "--slots", "all", words=words)
-    assert not list(tmp_path.iterdir())
-
-
-def test_param_groups_without_hyperparameters_are_not_written_for_torch(tmp_path):
-    source, given = FIXTURES / "s2_bf16_dp2_elastic", tmp_path / "groups.json"
-    refused(5, "consolidate", source, tmp_path / "x.pt", "--slots", "all", words=("hyperparameters", "FILE"))
-    assert not list(tmp_path.iterdir())
-    given.write_text(json.dumps(Truth(source).facts["param_groups"]))
-    succeeded("consolidate", source, tmp_path / "x.pt", "--slots", "all", "--hyperparameters", given)
-    groups = torch.load(tmp_path / "x.optimizer.pt", weights_only=True)["param_groups"]
-    assert [tuple(one["betas"]) for one in groups] == [
-        tuple(one["betas"]) for one in Truth(source).facts["param_groups"]
-    ]
-    for name, more in (("s2_bf16_dp2", ("--slots", "all")), ("s2_bf16_dp2_elastic", ())):
-        refused(2, "consolidate", FIXTURES / name, tmp_path / "y.pt", *more, "--hyperparameters", given)
-    assert "torch's optimizers" in succeeded("convert", source, tmp_path / "dcp", "--to", "dcp").stderr
+def test_param_groups_without_hyperparameters_are_not_written_for_torch():
+    elastic, given = "fixtures/s2_bf16_dp2_elastic", "--hyperparameters groups.json"
+    refused(5, f"consolidate {elastic} x.pt --slots all", words=("hyperparameters", "FILE"))
+    assert names_in() == []
+    expected = Truth(FIXTURES / "s2_bf16_dp2_elastic").facts["param_groups"]
+    Path("groups.json").write_text(json.dumps(expected))
+    succeeded(f"consolidate {elastic} x.pt --slots all {given}")
+    groups = torch.load("x.optimizer.pt", weights_only=True)["param_groups"]
+    assert [tuple(one["betas"]) for one in groups] == [tuple(one["betas"]) for one in expected]
+    refused(2, f"consolidate {SOURCE} y.pt --slots all {given}")
+    refused(2, f"consolidate {elastic} y.pt {given}")
+    assert "torch's optimizers" in succeeded(f"convert {elastic} dcp --to dcp").stderr

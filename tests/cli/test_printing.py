@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.console import FIXTURES, command, environment, succeeded
+from tests.cli.console import command, environment, succeeded
 from tests.pairwise import some
 from zckpt.cli.streams import json_text
 
-CKPT = FIXTURES / "other" / "plain_adamw" / "ckpt.pt"
+CKPT = "fixtures/other/plain_adamw/ckpt.pt"
 
 
 @pytest.fixture(scope="module")
@@ -46,46 +46,47 @@ def closed(descriptor: int, *arguments: object, **variables: str) -> subprocess.
 
 @pytest.mark.parametrize(
     ("status", "arguments"),
-    some([(0, ("inspect", "--parameters")), (1, ("verify", "--deep", "--json"))],
-         [(0, ("inspect", "--json")), (1, ("diff", "--json", CKPT))]),
-)  # fmt: skip
+    some(
+        [(0, "inspect --parameters"), (1, "verify --deep --json")],
+        [(0, "inspect --json"), (1, f"diff --json {CKPT}")],
+    ),
+)
 def test_what_was_found_is_the_status_though_nobody_reads_on_after_a_line(status, arguments, large):
-    assert left(*arguments, large) == (status, "")
+    assert left(arguments, large) == (status, "")
 
 
 def test_closed_standard_output_is_said_in_one_line():
-    done = closed(1, "inspect", CKPT)
+    done = closed(1, f"inspect {CKPT}")
     assert done.returncode == 4
     assert done.stderr == "zckpt: cannot print: Bad file descriptor\n"
 
 
-def test_verb_that_prints_nothing_needs_no_standard_output(tmp_path):
-    done = closed(1, "consolidate", CKPT, tmp_path / "closed.pt")
+def test_verb_that_prints_nothing_needs_no_standard_output():
+    done = closed(1, f"consolidate {CKPT} closed.pt")
     assert done.returncode == 0, done.stderr
-    succeeded("consolidate", CKPT, tmp_path / "open.pt")
-    assert torch.load(tmp_path / "closed.pt").keys() == torch.load(tmp_path / "open.pt").keys()
+    succeeded(f"consolidate {CKPT} open.pt")
+    assert torch.load("closed.pt").keys() == torch.load("open.pt").keys()
 
 
 @pytest.mark.parametrize("descriptor", [0, 2])
-def test_other_closed_streams_do_no_harm(descriptor, tmp_path):
-    done = closed(descriptor, "consolidate", CKPT, tmp_path / "model.pt")
+def test_other_closed_streams_do_no_harm(descriptor):
+    done = closed(descriptor, f"consolidate {CKPT} model.pt")
     assert done.returncode == 0
-    assert torch.load(tmp_path / "model.pt")
+    assert torch.load("model.pt")
 
 
 @pytest.mark.parametrize(
     ("encoding", "arguments"),
     some(
-        [("ascii", ("inspect", "--parameters")), ("ascii", ("diff", CKPT)), ("utf-8", ("inspect", "--json"))],
-        [("ascii", ("inspect", "--json")), ("ascii", ("verify", "--deep"))],
+        [("ascii", "inspect --parameters"), ("ascii", f"diff {CKPT}"), ("utf-8", "inspect --json")],
+        [("ascii", "inspect --json"), ("ascii", "verify --deep")],
     ),
 )
-def test_names_that_no_encoding_has_are_printed(encoding, arguments, tmp_path):
-    path = os.fsencode(tmp_path) + b"/\xff.pt"
-    torch.save({"schön.\ud800": torch.ones(2)}, tmp_path / "model.pt")
-    os.rename(tmp_path / "model.pt", path)  # noqa: PTH104  # a name that is not text
+def test_names_that_no_encoding_has_are_printed(encoding, arguments):
+    torch.save({"schön.\ud800": torch.ones(2)}, "model.pt")
+    os.rename("model.pt", b"\xff.pt")  # noqa: PTH104  # a name that is not text
     done = subprocess.run(
-        [*command(*arguments), path],
+        [*command(arguments), b"\xff.pt"],
         capture_output=True, env={**environment(), "PYTHONIOENCODING": encoding}, check=False,
     )  # fmt: skip
     assert done.returncode == (1 if "diff" in arguments else 0), done.stderr

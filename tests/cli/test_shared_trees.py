@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cli.console import FIXTURES, in_time, run, succeeded
+from tests.cli.console import FIXTURES, copy, in_time, run, succeeded
 from tests.pairwise import each
 from zckpt.formats import open_checkpoint
 from zckpt.operations.diff import trees
@@ -92,6 +91,8 @@ def with_tree(source: Path, target: Path, path: tuple[Any, ...], tree: bytes) ->
 
 
 PLAIN = FIXTURES / "other" / "plain_adamw" / "ckpt.pt"
+OPTIMIZER_FILE = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+MODEL_FILE = "mp_rank_00_model_states.pt"
 PLACES: dict[str, tuple[Any, ...]] = {
     "beside the model": ("extra",),
     "instead of the model": ("model",),
@@ -105,7 +106,8 @@ PLACES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def in_one_line(done: Any) -> None:
+def in_one_line(*arguments: object) -> None:
+    done = run(*arguments)
     assert done.returncode in (0, 1, 2, 3, 5), done.stderr
     assert "Traceback" not in done.stderr
     assert done.returncode in (0, 1) or len(done.stderr.splitlines()) == 1, done.stderr
@@ -114,38 +116,37 @@ def in_one_line(done: Any) -> None:
 @pytest.mark.parametrize(("tree", "place"), each(TREES, ["beside the model", "in a group"]))
 @pytest.mark.usefixtures("fewer_leaves")
 @pytest.mark.every(3)
-def test_every_verb_reads_a_file_with_such_a_tree(tree, place, tmp_path):
-    source = with_tree(PLAIN, tmp_path / "a.pt", PLACES[place], TREES[tree])
-    in_one_line(run("inspect", source, "--parameters", "--globals"))
-    in_one_line(run("verify", source, "--deep"))
-    in_one_line(run("diff", PLAIN, source))
-    in_one_line(run("strip", source, tmp_path / "stripped.pt", "--optimizer"))
+def test_every_verb_reads_a_file_with_such_a_tree(tree, place):
+    with_tree(PLAIN, Path("a.pt"), PLACES[place], TREES[tree])
+    in_one_line("inspect a.pt --parameters --globals")
+    in_one_line("verify a.pt --deep")
+    in_one_line("diff fixtures/other/plain_adamw/ckpt.pt a.pt")
+    in_one_line("strip a.pt stripped.pt --optimizer")
     for name in ("consolidated.pt", "consolidated.safetensors"):
-        in_one_line(run("consolidate", source, tmp_path / name, "--slots", "all", "--quiet", "--overwrite"))
+        in_one_line(f"consolidate a.pt {name} --slots all --quiet --overwrite")
     for to in ("zckpt", "dcp", "universal"):
-        in_one_line(run("convert", source, tmp_path / to, "--to", to, "--quiet"))
-    options = ("--to", "deepspeed", "--stage", "2", "--world-size", "2", "--quiet")
-    in_one_line(run("convert", source, tmp_path / "deepspeed", *options))
+        in_one_line(f"convert a.pt {to} --to {to} --quiet")
+    in_one_line("convert a.pt deepspeed --to deepspeed --stage 2 --world-size 2 --quiet")
 
 
 @pytest.mark.parametrize(("place", "tree"), each(PLACES, ["dicts", "a list in itself"]))
 @pytest.mark.every(2)
-def test_such_a_tree_may_be_anywhere_in_a_file(tree, place, tmp_path):
-    source = with_tree(PLAIN, tmp_path / "a.pt", PLACES[place], TREES[tree])
-    in_one_line(run("inspect", source))
-    in_one_line(run("verify", source))
-    in_one_line(run("consolidate", source, tmp_path / "consolidated.pt", "--slots", "all", "--quiet"))
+def test_such_a_tree_may_be_anywhere_in_a_file(tree, place):
+    with_tree(PLAIN, Path("a.pt"), PLACES[place], TREES[tree])
+    in_one_line("inspect a.pt")
+    in_one_line("verify a.pt")
+    in_one_line("consolidate a.pt consolidated.pt --slots all --quiet")
 
 
 SHARDS = {
-    "a model file": ("mp_rank_00_model_states.pt", ("extra",)),
-    "the configuration": ("mp_rank_00_model_states.pt", ("ds_config",)),
-    "shapes": ("mp_rank_00_model_states.pt", ("param_shapes",)),
-    "the step": ("mp_rank_00_model_states.pt", ("global_steps",)),
-    "the loss scaler": ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", ("optimizer_state_dict", "loss_scaler")),
-    "the stage": ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", ("optimizer_state_dict", "zero_stage")),
+    "a model file": (MODEL_FILE, ("extra",)),
+    "the configuration": (MODEL_FILE, ("ds_config",)),
+    "shapes": (MODEL_FILE, ("param_shapes",)),
+    "the step": (MODEL_FILE, ("global_steps",)),
+    "the loss scaler": (OPTIMIZER_FILE, ("optimizer_state_dict", "loss_scaler")),
+    "the stage": (OPTIMIZER_FILE, ("optimizer_state_dict", "zero_stage")),
     "a group": (
-        "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        OPTIMIZER_FILE,
         ("optimizer_state_dict", "base_optimizer_state", "param_groups", 0, "betas"),
     ),
 }
@@ -153,46 +154,39 @@ SHARDS = {
 
 @pytest.mark.parametrize(("place", "tree"), each(SHARDS, ["lists", "a dict in itself"]))
 @pytest.mark.every(2)
-def test_such_a_tree_may_be_anywhere_in_deepspeeds_files(tree, place, tmp_path):
-    source = Path(shutil.copytree(FIXTURES / "s2_bf16_dp2", tmp_path / "run"))
+def test_such_a_tree_may_be_anywhere_in_deepspeeds_files(tree, place):
     name, path = SHARDS[place]
-    file = source / "global_step5" / name
+    file = copy("s2_bf16_dp2") / "global_step5" / name
     with_tree(file, file, path, TREES[tree])
-    in_one_line(run("inspect", source))
-    in_one_line(run("reshard", source, tmp_path / "resharded", "--world-size", "3", "--quiet"))
-    in_one_line(run("convert", source, tmp_path / "universal", "--to", "universal", "--quiet"))
+    in_one_line("inspect s2_bf16_dp2")
+    in_one_line("reshard s2_bf16_dp2 resharded --world-size 3 --quiet")
+    in_one_line("convert s2_bf16_dp2 universal --to universal --quiet")
 
 
 @pytest.mark.usefixtures("fewer_leaves")
 @pytest.mark.parametrize("tree", ["lists", "objects", "a dict in itself"])
-def test_what_is_carried_comes_back_as_it_was(tree, tmp_path):
+def test_what_is_carried_comes_back_as_it_was(tree):
     """Through zckpt's own format and back into a file of torch's, which torch loads."""
-    source = with_tree(PLAIN, tmp_path / "a.pt", ("extra",), TREES[tree])
-    succeeded("convert", source, tmp_path / "zckpt", "--to", "zckpt", "--quiet")
-    succeeded("convert", tmp_path / "zckpt", tmp_path / "back", "--to", "consolidated", "--quiet")
-    for again in (tmp_path / "zckpt", tmp_path / "back"):
-        done = run("diff", source, again, "--json")
-        assert done.returncode == 0, done.stdout
-        assert json.loads(done.stdout)["equal"] is True
+    with_tree(PLAIN, Path("a.pt"), ("extra",), TREES[tree])
+    succeeded("convert a.pt zckpt --to zckpt --quiet")
+    succeeded("convert zckpt back --to consolidated --quiet")
+    for again in ("zckpt", "back"):
+        assert json.loads(succeeded(f"diff a.pt {again} --json").stdout)["equal"] is True
 
 
-def test_a_difference_far_below_is_found(tmp_path):
-    a = with_tree(PLAIN, tmp_path / "a.pt", ("extra",), TREES["lists"])
-    b = with_tree(PLAIN, tmp_path / "b.pt", ("extra",), TREES["lists"].replace(b"K\x07", b"K\x08"))
-    done = run("diff", a, b, "--json")
+def test_a_difference_far_below_is_found():
+    for name, tree in (("a.pt", TREES["lists"]), ("b.pt", TREES["lists"].replace(b"K\x07", b"K\x08"))):
+        with_tree(PLAIN, Path(name), ("extra",), tree)
+    done = run("diff a.pt b.pt --json")
     assert done.returncode == 1
-    found = json.loads(done.stdout)
-    assert found["equal"] is False
+    assert json.loads(done.stdout)["equal"] is False
 
 
-def test_program_gets_a_list_in_itself_as_one(tmp_path):
-    source = with_tree(PLAIN, tmp_path / "a.pt", ("extra",), TREES["a list in itself"])
+def test_program_gets_the_tree_that_was_saved():
+    source = with_tree(PLAIN, Path("a.pt"), ("extra",), TREES["a list in itself"])
     tree = value_of(open_checkpoint(source).metadata["extra"])
     assert tree[0] is tree
-
-
-def test_program_gets_the_tree_that_was_saved(tmp_path):
-    source = with_tree(PLAIN, tmp_path / "a.pt", ("extra",), TREES["lists"])
+    source = with_tree(PLAIN, Path("a.pt"), ("extra",), TREES["lists"])
     tree = value_of(open_checkpoint(source).metadata["extra"])
     for _ in range(DOUBLED):
         assert tree[0] is tree[1]

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cli.console import FIXTURES, on_terminal, run
+from tests.cli.console import on_terminal, run
 
 ESCAPE = "\x1b["
+DIFF = "diff fixtures/s1_fp32_dp1 fixtures/s1_fp32_dp2 --parameters fc*"
+VERIFY = "verify fixtures/s1_fp32_dp1 --deep"
 
 
-COMMANDS = {
-    "diff": ("diff", FIXTURES / "s1_fp32_dp1", FIXTURES / "s1_fp32_dp2", "--parameters", "fc*"),
-    "verify": ("verify", FIXTURES / "s1_fp32_dp1", "--deep"),
-}
-
-
-@pytest.mark.parametrize(("verb", "variables"), [("diff", {}), ("verify", {"NO_COLOR": ""})])
-def test_colour_is_for_terminals_and_an_empty_no_color_is_none(verb, variables):
-    assert ESCAPE in on_terminal(*COMMANDS[verb], **variables)
-    assert ESCAPE not in run(*COMMANDS[verb]).stdout
+@pytest.mark.parametrize(("command", "variables"), [(DIFF, {}), (VERIFY, {"NO_COLOR": ""})])
+def test_colour_is_for_terminals_and_an_empty_no_color_is_none(command, variables):
+    assert ESCAPE in on_terminal(command, **variables)
+    assert ESCAPE not in run(command).stdout
 
 
 def test_no_color_is_heeded_and_tables_fit_the_terminal():
-    shown = on_terminal(*COMMANDS["diff"], NO_COLOR="1")
+    shown = on_terminal(DIFF, NO_COLOR="1")
     assert ESCAPE not in shown
     lines = shown.split("different: ")[1].splitlines()
     assert len(lines) > 3

@@ -19,9 +19,9 @@ from zckpt.state import Slot
 from zckpt.state.dtypes import itemsize
 
 
-def copied(name: str, directory: Path) -> Path:
+def copied(name: str, directory: Path | str = ".") -> Path:
     """A writable copy of a fixture."""
-    target = directory / "copy"
+    target = Path(directory) / "copy"
     shutil.copytree(FIXTURES / name, target, ignore=shutil.ignore_patterns("truth.*"))
     for path in [target, *target.rglob("*")]:
         path.chmod(path.stat().st_mode | 0o200)
