@@ -16,12 +16,13 @@ from zckpt.operations.verify import verify
 from zckpt.report.verification import render
 
 RUN = "s2_bf16_dp2"
+SOUND = FIXTURES / RUN
 
 
 @pytest.fixture
-def damaged(tmp_path: Path) -> Path:
+def damaged() -> Path:
     """A run with one element of a master changed and one bit of another rank's flipped."""
-    target = copy(RUN, tmp_path)
+    target = copy(RUN)
     set_element(target, "fc1.weight", "master", 50, 9.0)
     span, offset = place(target, "big.2.weight", "exp_avg", 140)
     flip(span.path, offset)
@@ -29,16 +30,14 @@ def damaged(tmp_path: Path) -> Path:
 
 
 def test_sound_checkpoint_exits_0():
-    done = succeeded("verify", FIXTURES / RUN, "--deep")
-    assert done.stdout.startswith(f"sound  {FIXTURES / RUN} (deepspeed)\n")
-    assert (
-        f"\nof       {FIXTURES / RUN / 'global_step5'} only; zckpt list {FIXTURES / RUN} looks at each" in done.stdout
-    )
+    done = succeeded("verify", SOUND, "--deep")
+    assert done.stdout.startswith(f"sound  {SOUND} (deepspeed)\n")
+    assert f"\nof       {SOUND / 'global_step5'} only; zckpt list {SOUND} looks at each" in done.stdout
     assert done.stderr == ""
 
 
 def test_unsound_checkpoint_exits_1_and_names_what_is_wrong(damaged):
-    done = run("verify", damaged, "--deep")
+    done = run(f"verify {damaged} --deep")
     assert done.returncode == 1
     assert done.stderr == ""
     assert done.stdout.startswith("unsound  ")
@@ -47,15 +46,15 @@ def test_unsound_checkpoint_exits_1_and_names_what_is_wrong(damaged):
     assert "\x1b" not in done.stdout
 
 
-def test_warnings_alone_exit_0(tmp_path):
-    target = copy(RUN, tmp_path)
+def test_warnings_alone_exit_0():
+    target = copy(RUN)
     name = "global_step5/bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"
     shutil.copy(FIXTURES / "s2_bf16_dp3" / name, target / name)
-    assert "ZC-114" in succeeded("verify", target).stdout
+    assert "ZC-114" in succeeded(f"verify {target}").stdout
 
 
 def test_json_is_one_document(damaged):
-    done = run("verify", damaged, "--deep", "--json")
+    done = run(f"verify {damaged} --deep --json")
     assert (done.returncode, done.stderr) == (1, "")
     document = json.loads(done.stdout)
     assert document["sound"] is False
@@ -68,44 +67,46 @@ def test_json_is_one_document(damaged):
     assert [finding["ranks"] for finding in document["findings"]] == [[1], [0]]
 
 
-def test_nothing_to_verify_exits_3(tmp_path):
-    refused(3, "verify", tmp_path / "nowhere", words=("cannot be opened",))
-    refused(3, "verify", tmp_path, words=("not recognised as a checkpoint",))
-    refused(3, "verify", FIXTURES / RUN, "--against", tmp_path / "nowhere.json", words=("nowhere.json",))
-
-
-def test_unusable_arguments_exit_2():
-    refused(2, "verify", words=("SOURCE",))
-    refused(2, "verify", FIXTURES / RUN, "--memory", "none", words=("size",))
-    refused(2, "verify", FIXTURES / "other/plain_adamw/ckpt.pt", "--tag", "x", words=("--tag",))
+@pytest.mark.parametrize(
+    ("status", "arguments", "words"),
+    [
+        (3, "nowhere", "cannot be opened"),
+        (3, ".", "not recognised as a checkpoint"),
+        (3, f"fixtures/{RUN} --against nowhere.json", "nowhere.json"),
+        (2, "", "SOURCE"),
+        (2, f"fixtures/{RUN} --memory none", "size"),
+        (2, "fixtures/other/plain_adamw/ckpt.pt --tag x", "--tag"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused(status, arguments, words):
+    refused(status, f"verify {arguments}", words=words)
 
 
 def test_quiet_prints_nothing(damaged):
-    done = run("verify", damaged, "--deep", "--quiet")
+    done = run(f"verify {damaged} --deep --quiet")
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 
 
-def test_page_is_written_whole_or_not_at_all(damaged, tmp_path):
-    page = tmp_path / "page.html"
-    assert run("verify", damaged, "--deep", "--html", page).returncode == 1
-    text = page.read_text()
+def test_page_is_written_whole_or_not_at_all(damaged):
+    assert run(f"verify {damaged} --deep --html page.html").returncode == 1
+    text = Path("page.html").read_text()
     assert text.startswith("<!DOCTYPE html>")
     assert "ZC-201" in text
-    refused(4, "verify", damaged, "--html", page, words=("exists",))
-    assert run("verify", damaged, "--html", page, "--overwrite", "--quiet").returncode == 0
-    assert "ZC-201" not in page.read_text()
+    refused(4, f"verify {damaged} --html page.html", words="exists")
+    succeeded(f"verify {damaged} --html page.html --overwrite --quiet")
+    assert "ZC-201" not in Path("page.html").read_text()
 
 
-def test_page_of_a_checkpoint_that_cannot_be_opened(tmp_path):
-    target = copy(RUN, tmp_path)
+def test_page_of_a_checkpoint_that_cannot_be_opened():
+    target = copy(RUN)
     optimizer_file(target, 1).unlink()
-    assert run("verify", target, "--html", tmp_path / "page.html").returncode == 1
-    assert "ZC-101" in (tmp_path / "page.html").read_text()
+    assert run(f"verify {target} --html page.html").returncode == 1
+    assert "ZC-101" in Path("page.html").read_text()
 
 
 @pytest.mark.parametrize("width", some([60], [100]))
 def test_text_fits_the_terminal_but_for_paths_and_names(damaged, width):
-    text = on_terminal("verify", damaged, "--deep", columns=width, NO_COLOR="1").replace("\r\n", "\n")
+    text = on_terminal(f"verify {damaged} --deep", columns=width, NO_COLOR="1").replace("\r\n", "\n")
     long = [line for line in text.splitlines()[1:] if len(line) > width]
     assert all(any(len(word) > width - 13 for word in line.split()) for line in long)
     labels = [line for line in text.splitlines() if line.startswith("  what") or line.startswith("  found")]
@@ -113,7 +114,7 @@ def test_text_fits_the_terminal_but_for_paths_and_names(damaged, width):
 
 
 def test_many_findings_and_names_are_counted():
-    document = verify(FIXTURES / RUN).as_dict()
+    document = verify(SOUND).as_dict()
     names = [f"p{i}" for i in range(1000)]
     finding = {"code": "ZC-202", "severity": "error", "title": "NaN or Inf", "message": "m", "ranks": [0, 1]}
     finding |= {"file": None, "parameters": names, "expected": None, "found": None, "advice": None}

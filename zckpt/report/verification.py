@@ -72,9 +72,8 @@ def _heading(document: Document, width: int, paint: Paint) -> list[str]:
         facts.append(f"a sample of {count(checked['elements'], 'element')} of masters compared with weights")
     lines = [f"{verdict}  {document['source']}{kind}", *_wrapped(", ".join(facts), width, "checked  ")]
     if document["checkpoint"] not in (None, document["source"]):
-        lines.append(
-            f"of       {document['checkpoint']} only; zckpt list {document['source']} looks at each checkpoint"
-        )
+        others = f"{document['checkpoint']} only; zckpt list {document['source']} looks at each checkpoint"
+        lines += _wrapped(others, width, "of       ")
     if not document["deep"]:
         lines.append("         structure only: --deep reads every byte")
     if document["fingerprint"]:
