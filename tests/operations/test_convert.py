@@ -46,9 +46,9 @@ def but_for_the_cut(checkpoint: zckpt.OpenedCheckpoint) -> zckpt.OpenedCheckpoin
 
 @pytest.mark.parametrize(("name", "to"), each(DENSE, TARGETS))
 @pytest.mark.every(8)
-def test_state_is_that_of_the_source(name, to, tmp_path):
-    zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
-    assert_same_state(zckpt.open(tmp_path / "out"), zckpt.open(FIXTURES / name))
+def test_state_is_that_of_the_source(name, to):
+    zckpt.convert(FIXTURES / name, "out", to=to, **TARGETS[to])
+    assert_same_state(zckpt.open("out"), zckpt.open(FIXTURES / name))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_state_is_that_of_the_source(name, to, tmp_path):
 )
 @pytest.mark.every(2, 1)
 def test_what_is_written_is_the_truth(name, to, tmp_path):
-    zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
+    zckpt.convert(FIXTURES / name, "out", to=to, **TARGETS[to])
     assert_consolidated(tmp_path / "out", Truth(FIXTURES / name), tmp_path)
 
 
@@ -66,10 +66,10 @@ def test_what_is_written_is_the_truth(name, to, tmp_path):
     each(["s2_bf16_dp2_client", "s3_bf16_dp3", "ds0145_s1_fp32_dp2", "s2_fp16_dp2"], TARGETS, [1, 2, 3]),
 )
 @pytest.mark.every(2)
-def test_deepspeed_is_rewritten_from_any_format(name, to, stage, tmp_path):
-    zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
-    zckpt.convert(tmp_path / "out", tmp_path / "back", to="deepspeed", world_size=3, stage=stage)
-    back = zckpt.open(tmp_path / "back")
+def test_deepspeed_is_rewritten_from_any_format(name, to, stage):
+    zckpt.convert(FIXTURES / name, "out", to=to, **TARGETS[to])
+    zckpt.convert("out", "back", to="deepspeed", world_size=3, stage=stage)
+    back = zckpt.open("back")
     assert (back.format, back.zero_stage, back.topology.dp) == ("deepspeed", stage, 3)
     assert_same_state(but_for_the_cut(back), but_for_the_cut(zckpt.open(FIXTURES / name)))
 
@@ -86,7 +86,7 @@ def test_the_ring_of_all_formats_loses_nothing(name, first, tmp_path):
     at = FIXTURES / name
     for number, to in enumerate(RING[first:] + RING[:first]):
         options = {"world_size": 3, "stage": 2} if to == "deepspeed" else TARGETS[to]
-        zckpt.convert(at, tmp_path / str(number), to=to, **options)
+        zckpt.convert(at, str(number), to=to, **options)
         at = tmp_path / str(number)
     assert_same_state(but_for_the_cut(zckpt.open(at)), but_for_the_cut(zckpt.open(FIXTURES / name)))
 
@@ -95,9 +95,9 @@ def test_the_ring_of_all_formats_loses_nothing(name, first, tmp_path):
     ("name", "to"), each(["tp2_s1_bf16_dp2", "tp2_s3_bf16_dp2", "pp2_s1_fp32_dp2", "moe_ep2_s2_bf16_dp2"], TARGETS)
 )
 @pytest.mark.every(3)
-def test_slices_stages_and_experts_come_together(name, to, tmp_path):
-    zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
-    assert_same_state(zckpt.open(tmp_path / "out"), zckpt.open(FIXTURES / name), means_are_rounded=True)
+def test_slices_stages_and_experts_come_together(name, to):
+    zckpt.convert(FIXTURES / name, "out", to=to, **TARGETS[to])
+    assert_same_state(zckpt.open("out"), zckpt.open(FIXTURES / name), means_are_rounded=True)
 
 
 @pytest.mark.parametrize(
@@ -108,27 +108,27 @@ def test_slices_stages_and_experts_come_together(name, to, tmp_path):
     ),
 )
 @pytest.mark.every(2)
-def test_file_of_torch_save_is_a_source_like_any(name, to, tmp_path):
+def test_file_of_torch_save_is_a_source_like_any(name, to):
     source = FIXTURES / "other" / name / "ckpt.pt"
     names = list(Truth(source.parent).numbers.values())
-    zckpt.convert(source, tmp_path / "out", to=to, names=names, **TARGETS[to])
-    assert_same_state(zckpt.open(tmp_path / "out", names=names), zckpt.open(source, names=names))
+    zckpt.convert(source, "out", to=to, names=names, **TARGETS[to])
+    assert_same_state(zckpt.open("out", names=names), zckpt.open(source, names=names))
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2_elastic", "ds0145_s2_bf16_dp2_elastic_fused"])
-def test_elastic_source_has_no_hyperparameters_to_write(name, tmp_path):
-    zckpt.convert(FIXTURES / name, tmp_path / "out", to="zckpt")
-    assert not any(group.hyperparameters for group in zckpt.open(tmp_path / "out").param_groups)
+def test_elastic_source_has_no_hyperparameters_to_write(name):
+    zckpt.convert(FIXTURES / name, "out", to="zckpt")
+    assert not any(group.hyperparameters for group in zckpt.open("out").param_groups)
     with refusing(zckpt.UnsupportedError, "hyperparameters"):
-        zckpt.convert(tmp_path / "out", tmp_path / "back", to="deepspeed", world_size=2, stage=2)
+        zckpt.convert("out", "back", to="deepspeed", world_size=2, stage=2)
 
 
 @pytest.mark.parametrize(
     ("name", "to"), each(["s2_bf16_dp4", "s3_bf16_dp3"], ["consolidated", "dcp", "zero-redundancy"])
 )
-def test_float32_model_of_a_16_bit_run_holds_its_masters(name, to, tmp_path):
-    zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, dtype="float32", verify=True)
-    found, source = zckpt.open(tmp_path / "out"), zckpt.open(FIXTURES / name)
+def test_float32_model_of_a_16_bit_run_holds_its_masters(name, to):
+    zckpt.convert(FIXTURES / name, "out", to=to, dtype="float32", verify=True)
+    found, source = zckpt.open("out"), zckpt.open(FIXTURES / name)
     for parameter in source.parameters.values():
         if parameter.group is not None:
             weight, master = found.read(parameter.name, "weight"), source.read(parameter.name, "master")
@@ -136,13 +136,13 @@ def test_float32_model_of_a_16_bit_run_holds_its_masters(name, to, tmp_path):
             assert torch.equal(bits(weight), bits(master)), parameter.name
 
 
-def test_optimizer_without_a_model_is_no_directory_of_a_model(tmp_path):
+def test_optimizer_without_a_model_is_no_directory_of_a_model():
     _, optimizer = trained(torch.nn.Linear(3, 2))
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    torch.save(optimizer.state_dict(), "optimizer.pt")
     with refusing(zckpt.UnsupportedError, r"holds only optimizer state.* a \.pt file"):
-        zckpt.convert(tmp_path / "optimizer.pt", tmp_path / "out", to="consolidated")
-    zckpt.convert(tmp_path / "optimizer.pt", tmp_path / "out.pt", to="consolidated")
-    assert_same_state(zckpt.open(tmp_path / "out.pt"), zckpt.open(tmp_path / "optimizer.pt"))
+        zckpt.convert("optimizer.pt", "out", to="consolidated")
+    zckpt.convert("optimizer.pt", "out.pt", to="consolidated")
+    assert_same_state(zckpt.open("out.pt"), zckpt.open("optimizer.pt"))
 
 
 @pytest.mark.parametrize("target", ["out", "out.pt"])
@@ -157,8 +157,8 @@ def test_names_that_only_the_source_tells_arrive_with_a_consolidated_one(target,
     torch.save(optimizer.state_dict(), source / "optimizer.bin")
     found = zckpt.open(source)
     assert found.param_groups[0].parameters == ["z.weight", "1", "2"]
-    zckpt.convert(source, tmp_path / target, to="consolidated")
-    assert_same_state(zckpt.open(tmp_path / target), found)
-    zckpt.convert(tmp_path / target, tmp_path / "named", to="zckpt", names=[f"{name}.weight" for name in ORDERED])
-    read = zckpt.open(tmp_path / "named").read("b.weight", "exp_avg")
+    zckpt.convert(source, target, to="consolidated")
+    assert_same_state(zckpt.open(target), found)
+    zckpt.convert(target, "named", to="zckpt", names=[f"{name}.weight" for name in ORDERED])
+    read = zckpt.open("named").read("b.weight", "exp_avg")
     assert torch.equal(read, optimizer.state[model["b"].weight]["exp_avg"])

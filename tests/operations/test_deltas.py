@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.cli.console import FIXTURES, refused, run, succeeded
+from tests.folders import contents, names_in
 from tests.refusals import refusing
 from zckpt.formats.safetensors import deltas
 
@@ -47,8 +48,9 @@ def raw(tensor: torch.Tensor) -> np.ndarray:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
-def write(folder: Path, tensors: Tensors) -> Path:
+def write(name: str, tensors: Tensors) -> Path:
     """A directory of two shards, with a file that is not the model's."""
+    folder = Path(name)
     folder.mkdir(parents=True)
     where = {}
     for number, some in enumerate((["a.weight", "steps"], ["b.weight", "frozen", "nothing"]), 1):
@@ -60,7 +62,13 @@ def write(folder: Path, tensors: Tensors) -> Path:
     return folder
 
 
-def publish(folder: Path, version: int, encoding: str, algorithm: str, about: dict[str, str] | None = None) -> Path:
+def publish(
+    version: int,
+    encoding: str = "xor",
+    algorithm: str = "xxh3-128",
+    about: dict[str, str] | None = None,
+    at: str = "run",
+) -> Path:
     """What slime writes of a version."""
     made, sums = {}, {}
     for name, new in model(version).items():
@@ -72,7 +80,7 @@ def publish(folder: Path, version: int, encoding: str, algorithm: str, about: di
         plain = after ^ before if encoding == "xor" else np.concatenate(pairs)
         made[name] = np.frombuffer(zstandard.ZstdCompressor(level=1).compress(plain.tobytes()), np.uint8)
         sums[name] = SUMS[algorithm](after.tobytes())
-    out = folder / f"weight_v{version:06d}"
+    out = Path(at, f"weight_v{version:06d}")
     out.mkdir(parents=True)
     (out / "model-00000-of-00001.safetensors").write_bytes(save(made, metadata=sums))
     metadata = {
@@ -84,9 +92,9 @@ def publish(folder: Path, version: int, encoding: str, algorithm: str, about: di
     return out
 
 
-def is_version(folder: Path, version: int) -> bool:
+def is_version(folder: Path | str, version: int) -> bool:
     found: Tensors = {}
-    for file in folder.glob("*.safetensors"):
+    for file in Path(folder).glob("*.safetensors"):
         found |= load_file(file)
     wanted = model(version)
     return found.keys() == wanted.keys() and all(
@@ -100,130 +108,118 @@ def encoding(request) -> str:
 
 
 @pytest.mark.parametrize("algorithm", SUMS)
-def test_versions_are_applied_in_order_to_what_inference_began_with(encoding, algorithm, tmp_path):
-    base = write(tmp_path / "base", model(0))
-    last = [publish(tmp_path / "run", version, encoding, algorithm) for version in (1, 2, 3)][-1]
-    before = {one.name: one.read_bytes() for one in base.iterdir()}
-    done = zckpt.apply(base, last, tmp_path / "out")
+def test_versions_are_applied_in_order_to_what_inference_began_with(encoding, algorithm):
+    base = write("base", model(0))
+    last = [publish(version, encoding, algorithm) for version in (1, 2, 3)][-1]
+    before = contents(base)
+    done = zckpt.apply(base, last, "out")
     assert done.checkpoints == ["weight_v000001", "weight_v000002", "weight_v000003"]
-    assert is_version(tmp_path / "out", 3)
-    assert (tmp_path / "out" / "config.json").read_text() == "{}"
-    assert {one.name: one.read_bytes() for one in base.iterdir()} == before
-    zckpt.apply(base, tmp_path / "run" / "weight_v000001", tmp_path / "one")
-    assert is_version(tmp_path / "one", 1)
+    assert is_version("out", 3)
+    assert Path("out/config.json").read_text() == "{}"
+    assert contents(base) == before
+    zckpt.apply(base, "run/weight_v000001", "one")
+    assert is_version("one", 1)
 
 
-def test_a_model_of_a_version_needs_only_later_ones(encoding, tmp_path):
-    whole = write(tmp_path / "run" / "weight_v000002", model(2))
-    last = publish(tmp_path / "run", 3, encoding, "xxh3-128")
-    assert zckpt.apply(whole, last, tmp_path / "out").checkpoints == ["weight_v000003"]
-    assert is_version(tmp_path / "out", 3)
-    copied = write(tmp_path / "local", model(2))
+def test_a_model_of_a_version_needs_only_later_ones(encoding):
+    whole = write("run/weight_v000002", model(2))
+    last = publish(3, encoding)
+    assert zckpt.apply(whole, last, "out").checkpoints == ["weight_v000003"]
+    assert is_version("out", 3)
+    copied = write("local", model(2))
     (copied / ".weight_sync").mkdir()
     (copied / ".weight_sync" / "state.json").write_text('{"version": "000002"}')
-    zckpt.apply(copied, last, tmp_path / "again")
-    assert is_version(tmp_path / "again", 3)
-    base = write(tmp_path / "base", model(0))
-    refused(3, "apply", base, last, tmp_path / "none", words=("version 2 is a whole model", "weight_vNNNNNN"))
+    zckpt.apply(copied, last, "again")
+    assert is_version("again", 3)
+    base = write("base", model(0))
+    refused(3, "apply", base, last, "none", words=("version 2 is a whole model", "weight_vNNNNNN"))
     (copied / ".weight_sync" / "state.json").write_text('{"version": "000003"}')
-    refused(3, "apply", copied, last, tmp_path / "none", words=("for another version",))
+    refused(3, "apply", copied, last, "none", words="for another version")
 
 
-def test_another_model_is_refused_and_nothing_is_written(tmp_path):
-    last = publish(tmp_path / "run", 1, "xor", "xxh3-128")
-    other = write(tmp_path / "base", model(2))
-    refused(3, "apply", other, last, tmp_path / "out", words=("a.weight differs from what was published", "version 0"))
-    refused(3, "apply", other, last, tmp_path / "out", "--dry-run", words=("a.weight differs from what was published",))
+def test_another_model_is_refused_and_nothing_is_written():
+    last = publish(1)
+    other = write("base", model(2))
+    for options in ("", "--dry-run"):
+        words = ("a.weight differs from what was published", "version 0")
+        refused(3, "apply", other, last, "out", options, words=words)
     short = {name: one for name, one in model(0).items() if name != "b.weight"}
-    save_file(short, tmp_path / "short.safetensors")
-    refused(3, "apply", tmp_path / "short.safetensors", last, tmp_path / "out", words=("a directory of safetensors",))
-    (tmp_path / "short").mkdir()
-    save_file(short, tmp_path / "short" / "model.safetensors")
-    refused(3, "apply", tmp_path / "short", last, tmp_path / "out", words=("has no tensor b.weight",))
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["base", "run", "short", "short.safetensors"]
+    save_file(short, "short.safetensors")
+    refused(3, "apply", "short.safetensors", last, "out", words="a directory of safetensors")
+    Path("short").mkdir()
+    save_file(short, "short/model.safetensors")
+    refused(3, "apply", "short", last, "out", words="has no tensor b.weight")
+    assert names_in() == ["base", "run", "short", "short.safetensors"]
 
 
-def test_what_is_made_is_what_slime_would_publish(encoding, tmp_path):
+def test_what_is_made_is_what_slime_would_publish(encoding):
     for version in range(3):
-        write(tmp_path / str(version), model(version))
-    zckpt.convert(tmp_path / "2", tmp_path / "dcp", to="dcp")
-    for version, after in ((1, tmp_path / "1"), (2, tmp_path / "dcp")):
-        done = zckpt.patch(
-            tmp_path / str(version - 1), after, tmp_path / f"weight_v{version:06d}", to="slime", encoding=encoding
-        )
+        write(str(version), model(version))
+    zckpt.convert("2", "dcp", to="dcp")
+    for version, after in ((1, "1"), (2, "dcp")):
+        done = zckpt.patch(str(version - 1), after, f"weight_v{version:06d}", to="slime", encoding=encoding)
         assert (done.equal, done.changed, done.differences) == (2, 3, sorted(CHANGED))
-        slime = publish(tmp_path / "slime", version, encoding, "xxh3-128")
-        ours, theirs = (deltas.read_delta(one) for one in (tmp_path / slime.name, slime))
+        slime = publish(version, encoding, at="slime")
+        ours, theirs = (deltas.read_delta(one) for one in (Path(slime.name), slime))
         assert (ours.version, ours.base, ours.encoding, ours.sums) == (version, version - 1, encoding, theirs.sums)
         assert {name: slot.shape for name, slot in ours.changed.items()} == {
             name: slot.shape for name, slot in theirs.changed.items()
         }
-    zckpt.apply(tmp_path / "0", tmp_path / "weight_v000002", tmp_path / "out")
-    assert is_version(tmp_path / "out", 2)
+    zckpt.apply("0", "weight_v000002", "out")
+    assert is_version("out", 2)
 
 
-def test_large_versions_are_several_files(tmp_path, monkeypatch):
-    write(tmp_path / "0", model(0)), write(tmp_path / "1", model(1))
+def test_large_versions_are_several_files(monkeypatch):
+    write("0", model(0)), write("1", model(1))
     monkeypatch.setattr("zckpt.operations.deltas.SHARD_NBYTES", 100)
-    made = tmp_path / "weight_v000001"
-    assert zckpt.patch(tmp_path / "0", tmp_path / "1", made, to="slime", dry_run=True).dry_run
+    made = Path("weight_v000001")
+    assert zckpt.patch("0", "1", made, to="slime", dry_run=True).dry_run
     assert not made.exists()
-    zckpt.patch(tmp_path / "0", tmp_path / "1", made, to="slime")
+    zckpt.patch("0", "1", made, to="slime")
     assert len([*made.glob("model-0000?-of-0000?.safetensors")]) > 1
-    zckpt.apply(tmp_path / "0", made, tmp_path / "out")
-    assert is_version(tmp_path / "out", 1)
+    zckpt.apply("0", made, "out")
+    assert is_version("out", 1)
 
 
-def test_equal_models_make_a_version_that_changes_nothing(tmp_path):
-    base = write(tmp_path / "0", model(0))
-    assert zckpt.patch(base, base, tmp_path / "weight_v000001", to="slime").changed == 0
-    zckpt.apply(base, tmp_path / "weight_v000001", tmp_path / "out")
-    assert is_version(tmp_path / "out", 0)
+def test_equal_models_make_a_version_that_changes_nothing():
+    base = write("0", model(0))
+    assert zckpt.patch(base, base, "weight_v000001", to="slime").changed == 0
+    zckpt.apply(base, "weight_v000001", "out")
+    assert is_version("out", 0)
 
 
-def test_what_cannot_be_published_is_refused(tmp_path):
-    base = write(tmp_path / "0", model(0))
-    refused(2, "patch", base, base, tmp_path / "p", "--to", "slime", words=("weight_v000001",))
-    refused(2, "patch", base, base, tmp_path / "p", "--encoding", "overwrite", words=("unknown form",))
-    other = write(tmp_path / "1", model(0) | {"b.weight": torch.zeros(3)})
-    refused(
-        5,
-        "patch",
-        base,
-        other,
-        tmp_path / "weight_v000001",
-        "--to",
-        "slime",
-        words=("b.weight differs in shape or type",),
-    )
+def test_what_cannot_be_published_is_refused():
+    base = write("0", model(0))
+    refused(2, "patch", base, base, "p --to slime", words="weight_v000001")
+    refused(2, "patch", base, base, "p --encoding overwrite", words="unknown form")
+    other = write("1", model(0) | {"b.weight": torch.zeros(3)})
+    refused(5, "patch", base, other, "weight_v000001 --to slime", words="b.weight differs in shape or type")
 
 
-def test_masters_alone_are_refused(tmp_path):
+def test_masters_alone_are_refused():
     """ZeRO-3 files no weights of what it trains: two steps of it would differ in nothing."""
     with refusing(zckpt.UnsupportedError, "holds no weights of alpha"):
-        zckpt.patch(FIXTURES / "s3_bf16_dp2", FIXTURES / "s3_bf16_dp2", tmp_path / "weight_v000001", to="slime")
+        zckpt.patch(FIXTURES / "s3_bf16_dp2", FIXTURES / "s3_bf16_dp2", "weight_v000001", to="slime")
 
 
-def test_what_is_written_replaces_neither_model_nor_version(tmp_path):
-    base = write(tmp_path / "base", model(0))
-    version = publish(tmp_path / "run", 1, "xor", "xxh3-128")
-    for target in (base, base / "inside", version, version / "inside", tmp_path):
-        refused(2, "apply", base, version, target, "--overwrite", words=("the source",))
-    other = write(tmp_path / "other", model(1))
+def test_what_is_written_replaces_neither_model_nor_version():
+    base = write("base", model(0))
+    version = publish(1)
+    for target in (base, base / "inside", version, version / "inside", "."):
+        refused(2, "apply", base, version, target, "--overwrite", words="the source")
+    other = write("other", model(1))
     for target in (base / "weight_v000001", other / "weight_v000001"):
-        refused(2, "patch", base, other, target, "--to", "slime", words=("inside the source",))
-        refused(2, "patch", base, other, target, words=("inside the source",))
+        refused(2, "patch", base, other, target, "--to slime", words="inside the source")
+        refused(2, "patch", base, other, target, words="inside the source")
     assert is_version(base, 0)
 
 
-def test_a_version_is_no_checkpoint_and_says_what_it_is(tmp_path):
-    version = publish(tmp_path / "run", 1, "xor", "xxh3-128")
+def test_a_version_is_no_checkpoint_and_says_what_it_is():
+    version = publish(1)
     for path in (version, version / "model-00000-of-00001.safetensors"):
         refused(3, "inspect", path, words=("as slime publishes them", "zckpt apply"))
-    write(tmp_path / "run" / "whole", model(0))
-    assert [one["name"] for one in json.loads(succeeded("list", tmp_path / "run", "--json").stdout)["checkpoints"]] == [
-        "whole"
-    ]
+    write("run/whole", model(0))
+    assert [one["name"] for one in json.loads(succeeded("list", "run", "--json").stdout)["checkpoints"]] == ["whole"]
 
 
 @pytest.mark.parametrize(
@@ -236,25 +232,25 @@ def test_a_version_is_no_checkpoint_and_says_what_it_is(tmp_path):
         ({"checksum_format": "crc"}, "unknown checksums"),
     ],
 )
-def test_forms_that_are_not_known_are_refused(about, words, tmp_path):
-    version = publish(tmp_path / "run", 1, "xor", "xxh3-128", about)
-    base = write(tmp_path / "0", model(0))
+def test_forms_that_are_not_known_are_refused(about, words):
+    version = publish(1, about=about)
+    base = write("0", model(0))
     with refusing(zckpt.ZckptError, words):
-        zckpt.apply(base, version, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        zckpt.apply(base, version, "out")
+    assert not Path("out").exists()
 
 
-def test_no_flip_gives_a_wrong_model(encoding, tmp_path):
-    base = write(tmp_path / "0", model(0))
-    version = publish(tmp_path / "run", 1, encoding, "xxh3-128")
+def test_no_flip_gives_a_wrong_model(encoding):
+    base = write("0", model(0))
+    version = publish(1, encoding)
     file = version / "model-00000-of-00001.safetensors"
     whole = file.read_bytes()
     wrong = refusals = 0
     for at in range(0, len(whole), max(len(whole) // 25, 1)):
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
-        done = run("apply", base, version, tmp_path / f"out{at}", "-q")
+        done = run("apply", base, version, f"out{at}", "-q")
         refusals += done.returncode == 3
-        wrong += done.returncode == 0 and not is_version(tmp_path / f"out{at}", 1)
+        wrong += done.returncode == 0 and not is_version(f"out{at}", 1)
     assert wrong == 0
     assert refusals > 16
 

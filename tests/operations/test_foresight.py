@@ -65,27 +65,27 @@ def test_a_dry_run_says_what_the_run_makes(verb, tmp_path, monkeypatch):
     assert 0 < said["buffers_nbytes"] <= done["memory_nbytes"]
 
 
-def test_a_dry_run_tells_a_person(tmp_path):
-    said = succeeded("reshard", SOURCE, tmp_path / "out", "--world-size", 3, "--dry-run").stdout
+def test_a_dry_run_tells_a_person():
+    said = succeeded("reshard", SOURCE, "out", "--world-size", 3, "--dry-run").stdout
     for words in ("makes 5 files and 2 directories; ", " are free", "byte ranges of 3 files", "buffers may take 64 MB"):
         assert words in said
     assert "takes about " in said
 
 
 def test_a_directory_that_is_to_be_made_has_the_room_of_the_one_that_it_is_made_in(tmp_path):
-    said = foreseen("consolidate", SOURCE, tmp_path / "nowhere" / "further" / "m.safetensors")
+    said = foreseen("consolidate", SOURCE, "nowhere/further/m.safetensors")
     assert said["seconds"] > 0
     assert said["free_nbytes"] > 0
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_a_file_system_does_not_say_no_time_is_told(tmp_path, monkeypatch):
+def test_where_a_file_system_does_not_say_no_time_is_told(monkeypatch):
     def silent(_: Path) -> Room:
         raise OSError
 
     monkeypatch.setattr(rooms, "room", silent)
     monkeypatch.setattr("zckpt.operations.foresight.room", silent)
-    said = foreseen("consolidate", SOURCE, tmp_path / "m.safetensors")
+    said = foreseen("consolidate", SOURCE, "m.safetensors")
     assert (said["seconds"], said["free_nbytes"], said["write_nbytes_per_second"]) == (None, None, None)
 
 
@@ -149,7 +149,7 @@ def test_zeros_are_read_from_nowhere():
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_dry_run_lays_each_file_out_once(tmp_path, monkeypatch, stage):
+def test_a_dry_run_lays_each_file_out_once(monkeypatch, stage):
     laid: list[str] = []
     lazily = documents.Lazily
 
@@ -163,7 +163,7 @@ def test_a_dry_run_lays_each_file_out_once(tmp_path, monkeypatch, stage):
 
     monkeypatch.setattr(documents, "Lazily", counted)
     monkeypatch.setattr(plans, "KEPT_NBYTES", 0)  # as of files that are too many to be kept
-    done = zckpt.reshard(SOURCE, tmp_path / "out", world_size=3, stage=stage, dry_run=True)
+    done = zckpt.reshard(SOURCE, "out", world_size=3, stage=stage, dry_run=True)
     assert laid
     assert len(laid) == len(set(laid))
     assert done.foresight is not None
@@ -225,9 +225,9 @@ def limited(mebibytes: int, *arguments: object) -> subprocess.CompletedProcess[s
 def test_verbs_live_with_less_address_space_than_the_budget_of_buffers(source, tmp_path):
     done = limited(48, source, tmp_path)
     assert done.returncode == 0, done.stderr
-    zckpt.consolidate(source, tmp_path / "free.safetensors", dtype="bfloat16")
-    assert (tmp_path / "half.safetensors").read_bytes() == (tmp_path / "free.safetensors").read_bytes()
-    assert zckpt.diff(source, tmp_path / "mean.safetensors").equal
+    zckpt.consolidate(source, "free.safetensors", dtype="bfloat16")
+    assert Path("half.safetensors").read_bytes() == Path("free.safetensors").read_bytes()
+    assert zckpt.diff(source, "mean.safetensors").equal
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux")

@@ -61,7 +61,7 @@ def test_the_options_of_formats_that_come_with_zckpt_are_in_the_types():
     assert set(Resharded.__annotations__) - set(Renamed.__annotations__) == set(recut) - {"world_size"}
 
 
-def test_another_run_is_the_same_only_with_the_same_options(tmp_path):
+def test_another_run_is_the_same_only_with_the_same_options():
     defaults = {name: one.default for name, one in options_of(Renamed).items()}
     recorded = How.of("consolidate", {**defaults, "rename": [("a", "b")], "memory": 1}, dtype="keep").options
     assert recorded["rename"] == [("a", "b")]

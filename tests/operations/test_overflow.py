@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import zckpt
 import zckpt.dcp
-from tests.cli.console import FIXTURES, run
+from tests.cli.console import refused, succeeded
+from tests.folders import names_in
 from tests.operations.test_merge_adapter import adapter, factors
 from tests.refusals import refusing
 
@@ -27,39 +27,36 @@ MODEL = {
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    torch.save({**MODEL, "turned": MODEL["wide"].clone().t()}, tmp_path / "a.pt")
-    return tmp_path / "a.pt"
+def model() -> str:
+    torch.save({**MODEL, "turned": MODEL["wide"].clone().t()}, "a.pt")
+    return "a.pt"
 
 
-def test_what_overflows_is_counted_named_and_refused(model, tmp_path):
+def test_what_overflows_is_counted_named_and_refused(model):
     expected = ("1 values of own overflow float16, 2 values of turned overflow float16, "
                 "2 values of wide overflow float16: finite in the source")  # fmt: skip
     with refusing(zckpt.UsageError, expected):
-        zckpt.consolidate(model, tmp_path / "m.safetensors", dtype="float16")
-    assert [one.name for one in tmp_path.iterdir()] == ["a.pt"]
-    done = zckpt.consolidate(model, tmp_path / "m.safetensors", dtype="float16", overflow="allow")
+        zckpt.consolidate(model, "m.safetensors", dtype="float16")
+    assert names_in() == ["a.pt"]
+    done = zckpt.consolidate(model, "m.safetensors", dtype="float16", overflow="allow")
     assert expected.startswith(done.notes[0])
-    found = load_file(tmp_path / "m.safetensors")
+    found = load_file("m.safetensors")
     assert all(torch.equal(found[name].isinf(), one.half().isinf()) for name, one in MODEL.items())
-    assert zckpt.consolidate(model, tmp_path / "n.safetensors", dtype="bfloat16").notes == ()
+    assert zckpt.consolidate(model, "n.safetensors", dtype="bfloat16").notes == ()
     with refusing(zckpt.UsageError, "unusable --overflow: expected refuse or allow, found 'yes'"):
-        zckpt.consolidate(model, tmp_path / "o.safetensors", overflow="yes")
+        zckpt.consolidate(model, "o.safetensors", overflow="yes")
 
 
-def test_a_store_and_the_command_line_refuse_too(model, tmp_path):
-    for target in (tmp_path / "m", "memory://overflow/m"):
-        done = run("convert", model, target, "--to", "consolidated", "--dtype", "float16", "-q")
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert "--overflow=allow" in done.stderr
-        allowed = run("convert", model, target, "--to", "consolidated", "--dtype", "float16", "--overflow", "allow")
-        assert allowed.returncode == 0
-        assert "1 values of own overflow float16" in allowed.stderr
+def test_a_store_and_the_command_line_refuse_too(model):
+    for target in ("m", "memory://overflow/m"):
+        command = f"convert {model} {target} --to consolidated --dtype float16"
+        refused(2, command, "-q", words="--overflow=allow")
+        assert "1 values of own overflow float16" in succeeded(command, "--overflow allow").stderr
 
 
 @pytest.mark.parametrize("size", [3, 40_000])
 @pytest.mark.parametrize("memory", [1, 64 << 20])
-def test_every_value_is_counted_once(memory, size, tmp_path):
+def test_every_value_is_counted_once(memory, size):
     chosen = np.random.default_rng(size)
     tensors = {f"w{i}": torch.from_numpy(chosen.normal(size=(size,)).astype(np.float32)) for i in range(7)}
     beyond = 0
@@ -67,10 +64,8 @@ def test_every_value_is_counted_once(memory, size, tmp_path):
         at = torch.from_numpy(chosen.integers(0, size, max(size // 100, 1)))
         one[at] = 1e6
         beyond += len(at.unique())
-    save_file(tensors, tmp_path / "a.safetensors")
-    done = zckpt.consolidate(
-        tmp_path / "a.safetensors", tmp_path / "m.pt", dtype="float16", overflow="allow", memory=memory
-    )
+    save_file(tensors, "a.safetensors")
+    done = zckpt.consolidate("a.safetensors", "m.pt", dtype="float16", overflow="allow", memory=memory)
     shown, _, more = done.notes[0].partition(" and ")
     assert more == "3 more"
     assert sum(int(one.split()[0]) for one in shown.split(", ")) <= beyond
@@ -79,70 +74,63 @@ def test_every_value_is_counted_once(memory, size, tmp_path):
     assert {one.split()[3]: int(one.split()[0]) for one in shown.split(", ")} == counts
 
 
-def test_a_run_that_is_resumed_counts_what_the_first_one_wrote(model, tmp_path, monkeypatch):
+def test_a_run_that_is_resumed_counts_what_the_first_one_wrote(model, monkeypatch):
     monkeypatch.setattr("zckpt.storage.journal.LEAST_NBYTES", 0)
     for resume in (False, True):
         with refusing(zckpt.UsageError, "2 values of wide overflow"):
-            zckpt.consolidate(model, tmp_path / "m.pt", dtype="float16", resume=resume)
-    done = zckpt.consolidate(model, tmp_path / "m.pt", dtype="float16", resume=True, overflow="allow")
+            zckpt.consolidate(model, "m.pt", dtype="float16", resume=resume)
+    done = zckpt.consolidate(model, "m.pt", dtype="float16", resume=True, overflow="allow")
     assert "2 values of wide overflow float16" in done.notes[0]
-    assert len([*tmp_path.iterdir()]) == 2
+    assert len(names_in()) == 2
 
 
-def test_a_mean_and_a_merged_adapter_that_overflow_are_refused(tmp_path):
+def test_a_mean_and_a_merged_adapter_that_overflow_are_refused():
     for name, value in (("a", 3e4), ("b", 2e5)):
-        save_file({"w": torch.full((3, 4), value)}, tmp_path / f"{name}.safetensors")
-    pair = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+        save_file({"w": torch.full((3, 4), value)}, f"{name}.safetensors")
+    pair = ["a.safetensors", "b.safetensors"]
     with refusing(zckpt.UsageError, "12 values of w overflow float16"):
-        zckpt.average(pair, tmp_path / "m.safetensors", dtype="float16")
-    lora = adapter(tmp_path / "lora", factors("m", 3, 4), lora_alpha=1e38)
-    save_file({"m.weight": torch.full((3, 4), 3e38)}, tmp_path / "c.safetensors")
+        zckpt.average(pair, "m.safetensors", dtype="float16")
+    lora = adapter(factors("m", 3, 4), lora_alpha=1e38)
+    save_file({"m.weight": torch.full((3, 4), 3e38)}, "c.safetensors")
     with refusing(zckpt.UsageError, r"values of m\.weight overflow float32"):
-        zckpt.merge_adapter(tmp_path / "c.safetensors", lora, tmp_path / "m.safetensors")
-    assert not (tmp_path / "m.safetensors").exists()
+        zckpt.merge_adapter("c.safetensors", lora, "m.safetensors")
+    assert not Path("m.safetensors").exists()
 
 
 @pytest.mark.parametrize(
     "weights", [(1e39, 2e39), (1e-50, 2e-50), (1e38, 2e38), (1e-42, 2e-42), (1e308, 1e308), (5e-324, 1e-323)]
 )
-def test_weights_may_be_of_any_unit(weights, tmp_path):
+def test_weights_may_be_of_any_unit(weights):
     tensors = [torch.randn(50) * 1e20 for _ in range(2)]
     for name, one in zip("ab", tensors, strict=True):
-        save_file({"w": one}, tmp_path / f"{name}.safetensors")
-    pair = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
-    zckpt.average(pair, tmp_path / "m.safetensors", weights=weights)
+        save_file({"w": one}, f"{name}.safetensors")
+    pair = ["a.safetensors", "b.safetensors"]
+    zckpt.average(pair, "m.safetensors", weights=weights)
     share = weights[0] / max(weights) / (weights[0] / max(weights) + weights[1] / max(weights))
     expected = share * tensors[0].double() + (1 - share) * tensors[1].double()
-    assert torch.allclose(load_file(tmp_path / "m.safetensors")["w"].double(), expected, rtol=1e-6, atol=1e14)
+    assert torch.allclose(load_file("m.safetensors")["w"].double(), expected, rtol=1e-6, atol=1e14)
 
 
-def documents(*arguments: Any) -> dict[str, Any]:
-    done = run(*arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+@pytest.mark.parametrize("options", ["--dtype float16", "--dtype bfloat16", "--slots all"])
+def test_what_is_within_the_type_says_nothing(options):
+    done = succeeded(f"consolidate fixtures/s2_bf16_dp2 m.pt {options} --json")
+    assert json.loads(done.stdout)["notes"] == []
 
 
-def test_what_is_within_the_type_says_nothing(tmp_path):
-    source = FIXTURES / "s2_bf16_dp2"
-    for number, arguments in enumerate((("--dtype", "float16"), ("--dtype", "bfloat16"), ("--slots", "all"))):
-        assert documents("consolidate", source, tmp_path / f"{number}.pt", *arguments)["notes"] == []
-
-
-def test_a_load_refuses_too_and_takes_it_unverified(tmp_path):
+def test_a_load_refuses_too_and_takes_it_unverified():
     tensors = {"weight": torch.full((2, 3), 70_000.0), "bias": torch.ones(2)}
-    torch.save(tensors, tmp_path / "a.pt")
+    torch.save(tensors, "a.pt")
     model = torch.nn.Linear(3, 2, dtype=torch.float16)
     with refusing(zckpt.UsageError, r"6 values of weight overflow float16: .* must not be used"):
-        zckpt.load(tmp_path / "a.pt", model=model)
+        zckpt.load("a.pt", model=model)
     state = model.state_dict()
     with pytest.raises(CheckpointException, match="6 values of weight overflow float16"):
-        dcp.load(state, storage_reader=zckpt.dcp.Reader(tmp_path / "a.pt"))
-    zckpt.load(tmp_path / "a.pt", model=model, verify=False)
+        dcp.load(state, storage_reader=zckpt.dcp.Reader("a.pt"))
+    zckpt.load("a.pt", model=model, verify=False)
     assert model.weight.isinf().all()
     assert model.bias.eq(1).all()
     tensors["weight"][0] = torch.inf  # which the source says itself
     tensors["weight"][1] = 7
-    torch.save(tensors, tmp_path / "a.pt")
-    zckpt.load(tmp_path / "a.pt", model=model)
+    torch.save(tensors, "a.pt")
+    zckpt.load("a.pt", model=model)
     assert model.weight.float().equal(tensors["weight"])

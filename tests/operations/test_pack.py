@@ -6,10 +6,9 @@ import errno
 import os
 import random
 import shutil
-import signal
 import subprocess
-import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import zckpt
-from tests.cli.console import FIXTURES, ROOT, environment, run
+from tests.cli.console import FIXTURES, command, environment, succeeded
 from tests.folders import names_in
 from tests.pairwise import some
 from tests.refusals import refusing
@@ -26,7 +25,7 @@ from zckpt.errors import TargetError
 from zckpt.operations.unpack import unpack
 from zckpt.storage.packed.index import RANGE, ROW, Filed, Index, read_index
 from zckpt.storage.packed.mount import mounted_place
-from zckpt.storage.packed.store import STORE, document
+from zckpt.storage.packed.store import STORE, PackedStore, document
 
 MADE = {
     "step-1": "s2_bf16_dp2/global_step5",
@@ -38,10 +37,10 @@ MADE = {
 }
 
 
-def contents(top: Path) -> dict[str, object]:
+def contents(top: Path | str) -> dict[str, object]:
     """All that is below a directory: bytes, modes, times and links."""
     found: dict[str, object] = {}
-    for path in sorted(top.rglob("*")):
+    for path in sorted(Path(top).rglob("*")):
         about = path.lstat()
         what: object = path.readlink() if path.is_symlink() else path.read_bytes() if path.is_file() else None
         found[str(path.relative_to(top))] = (what, about.st_mode, None if what is None else about.st_mtime_ns)
@@ -59,80 +58,78 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def copied(made, tmp_path):
-    shutil.copytree(made / "s.zckpt", tmp_path / "s.zckpt")
-    return tmp_path / "s.zckpt"
+def copied(made):
+    return Path(shutil.copytree(made / "s.zckpt", "s.zckpt"))
 
 
-def test_unpack_gives_every_file_back_as_it_was(made, tmp_path):
-    unpack(made / "s.zckpt", tmp_path / "all")
-    assert contents(tmp_path / "all") == contents(made / "run")
-    unpack(made / "s.zckpt" / "step-2", tmp_path / "one")
-    assert contents(tmp_path / "one") == contents(made / "run" / "step-2")
+def test_unpack_gives_every_file_back_as_it_was(made):
+    unpack(made / "s.zckpt", "all")
+    assert contents("all") == contents(made / "run")
+    unpack(made / "s.zckpt" / "step-2", "one")
+    assert contents("one") == contents(made / "run" / "step-2")
 
 
-def test_what_names_the_latest_comes_back_with_the_whole_run(made, tmp_path):
-    shutil.copytree(made / "run" / "step-1", tmp_path / "run" / "global_step5")
-    (tmp_path / "run/latest").write_text("global_step5")
-    zckpt.pack(tmp_path / "run", tmp_path / "s")
-    assert [one.latest for one in zckpt.history(tmp_path / "s").checkpoints] == [True]
-    shutil.copytree(made / "run" / "step-2", tmp_path / "run" / "global_step6")
-    (tmp_path / "run/latest").write_text("global_step6\n")
-    zckpt.pack(tmp_path / "run", tmp_path / "s")
-    unpack(tmp_path / "s", tmp_path / "again")
-    assert (tmp_path / "again/latest").read_bytes() == b"global_step6\n"
-    assert contents(tmp_path / "again/global_step6") == contents(tmp_path / "run/global_step6")
-    assert zckpt.open(tmp_path / "again").world_size == 4
-    unpack(tmp_path / "s/global_step5", tmp_path / "one")
-    assert not (tmp_path / "one/latest").exists()
-    (tmp_path / "run/latest").write_text("elsewhere")  # of none that is packed
-    zckpt.pack(tmp_path / "run", tmp_path / "s")
-    unpack(tmp_path / "s", tmp_path / "again", overwrite=True)
-    assert (tmp_path / "again/latest").read_bytes() == b"global_step6\n"
+def test_what_names_the_latest_comes_back_with_the_whole_run(made):
+    shutil.copytree(made / "run" / "step-1", "run/global_step5")
+    Path("run/latest").write_text("global_step5")
+    zckpt.pack("run", "s")
+    assert [one.latest for one in zckpt.history("s").checkpoints] == [True]
+    shutil.copytree(made / "run" / "step-2", "run/global_step6")
+    Path("run/latest").write_text("global_step6\n")
+    zckpt.pack("run", "s")
+    unpack("s", "again")
+    assert Path("again/latest").read_bytes() == b"global_step6\n"
+    assert contents("again/global_step6") == contents("run/global_step6")
+    assert zckpt.open("again").world_size == 4
+    unpack("s/global_step5", "one")
+    assert not Path("one/latest").exists()
+    Path("run/latest").write_text("elsewhere")  # of none that is packed
+    zckpt.pack("run", "s")
+    unpack("s", "again", overwrite=True)
+    assert Path("again/latest").read_bytes() == b"global_step6\n"
 
 
-def test_links_empty_directories_and_modes_come_back(made, tmp_path):
-    shutil.copytree(made / "run" / "step-2", tmp_path / "run" / "step-2")
-    at = tmp_path / "run" / "step-2"
+def test_links_empty_directories_and_modes_come_back(made):
+    """But for a mode that runs a program as its owner."""
+    at = Path(shutil.copytree(made / "run/step-2", "run/step-2"))
     (at / "a note.txt").write_text("mine")
     (at / "nothing.txt").write_text("")
     (at / "empty").mkdir()
     (at / "link").symlink_to("a note.txt")
     (at / "a note.txt").chmod(0o640)
-    zckpt.pack(tmp_path / "run", tmp_path / "s")
-    unpack(tmp_path / "s", tmp_path / "again")
-    assert contents(tmp_path / "again") == contents(tmp_path / "run")
+    (at / "empty").chmod(0o2750)
+    (at / "program").write_text("#!/bin/sh")
+    (at / "program").chmod(0o6755)
+    zckpt.pack("run", "s")
+    unpack("s", "again")
+    assert Path("again/step-2/program").stat().st_mode & 0o7777 == 0o755
+    (at / "program").chmod(0o755)
+    assert contents("again") == contents("run")
 
 
-def test_a_link_in_a_packed_checkpoint_is_read(tmp_path):
-    (tmp_path / "run/step-1").mkdir(parents=True)
-    save_file({"w": np.arange(12.0)}, tmp_path / "run/step-1/model.safetensors")
-    (tmp_path / "run/step-1/best.safetensors").symlink_to("model.safetensors")
-    zckpt.pack(tmp_path / "run", tmp_path / "s")
-    assert zckpt.open(tmp_path / "s/step-1/best.safetensors").read("w").tolist() == [*range(12)]
+def test_a_link_in_a_packed_checkpoint_is_read():
+    Path("run/step-1").mkdir(parents=True)
+    save_file({"w": np.arange(12.0)}, "run/step-1/model.safetensors")
+    Path("run/step-1/best.safetensors").symlink_to("model.safetensors")
+    zckpt.pack("run", "s")
+    assert zckpt.open("s/step-1/best.safetensors").read("w").tolist() == [*range(12)]
 
 
 @pytest.mark.parametrize(("first", "name"), [("step-1", "step-1/more"), ("runs/step-1", "runs")])
-def test_no_checkpoint_of_a_store_lies_below_another(made, tmp_path, first, name):
-    zckpt.pack(made / "run" / "step-1", tmp_path / "s", name=first)
+def test_no_checkpoint_of_a_store_lies_below_another(made, first, name):
+    zckpt.pack(made / "run" / "step-1", "s", name=first)
     with refusing(zckpt.UsageError, f"cannot lie below another: expected a name apart from {first}"):
-        zckpt.pack(made / "run" / "step-2", tmp_path / "s", name=name)
-    assert unpack(tmp_path / "s", tmp_path / "all").checkpoints == [first]
+        zckpt.pack(made / "run" / "step-2", "s", name=name)
+    assert unpack("s", "all").checkpoints == [first]
 
 
-def test_no_file_of_a_store_runs_as_its_owner(made, tmp_path):
-    at = Path(shutil.copytree(made / "run" / "step-2", tmp_path / "run" / "step-2"))
-    (at / "folder").mkdir()
-    (at / "folder").chmod(0o2750)
-    (at / "program").write_text("#!/bin/sh")
-    (at / "program").chmod(0o6755)
-    zckpt.pack(tmp_path / "run", tmp_path / "s")
-    unpack(tmp_path / "s", tmp_path / "again")
-    found = [(tmp_path / "again" / "step-2" / name).stat().st_mode & 0o7777 for name in ("folder", "program")]
-    assert found == [0o2750, 0o755]
+def store_of(*files: Filed) -> None:
+    """Make this directory a store of a checkpoint `c` with these files."""
+    Path("store.json").write_bytes(document(STORE))
+    Path("000001.index").write_bytes(Index("c", False, files, np.empty(0, ROW), np.empty(0, RANGE)).to_bytes())
 
 
-def test_links_of_a_store_lead_nowhere_else(tmp_path):
+def test_links_of_a_store_lead_nowhere_else():
     """Not by way of other links, either; and what only looks so is read."""
     links = {
         "a/b/c/up": "../../../top",
@@ -145,22 +142,18 @@ def test_links_of_a_store_lead_nowhere_else(tmp_path):
     }
     files = [Filed("top", "folder", 0o755, 0), Filed("..data/model", "file", 0o644, 0)]
     files += [Filed(name, "link", 0o777, 0, 0, target) for name, target in links.items()]
-    index = Index("c", False, tuple(files), np.empty(0, ROW), np.empty(0, RANGE))
-    (tmp_path / "store.json").write_bytes(document(STORE))
-    (tmp_path / "000001.index").write_bytes(index.to_bytes())
-    mount = mounted_place(tmp_path / "c")
+    store_of(*files)
+    mount = mounted_place(Path("c").absolute())
     assert mount is not None
     found = {name for name in links if (mount.path / name).is_symlink()}
     mount.close()
     assert found == {"a/b/c/up", "in", "round", "none"}
 
 
-def test_a_link_of_a_store_to_no_name_is_damage(tmp_path):
-    index = Index("c", False, (Filed("l", "link", 0o777, 0, 0, "a\0b"),), np.empty(0, ROW), np.empty(0, RANGE))
-    (tmp_path / "store.json").write_bytes(document(STORE))
-    (tmp_path / "000001.index").write_bytes(index.to_bytes())
+def test_a_link_of_a_store_to_no_name_is_damage():
+    store_of(Filed("l", "link", 0o777, 0, 0, "a\0b"))
     with refusing(zckpt.SourceError, "the index of a checkpoint in this store is damaged"):
-        zckpt.inspect(tmp_path / "c")
+        zckpt.inspect("c")
 
 
 def test_what_is_packed_again_takes_no_room_and_the_store_is_smaller_than_the_files(made):
@@ -173,7 +166,7 @@ def test_what_is_packed_again_takes_no_room_and_the_store_is_smaller_than_the_fi
 
 
 @pytest.mark.parametrize("name", some(["step-3", "step-5", "step-6"], ["step-1", "step-2", "step-4"]))
-def test_every_verb_reads_it_in_place_as_from_the_directory(made, name, tmp_path):
+def test_every_verb_reads_it_in_place_as_from_the_directory(made, name):
     inside, outside = made / "s.zckpt" / name, made / "run" / name
     assert zckpt.diff(inside, outside).equal
     assert zckpt.fingerprint(inside).text == zckpt.fingerprint(outside).text
@@ -181,12 +174,14 @@ def test_every_verb_reads_it_in_place_as_from_the_directory(made, name, tmp_path
     assert found[0]["findings"] == found[1]["findings"]
     shown = zckpt.inspect(inside).as_dict(), zckpt.inspect(outside).as_dict()
     assert str(shown[0]).replace(str(inside), "") == str(shown[1]).replace(str(outside), "")
-    for at, source in (("a", inside), ("b", outside)):
-        zckpt.consolidate(source, tmp_path / f"{at}.safetensors")
-    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    zckpt.consolidate(inside, "a.safetensors")
+    zckpt.consolidate(outside, "b.safetensors")
+    assert Path("a.safetensors").read_bytes() == Path("b.safetensors").read_bytes()
 
 
 def test_an_open_checkpoint_of_a_store_reads_tensors_and_names_the_store(made):
+    with refusing(zckpt.SourceError, "the store has no such checkpoint"):
+        zckpt.open(made / "s.zckpt" / "step-100")
     opened = zckpt.open(made / "s.zckpt" / "step-1")
     name = next(iter(opened.parameters))
     assert opened.read(name).equal(zckpt.open(made / "run" / "step-1").read(name))
@@ -200,75 +195,70 @@ def test_a_store_is_listed_as_its_run_is(made):
     ]
 
 
-def test_workers_in_other_processes_go_to_the_store_themselves(made, tmp_path):
+def test_workers_in_other_processes_go_to_the_store_themselves(made):
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        zckpt.consolidate(made / "s.zckpt" / "step-2", tmp_path / "m.safetensors", executor=pool)
-    zckpt.consolidate(made / "run" / "step-2", tmp_path / "n.safetensors")
-    assert (tmp_path / "m.safetensors").read_bytes() == (tmp_path / "n.safetensors").read_bytes()
+        zckpt.consolidate(made / "s.zckpt" / "step-2", "m.safetensors", executor=pool)
+    zckpt.consolidate(made / "run" / "step-2", "n.safetensors")
+    assert Path("m.safetensors").read_bytes() == Path("n.safetensors").read_bytes()
 
 
-def test_a_later_checkpoint_is_predicted_from_the_store_without_the_run(made, copied, tmp_path):
-    shutil.copytree(FIXTURES / "s2_bf16_dp3" / "global_step5", tmp_path / "run" / "step-9")
-    zckpt.pack(tmp_path / "run", copied)
-    unpack(copied / "step-9", tmp_path / "again")
-    assert contents(tmp_path / "again") == contents(tmp_path / "run" / "step-9")
+def test_a_later_checkpoint_is_predicted_from_the_store_without_the_run(made, copied):
+    shutil.copytree(FIXTURES / "s2_bf16_dp3" / "global_step5", "run/step-9")
+    zckpt.pack("run", copied)
+    unpack(copied / "step-9", "again")
+    assert contents("again") == contents("run/step-9")
 
 
-def test_one_checkpoint_may_have_another_name(tmp_path):
+def test_one_checkpoint_may_have_another_name():
     source = FIXTURES / "s2_bf16_dp2" / "global_step5"
-    zckpt.pack(source, tmp_path / "store", name="runs/first")
-    assert zckpt.diff(tmp_path / "store" / "runs" / "first", source).equal
+    zckpt.pack(source, "store", name="runs/first")
+    assert zckpt.diff("store/runs/first", source).equal
     for given, name in ((source, "../first"), (FIXTURES / "s2_bf16_dp2_multitag", "first")):
         with refusing(zckpt.UsageError, "--name only applies to one checkpoint, and must lie within the store"):
-            zckpt.pack(given, tmp_path / "store", name=name)
+            zckpt.pack(given, "store", name=name)
 
 
-def test_other_programs_resume_from_what_is_unpacked_and_nothing_is_pruned(tmp_path):
-    source, store = FIXTURES / "s2_bf16_dp2" / "global_step5", tmp_path / "store"
+def test_other_programs_resume_from_what_is_unpacked_and_nothing_is_pruned():
+    source, store = FIXTURES / "s2_bf16_dp2" / "global_step5", Path("store").absolute()
     zckpt.pack(source, store)
     for one in (store / "global_step5", zckpt.open(store / "global_step5")):
         said = zckpt.resume_check(one, program="deepspeed")
         assert (said.verdict, said.commands) == ("no", [f"zckpt unpack {store}/global_step5 TARGET"])
         assert zckpt.resume_check(one, program="zckpt").resumes
-    zckpt.unpack(store / "global_step5", tmp_path / "global_step5")
-    assert zckpt.resume_check(tmp_path / "global_step5", program="deepspeed").resumes
+    zckpt.unpack(store / "global_step5", "global_step5")
+    assert zckpt.resume_check("global_step5", program="deepspeed").resumes
     with refusing(zckpt.UsageError, "a store of checkpoints cannot be pruned"):
         zckpt.prune(store, keep_last=1)
 
 
-def test_another_checkpoint_of_a_name_is_refused(made, copied, tmp_path):
-    shutil.copytree(FIXTURES / "s2_bf16_dp3" / "global_step5", tmp_path / "run" / "step-1")
+def test_another_checkpoint_of_a_name_is_refused(made, copied):
+    shutil.copytree(FIXTURES / "s2_bf16_dp3" / "global_step5", "run/step-1")
     with refusing(zckpt.UsageError, "another checkpoint with this name"):
-        zckpt.pack(tmp_path / "run", copied)
+        zckpt.pack("run", copied)
 
 
-def test_a_directory_of_something_else_is_no_store_and_is_not_made_one(tmp_path):
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "thesis.txt").write_text("mine")
+def test_a_directory_of_something_else_is_no_store_and_is_not_made_one():
+    Path("x").mkdir()
+    Path("x/thesis.txt").write_text("mine")
     with refusing(zckpt.TargetError, "holds something else"):
-        zckpt.pack(FIXTURES / "s2_bf16_dp2", tmp_path / "x")
-    assert names_in(tmp_path / "x") == ["thesis.txt"]
+        zckpt.pack(FIXTURES / "s2_bf16_dp2", "x")
+    assert names_in("x") == ["thesis.txt"]
     with refusing(zckpt.SourceError, "is not a store"):
-        unpack(tmp_path / "x", tmp_path / "y")
+        unpack("x", "y")
 
 
-def test_nothing_else_is_written_into_a_store(made, tmp_path):
+def test_nothing_else_is_written_into_a_store(made):
     with refusing(zckpt.UsageError, "only `zckpt pack` writes to"):
         zckpt.consolidate(made / "run" / "step-1", made / "s.zckpt" / "m.safetensors")
 
 
-def test_an_unknown_name_is_answered_with_those_that_are_there(made):
-    with refusing(zckpt.SourceError, "the store has no such checkpoint"):
-        zckpt.open(made / "s.zckpt" / "step-100")
-
-
-def test_dry_runs_write_nothing(made, tmp_path):
-    assert len(zckpt.pack(made / "run", tmp_path / "new", dry_run=True).packed) == len(list((made / "run").iterdir()))
-    assert unpack(made / "s.zckpt", tmp_path / "out", dry_run=True).files
-    assert not list(tmp_path.iterdir())
+def test_dry_runs_write_nothing(made):
+    assert len(zckpt.pack(made / "run", "new", dry_run=True).packed) == len(list((made / "run").iterdir()))
+    assert unpack(made / "s.zckpt", "out", dry_run=True).files
+    assert names_in() == []
 
 
 def flipped(directory: Path, seed: int) -> Path:
@@ -283,15 +273,15 @@ def flipped(directory: Path, seed: int) -> Path:
 
 
 @pytest.mark.parametrize("part", some([0], range(1, 36)))
-def test_no_flip_gives_a_wrong_file(made, tmp_path, part):
+def test_no_flip_gives_a_wrong_file(made, part):
     right = contents(made / "run")
     survivors = 0
     for seed in range(10 * part, 10 * part + 10):
-        store = tmp_path / f"{seed}.zckpt"
+        store = Path(f"{seed}.zckpt")
         shutil.copytree(made / "s.zckpt", store)
         flipped(store, seed)
         for name in names_in(made / "run"):
-            out = tmp_path / f"{seed}-{name}"
+            out = Path(f"{seed}-{name}")
             try:
                 unpack(store / name, out)
             except zckpt.SourceError:
@@ -307,23 +297,23 @@ def test_no_flip_gives_a_wrong_file(made, tmp_path, part):
 
 
 @pytest.mark.parametrize("part", some([0], range(1, 30)))
-def test_no_flip_of_a_patch_gives_a_wrong_file(made, tmp_path, part):
+def test_no_flip_of_a_patch_gives_a_wrong_file(made, part):
     base, result = made / "run" / "step-4", made / "run" / "step-2"
-    zckpt.patch(base, result, tmp_path / "p")
+    zckpt.patch(base, result, "p")
     for seed in range(10 * part, 10 * part + 10):
-        shutil.copytree(tmp_path / "p", tmp_path / "q")
-        flipped(tmp_path / "q", seed)
+        shutil.copytree("p", "q")
+        flipped(Path("q"), seed)
         try:
-            zckpt.apply(base, tmp_path / "q", tmp_path / "out")
+            zckpt.apply(base, "q", "out")
         except zckpt.ZckptError:
-            assert not (tmp_path / "out").exists()
+            assert not Path("out").exists()
         else:
-            assert contents(tmp_path / "out") == contents(result)
-            shutil.rmtree(tmp_path / "out")
-        shutil.rmtree(tmp_path / "q")
+            assert contents("out") == contents(result)
+            shutil.rmtree("out")
+        shutil.rmtree("q")
 
 
-def test_a_damaged_chunk_is_named_and_costs_the_checkpoints_that_need_it_only(made, copied, tmp_path):
+def test_a_damaged_chunk_is_named_and_costs_the_checkpoints_that_need_it_only(made, copied):
     path = copied / "000007.chunks" if (copied / "000007.chunks").exists() else copied / "000006.chunks"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -331,10 +321,10 @@ def test_a_damaged_chunk_is_named_and_costs_the_checkpoints_that_need_it_only(ma
     last = max(names_in(made / "run"))
     for name in names_in(made / "run"):
         if name != last:
-            unpack(copied / name, tmp_path / name)
-            assert contents(tmp_path / name) == contents(made / "run" / name)
+            unpack(copied / name, name)
+            assert contents(name) == contents(made / "run" / name)
     with refusing(zckpt.DamagedFileError, "are damaged"):
-        unpack(copied / last, tmp_path / "out")
+        unpack(copied / last, "out")
 
 
 def rewritten(store: Path, number: int, **changed) -> None:
@@ -345,124 +335,109 @@ def rewritten(store: Path, number: int, **changed) -> None:
 
 @pytest.mark.parametrize("kind", ["link", "folder"])
 def test_bytes_are_written_to_files_only(copied, tmp_path, kind):
-    (tmp_path / "mine").write_bytes(b"mine")
+    Path("mine").write_bytes(b"mine")
     files = list(read_index(copied / "000001.index").files)
     at = next(at for at, one in enumerate(files) if one.kind == "file" and one.nbytes)
     files[at] = replace(files[at], kind=kind, target=str(tmp_path / "mine"))
     rewritten(copied, 1, files=tuple(files))
     with refusing(zckpt.DamagedFileError, "the index of a checkpoint in this store is damaged"):
-        unpack(copied / "step-1", tmp_path / "out")
-    assert (tmp_path / "mine").read_bytes() == b"mine"
+        unpack(copied / "step-1", "out")
+    assert Path("mine").read_bytes() == b"mine"
 
 
-def test_a_checkpoint_that_is_a_file_has_no_other(copied, tmp_path):
+def test_a_checkpoint_that_is_a_file_has_no_other(copied):
     rewritten(copied, 1, is_file=True)
     with refusing(zckpt.DamagedFileError, "the index of a checkpoint in this store is damaged"):
-        unpack(copied, tmp_path / "out")
+        unpack(copied, "out")
 
 
 @pytest.mark.parametrize("name", ["step-1/out", "step-1/out/more", "latest"])
 def test_no_link_of_a_checkpoint_leads_another_out_of_the_target(copied, tmp_path, name):
-    (tmp_path / "mine").mkdir()
+    Path("mine").mkdir()
     (copied / "latest").write_text("step-1")
     link = Filed("out", "link", 0o777, 0, 0, str(tmp_path / "mine"))
     rewritten(copied, 1, files=(*read_index(copied / "000001.index").files, link))
     rewritten(copied, 2, name=name)
     with refusing(zckpt.UnsupportedError, "two checkpoints of the store have files in one place"):
-        unpack(copied, tmp_path / "out")
-    assert not list((tmp_path / "mine").iterdir())
-    assert not (tmp_path / "out").exists()
+        unpack(copied, "out")
+    assert not list(Path("mine").iterdir())
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize(
     ("a", "b"), [("step-1", "step-2"), ("step-2", "step-3"), ("step-3", "step-4"), ("step-4", "step-1")]
 )
 @pytest.mark.every(2)
-def test_a_patch_is_applied_to_the_same_state_in_any_format(made, a, b, tmp_path):
+def test_a_patch_is_applied_to_the_same_state_in_any_format(made, a, b):
     base, result = made / "run" / a, made / "run" / b
-    done = zckpt.patch(base, result, tmp_path / "p")
-    zckpt.convert(base, tmp_path / "native", to="zckpt")
-    for source in (base, tmp_path / "native", made / "s.zckpt" / a):
-        zckpt.apply(source, tmp_path / "p", tmp_path / "out")
-        assert contents(tmp_path / "out") == contents(result)
-        shutil.rmtree(tmp_path / "out")
+    done = zckpt.patch(base, result, "p")
+    zckpt.convert(base, "native", to="zckpt")
+    for source in (base, "native", made / "s.zckpt" / a):
+        zckpt.apply(source, "p", "out")
+        assert contents("out") == contents(result)
+        shutil.rmtree("out")
     assert done.equal + done.changed > 0
     assert done.stored_nbytes < done.nbytes
 
 
-def test_a_patch_to_a_link_has_the_bytes_of_its_file(tmp_path):
+def test_a_patch_to_a_link_has_the_bytes_of_its_file():
     for name, fixture in (("a", "s2_bf16_dp2"), ("b", "s2_bf16_dp4")):
-        zckpt.consolidate(FIXTURES / fixture, tmp_path / f"{name}.safetensors")
-    (tmp_path / "link.safetensors").symlink_to("b.safetensors")
-    zckpt.patch(tmp_path / "a.safetensors", tmp_path / "link.safetensors", tmp_path / "patch")
-    zckpt.apply(tmp_path / "a.safetensors", tmp_path / "patch", tmp_path / "made.safetensors")
-    assert (tmp_path / "made.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+        zckpt.consolidate(FIXTURES / fixture, f"{name}.safetensors")
+    Path("link.safetensors").symlink_to("b.safetensors")
+    zckpt.patch("a.safetensors", "link.safetensors", "patch")
+    zckpt.apply("a.safetensors", "patch", "made.safetensors")
+    assert Path("made.safetensors").read_bytes() == Path("b.safetensors").read_bytes()
 
 
-def test_a_patch_to_another_base_is_refused(made, tmp_path):
-    zckpt.patch(made / "run" / "step-1", made / "run" / "step-2", tmp_path / "p")
+def test_a_patch_to_another_base_is_refused(made):
+    zckpt.patch(made / "run" / "step-1", made / "run" / "step-2", "p")
     other = FIXTURES / "s2_fp16_dp2"
     with refusing(zckpt.UsageError, "for another checkpoint"):
-        zckpt.apply(other, tmp_path / "p", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        zckpt.apply(other, "p", "out")
+    assert not Path("out").exists()
 
 
-def killed(arguments: list[object], delay: float) -> None:
+def killed(words: list[str], delay: float) -> None:
     """Run a command and kill it after some time, if it has not ended by then."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "zckpt", *map(str, arguments)], env=environment(), cwd=ROOT,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        process.wait(delay)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    with subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(delay)
+        process.kill()
 
 
 @pytest.mark.parametrize("part", some([0], range(1, 25)))
-def test_kills_of_pack_and_apply_lose_nothing(made, tmp_path, part):
-    chance, store = random.Random(part), tmp_path / "s.zckpt"
+def test_kills_of_pack_and_apply_lose_nothing(made, part):
+    chance = random.Random(part)
     begin = time.monotonic()
-    zckpt.patch(made / "run" / "step-1", made / "run" / "step-2", tmp_path / "p")
-    whole = subprocess.run(
-        [sys.executable, "-m", "zckpt", "pack", made / "run", tmp_path / "timed", "-q"], env=environment(), check=True
-    )
-    assert whole.returncode == 0
+    zckpt.patch(made / "run" / "step-1", made / "run" / "step-2", "p")
+    subprocess.run(command("pack", made / "run", "timed -q"), env=environment(), check=True)
     most = time.monotonic() - begin
     for _ in range(4 if part else 1):
-        killed(["pack", made / "run", store, "-q"], chance.uniform(0.2, 1.1) * most)
-        if (store / "store.json").exists():
-            for one in _names(store):
-                unpack(store / one, tmp_path / "out")
-                assert contents(tmp_path / "out") == contents(made / "run" / one)
-                shutil.rmtree(tmp_path / "out")
-        applied = tmp_path / "applied"
-        killed(["apply", made / "run" / "step-1", tmp_path / "p", applied, "-q"], chance.uniform(0.2, 1.1) * most)
-        if applied.exists():
-            assert contents(applied) == contents(made / "run" / "step-2")
-            shutil.rmtree(applied)
-    zckpt.pack(made / "run", store)
-    unpack(store, tmp_path / "all")
-    assert contents(tmp_path / "all") == contents(made / "run")
+        killed(command("pack", made / "run", "s.zckpt -q"), chance.uniform(0.2, 1.1) * most)
+        if Path("s.zckpt/store.json").exists():
+            for one in PackedStore(Path("s.zckpt")).names()[0]:
+                unpack(f"s.zckpt/{one}", "out")
+                assert contents("out") == contents(made / "run" / one)
+                shutil.rmtree("out")
+        killed(command("apply", made / "run" / "step-1", "p applied -q"), chance.uniform(0.2, 1.1) * most)
+        if Path("applied").exists():
+            assert contents("applied") == contents(made / "run" / "step-2")
+            shutil.rmtree("applied")
+    zckpt.pack(made / "run", "s.zckpt")
+    unpack("s.zckpt", "all")
+    assert contents("all") == contents(made / "run")
 
 
-def _names(store: Path) -> list[str]:
-    from zckpt.storage.packed.store import PackedStore
-
-    return list(PackedStore(store).names()[0])
-
-
-def test_the_command_line_packs_unpacks_patches_and_applies(made, tmp_path):
-    assert run("pack", made / "run", tmp_path / "s").returncode == 0
-    assert run("unpack", tmp_path / "s" / "step-1", tmp_path / "one").returncode == 0
-    assert run("patch", tmp_path / "one", made / "run" / "step-2", tmp_path / "p").returncode == 0
-    assert run("apply", tmp_path / "s" / "step-1", tmp_path / "p", tmp_path / "two").returncode == 0
-    assert contents(tmp_path / "two") == contents(made / "run" / "step-2")
-    assert run("inspect", tmp_path / "s" / "step-2").returncode == 0
+def test_the_command_line_packs_unpacks_patches_and_applies(made):
+    succeeded("pack", made / "run", "s")
+    succeeded("unpack s/step-1 one")
+    succeeded("patch one", made / "run" / "step-2", "p")
+    succeeded("apply s/step-1 p two")
+    assert contents("two") == contents(made / "run" / "step-2")
+    succeeded("inspect s/step-2")
 
 
-def test_a_first_pack_that_a_disk_ends_leaves_nothing(tmp_path, monkeypatch):
+def test_a_first_pack_that_a_disk_ends_leaves_nothing(monkeypatch):
     from zckpt.storage import durable
 
     def failing(*_: object) -> None:
@@ -470,5 +445,5 @@ def test_a_first_pack_that_a_disk_ends_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(durable, "rename_new", failing)
     with refusing(TargetError, "cannot be written: found Disk quota exceeded"):
-        zckpt.pack(FIXTURES / "s2_bf16_dp2", tmp_path / "new" / "store")
-    assert list(tmp_path.iterdir()) == []
+        zckpt.pack(FIXTURES / "s2_bf16_dp2", "new/store")
+    assert names_in() == []

@@ -52,7 +52,7 @@ def test_a_result_is_frozen_and_the_document_of_the_command_line(verb, tmp_path,
     done = call(tmp_path)
     with pytest.raises(FrozenInstanceError):
         setattr(done, fields(done)[0].name, None)
-    (tmp_path / "again").mkdir()
+    Path("again").mkdir()
     monkeypatch.chdir(tmp_path / "again")
     printed = run(*verb.split(), *arguments, "--json")
     assert printed.returncode in (0, 1), printed.stderr

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import zckpt
-from tests.cli.console import FIXTURES, command, environment, refused, run
+from tests.cli.console import FIXTURES, command, environment, refused, run, succeeded
 from tests.operations.test_history import TAG, put
 from tests.refusals import refusing
 from zckpt.operations import watch as module
@@ -24,9 +24,9 @@ from zckpt.operations import watch as module
 class Training:
     """A model in training, with a frozen layer, and a run's directory of what it saved."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(0)
-        self.run = run
+        self.run = Path("run")
         self.model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 3))
         self.model[0].requires_grad_(requires_grad=False)
         self.optimizer = torch.optim.AdamW(self.model[1].parameters(), lr=0.01)
@@ -55,18 +55,23 @@ def codes(one: zckpt.Appeared) -> list[str]:
     return [finding.code for finding in one.findings]
 
 
+def watched(monkeypatch: pytest.MonkeyPatch, *acts: Callable[[], object], idle: float) -> list[zckpt.Appeared]:
+    """What is said of the run while one thing happens after the other."""
+    left = iter(acts)
+    monkeypatch.setattr(module, "time", Clock(lambda _: next(left, lambda: None)()))
+    return list(zckpt.watch("run", settle=0.0, idle=idle))
+
+
 @pytest.fixture
-def training(tmp_path: Path) -> Training:
-    made = Training(tmp_path / "run")
+def training() -> Training:
+    made = Training()
     made.step().save()
     made.step().save()
     return made
 
 
 def test_the_last_and_what_appears_then_are_compared_with_the_one_before(training, monkeypatch):
-    appear = iter([lambda: training.step().save(), lambda: training.step().save()])
-    monkeypatch.setattr(module, "time", Clock(lambda _: next(appear, lambda: None)()))
-    found = list(zckpt.watch(training.run, settle=0.0, idle=1.5))
+    found = watched(monkeypatch, lambda: training.step().save(), lambda: training.step().save(), idle=1.5)
     assert [one.checkpoint.name for one in found] == ["step-6", "step-9", "step-12"]
     assert [Path(str(one.before)).name for one in found] == ["step-3", "step-6", "step-9"]
     assert [one.findings for one in found] == [[], [], []]
@@ -136,8 +141,8 @@ def test_an_optimizer_that_began_anew(training):
     assert {finding.message.split()[0] for finding in one.findings} == {"exp_avg", "exp_avg_sq"}
 
 
-def test_deep_finds_what_the_one_before_had_as_well_and_what_is_damaged(tmp_path):
-    made = Training(tmp_path / "run").step()
+def test_deep_finds_what_the_one_before_had_as_well_and_what_is_damaged():
+    made = Training().step()
     wrong(made, "NaN")
     made.save()
     assert codes(seen(made.run)[0]) == []
@@ -149,9 +154,7 @@ def test_one_that_is_not_sound_is_a_finding_and_not_what_the_next_is_compared_wi
         at = training.step().save()
         next(at.glob("rank-*")).unlink()
 
-    appear = iter([broken, lambda: training.step().save()])
-    monkeypatch.setattr(module, "time", Clock(lambda _: next(appear, lambda: None)()))
-    found = list(zckpt.watch(training.run, settle=0.0, idle=0.5))
+    found = watched(monkeypatch, broken, lambda: training.step().save(), idle=0.5)
     assert [codes(one) for one in found] == [[], ["ZC-101"], []]
     assert [one.checkpoint.sound for one in found] == [True, False, True]
     assert found[2].before == str(training.run / "step-6")
@@ -203,8 +206,8 @@ def appearances(
         yield round(clock.now - 1e6), one.checkpoint.name
 
 
-def test_it_is_finished_when_it_does_not_change_or_latest_names_it(tmp_path, monkeypatch):
-    at, tag = tmp_path / "run", FIXTURES / TAG
+def test_it_is_finished_when_it_does_not_change_or_latest_names_it(monkeypatch):
+    at, tag = Path("run"), FIXTURES / TAG
 
     def written(name: str, part: slice) -> Callable[[], object]:
         def write() -> None:
@@ -224,8 +227,8 @@ def test_it_is_finished_when_it_does_not_change_or_latest_names_it(tmp_path, mon
     assert found == [(55, "global_step1"), (55, "global_step2")]
 
 
-def test_one_that_is_written_again_is_looked_at_again_but_not_for_its_digests(tmp_path, monkeypatch):
-    at = put(tmp_path / "run", global_step5=TAG)
+def test_one_that_is_written_again_is_looked_at_again_but_not_for_its_digests(monkeypatch):
+    at = put(global_step5=TAG)
 
     def again() -> None:
         shutil.rmtree(at / "global_step5")
@@ -242,24 +245,23 @@ def test_one_that_is_written_again_is_looked_at_again_but_not_for_its_digests(tm
 def test_the_command_prints_lines_and_ends_at_a_finding_or_runs_a_command(training):
     training.step().save()
     training.save("step-12")
-    options = ["--watch", "--idle", 0, "--settle", 0]
-    done = run("verify", training.run, *options)
+    command = "verify run --watch --idle 0 --settle 0"
+    done = run(command)
     assert done.returncode == 1
     [line] = map(json.loads, done.stdout.splitlines())
     assert [one["code"] for one in line["findings"]] == ["ZC-401", "ZC-402"]
     assert line == seen(training.run)[0].as_dict()
-    note = training.run.parent / "found.json"
-    done = run("verify", training.run, *options, "--quiet", "--on-finding", f"cat > '{note}'")
+    done = run(command, "--quiet --on-finding cat>found.json")
     assert (done.returncode, done.stdout) == (1, "")
-    assert json.loads(note.read_text()) == line
+    assert json.loads(Path("found.json").read_text()) == line
     shutil.rmtree(training.run / "step-12")
-    assert run("verify", training.run, *options).returncode == 0
+    succeeded(command)
 
 
 def test_a_process_that_watches_sees_what_another_saves(training):
     for path in training.run.rglob("*"):  # both are finished, however soon somebody looks
         os.utime(path, (1, 1))
-    words = command("verify", training.run, "--watch", "--settle", 0.2)
+    words = command("verify run --watch --settle 0.2")
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment()) as watching, ExitStack() as ends:
         ends.callback(watching.kill)  # it would watch for ever
         assert watching.stdout is not None
@@ -274,11 +276,20 @@ def test_a_process_that_watches_sees_what_another_saves(training):
         assert watching.wait(20) == 1
 
 
-def test_what_cannot_be_is_refused(tmp_path):
-    refused(2, "verify", tmp_path, "--settle", 3, words=("--settle needs --watch",))
-    refused(2, "verify", tmp_path, "--watch", "--tag", "x", words=("--tag does not go with --watch",))
-    refused(2, "verify", tmp_path, "--watch", "--html", "x.html", words=("--html does not go with --watch",))
-    refused(2, "verify", "s3://bucket/run", "--watch", words=("a store cannot be watched",))
-    refused(2, "verify", tmp_path, "--watch", "--factor", 1, words=("--factor must be above 1",))
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (". --settle 3", "--settle needs --watch"),
+        (". --watch --tag x", "--tag does not go with --watch"),
+        (". --watch --html x.html", "--html does not go with --watch"),
+        ("s3://bucket/run --watch", "a store cannot be watched"),
+        (". --watch --factor 1", "--factor must be above 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, words):
+    refused(2, f"verify {arguments}", words=words)
+
+
+def test_no_sample_is_watched():
     with refusing(zckpt.UsageError, "does not apply to a sample"):
-        zckpt.watch(tmp_path, direct=True)
+        zckpt.watch(".", direct=True)

@@ -62,10 +62,10 @@ def test_every_format_and_world_size(name, number, tmp_path):
     ],
 )
 @pytest.mark.every(3)
-def test_slices_experts_and_forms_cut_anew(name, options, tmp_path):
-    zckpt.reshard(FIXTURES / name, tmp_path / "cut", **options)
-    assert zckpt.diff(FIXTURES / name, tmp_path / "cut").equal
-    assert zckpt.fingerprint(tmp_path / "cut") == zckpt.fingerprint(FIXTURES / name)
+def test_slices_experts_and_forms_cut_anew(name, options):
+    zckpt.reshard(FIXTURES / name, "cut", **options)
+    assert zckpt.diff(FIXTURES / name, "cut").equal
+    assert zckpt.fingerprint("cut") == zckpt.fingerprint(FIXTURES / name)
 
 
 @pytest.mark.parametrize(
@@ -76,12 +76,12 @@ def test_slices_experts_and_forms_cut_anew(name, options, tmp_path):
     ),
 )
 @pytest.mark.every(2)
-def test_what_other_programs_wrote(name, to, tmp_path):
+def test_what_other_programs_wrote(name, to):
     folder = FIXTURES / "other" / name
     source = folder / "ckpt" if (folder / "ckpt").exists() else folder / "ckpt.pt"
-    zckpt.convert(source, tmp_path / "target", to=to)
-    assert zckpt.diff(source, tmp_path / "target").equal
-    assert zckpt.fingerprint(tmp_path / "target") == zckpt.fingerprint(source)
+    zckpt.convert(source, "target", to=to)
+    assert zckpt.diff(source, "target").equal
+    assert zckpt.fingerprint("target") == zckpt.fingerprint(source)
 
 
 def test_runs_of_other_ranks_are_one_training_within_a_tolerance_only():
@@ -95,23 +95,23 @@ def test_runs_of_other_ranks_are_one_training_within_a_tolerance_only():
     assert zckpt.fingerprint(a) != zckpt.fingerprint(b)
 
 
-def test_a_model_alone_lacks_the_optimizer(tmp_path):
+def test_a_model_alone_lacks_the_optimizer():
     source = FIXTURES / "s2_bf16_dp2"
-    zckpt.consolidate(source, tmp_path / "model.safetensors")
-    found = zckpt.diff(source, tmp_path / "model.safetensors", ignore_metadata=True)
+    zckpt.consolidate(source, "model.safetensors")
+    found = zckpt.diff(source, "model.safetensors", ignore_metadata=True)
     assert found.changed == []
     assert {slot for _, slot in found.only_in_a} == {"exp_avg", "exp_avg_sq"}
     assert found.only_in_b == []
-    assert zckpt.diff(source, tmp_path / "model.safetensors", slots=["weight", "master"], ignore_metadata=True).equal
+    assert zckpt.diff(source, "model.safetensors", slots=["weight", "master"], ignore_metadata=True).equal
 
 
-def test_a_rounded_model_has_no_masters(tmp_path):
+def test_a_rounded_model_has_no_masters():
     source = FIXTURES / "s3_bf16_dp2"
-    zckpt.consolidate(source, tmp_path / "model.safetensors", dtype="bfloat16")
-    found = zckpt.diff(tmp_path / "model.safetensors", source, slots=["weight", "master"], ignore_metadata=True)
+    zckpt.consolidate(source, "model.safetensors", dtype="bfloat16")
+    found = zckpt.diff("model.safetensors", source, slots=["weight", "master"], ignore_metadata=True)
     assert found.changed == []
     assert {slot for _, slot in found.only_in_b} == {"master"}
-    assert zckpt.diff(source, tmp_path / "model.safetensors", slots=["weight"], ignore_metadata=True).equal
+    assert zckpt.diff(source, "model.safetensors", slots=["weight"], ignore_metadata=True).equal
 
 
 def test_names_that_torch_keeps_among_hyperparameters_are_members():
@@ -123,16 +123,16 @@ def test_names_that_torch_keeps_among_hyperparameters_are_members():
     assert [one.key for one in zckpt.diff(named, other).settings] == ["param_groups[0].params"]
 
 
-def test_weights_of_the_masters_type_are_compared_as_they_round(tmp_path):
+def test_weights_of_the_masters_type_are_compared_as_they_round():
     """The Trainer has no masters besides the weights, so that a model of 16 bits is one of 32 there."""
     source = FIXTURES / "hf_llama_s2_bf16_dp2"
-    zckpt.convert(source, tmp_path / "trainer", to="transformers-trainer", train_batch_size=2)
-    found = zckpt.diff(source, tmp_path / "trainer", ignore_metadata=True)
+    zckpt.convert(source, "trainer", to="transformers-trainer", train_batch_size=2)
+    found = zckpt.diff(source, "trainer", ignore_metadata=True)
     assert found.equal
-    assert zckpt.diff(tmp_path / "trainer", source, ignore_metadata=True).equal
-    assert zckpt.fingerprint(source).text != zckpt.fingerprint(tmp_path / "trainer").text
+    assert zckpt.diff("trainer", source, ignore_metadata=True).equal
+    assert zckpt.fingerprint(source).text != zckpt.fingerprint("trainer").text
     copied = zckpt.open(source)
     one, other = (copied.parameters[f"model.layers.{number}.mlp.up_proj.weight"] for number in (0, 1))
     one.slots["weight"] = other.slots["weight"]
-    changed = zckpt.diff(copied, tmp_path / "trainer", ignore_metadata=True).changed
+    changed = zckpt.diff(copied, "trainer", ignore_metadata=True).changed
     assert [(it.match.name, it.match.slot) for it in changed] == [(one.name, "weight")]

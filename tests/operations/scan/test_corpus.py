@@ -60,7 +60,7 @@ def test_globals_are_dangerous(spelled, tmp_path):
 
 @pytest.mark.parametrize("name", corpus.OTHERS)
 def test_global_that_nobody_knows_is_unknown(name, tmp_path):
-    (tmp_path / "m.pkl").write_bytes(called(named(name), text("x")) + b".")
+    Path("m.pkl").write_bytes(called(named(name), text("x")) + b".")
     found = scanned(tmp_path)
     assert (found.grade, run("scan", tmp_path).returncode) == ("unknown", 0)
 
@@ -104,7 +104,7 @@ def ran(shared) -> set[str]:
 @pytest.mark.parametrize("case", corpus.PICKLES)
 def test_pickle_is_dangerous_and_not_run(case, tmp_path, ran):
     sentinel = tmp_path / "sentinel"
-    (tmp_path / "model").write_bytes(corpus.PICKLES[case](sentinel))
+    Path("model").write_bytes(corpus.PICKLES[case](sentinel))
     done = run("scan", tmp_path, "--json")
     assert (done.returncode, json.loads(done.stdout)["grade"]) == (1, "dangerous")
     assert not sentinel.exists()
@@ -144,7 +144,7 @@ def test_torch_runs_these(tmp_path):
 
 @pytest.mark.parametrize("case", corpus.EXTENSIONS)
 def test_what_is_not_what_it_seems_is_dangerous(case, tmp_path):
-    (tmp_path / "m.pkl").write_bytes(corpus.EXTENSIONS[case])
+    Path("m.pkl").write_bytes(corpus.EXTENSIONS[case])
     assert scanned(tmp_path).grade == "dangerous"
 
 
@@ -195,7 +195,7 @@ def programs(generator: random.Random) -> Iterator[bytes]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_whatever_python_would_import_is_found(tmp_path):
+def test_whatever_python_would_import_is_found():
     """A scanner that stops, or reads on elsewhere, where Python does not, is one that is got past."""
     found = 0
     for data in islice(programs(random.Random(0)), 8_000):

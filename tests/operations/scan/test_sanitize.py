@@ -57,36 +57,36 @@ def test_payload_goes_and_all_else_stays(case, tmp_path):
 def test_what_goes_is_listed_where_it_was(tmp_path):
     source = poisoned(tmp_path, called(named("os:system"), text("true")))
     poison(source / MODEL, b"](" + named("evil:function") + called(named("evil:Class")) + b"K\x07e", key="several")
-    document = json.loads(succeeded("sanitize", source, tmp_path / "clean", "--json").stdout)
+    document = json.loads(succeeded("sanitize", source, "clean", "--json").stdout)
     assert sorted(map(tuple, (one.values() for one in document["removed"]))) == [
         (OPTIMIZER, "extra", "dangerous", "os.system"),
         (MODEL, "extra", "dangerous", "os.system"),
         (MODEL, "several.0", "unknown", "evil.function"),
         (MODEL, "several.1", "unknown", "evil.Class"),
     ]
-    assert torch.load(tmp_path / "clean" / MODEL, weights_only=False)["several"] == [None, None, 7]
+    assert torch.load(f"clean/{MODEL}", weights_only=False)["several"] == [None, None, 7]
 
 
 def test_clean_files_are_copied_byte_for_byte(tmp_path):
     for name in ("s2_bf16_dp2", "hf_llama_s2_bf16_dp2"):
-        succeeded("sanitize", FIXTURES / name, tmp_path / name, "--quiet")
+        succeeded("sanitize", FIXTURES / name, name, "--quiet")
         assert contents(tmp_path / name) == contents(FIXTURES / name)
 
 
 def test_dry_run_says_what_would_go_and_writes_nothing(tmp_path):
     source = poisoned(tmp_path, RUNS["os.system"][1](tmp_path / "sentinel"))
-    done = succeeded("sanitize", source, tmp_path / "clean", "--dry-run")
+    done = succeeded("sanitize", source, "clean", "--dry-run")
     assert f"left out {MODEL}:extra: os.system (dangerous)" in done.stdout
-    assert not (tmp_path / "clean").exists()
+    assert not Path("clean").exists()
 
 
 def test_the_program_that_needs_the_known_classes_loads_them(tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     source = poisoned(tmp_path, RUNS["os.system"][1](tmp_path / "sentinel"))
-    succeeded("sanitize", source, tmp_path / "clean", "--quiet")
-    found = torch.load(tmp_path / "clean" / OPTIMIZER, weights_only=False)["optimizer_state_dict"]
+    succeeded("sanitize", source, "clean", "--quiet")
+    found = torch.load(f"clean/{OPTIMIZER}", weights_only=False)["optimizer_state_dict"]
     assert type(found["loss_scaler"]).__module__ == "deepspeed.runtime.fp16.loss_scaler"
-    assert not (tmp_path / "sentinel").exists()
+    assert not Path("sentinel").exists()
 
 
 class Unknown:
@@ -142,17 +142,17 @@ def test_objects_go_from_a_tree_and_where_only_data_is_left_weights_only_loads_i
     make, expected = TREES[case]
     source = saved(tmp_path / "m.pt", make(), is_legacy=is_legacy)
     assert not grades(source) <= {"data"}
-    succeeded("sanitize", source, tmp_path / "clean.pt", "--quiet")
+    succeeded("sanitize", source, "clean.pt", "--quiet")
     assert grades(tmp_path / "clean.pt") == {"data"}
-    assert bits(torch.load(tmp_path / "clean.pt", weights_only=True)) == bits(expected())
+    assert bits(torch.load("clean.pt", weights_only=True)) == bits(expected())
 
 
 def test_what_was_shared_is_shared_still(tmp_path):
     one = torch.ones(4)
     inner = [Unknown(1)]
     source = saved(tmp_path / "m.pt", {"a": one, "b": one[1:], "list": inner, "same": inner, "model": base()["model"]})
-    succeeded("sanitize", source, tmp_path / "clean.pt", "--quiet")
-    found = torch.load(tmp_path / "clean.pt", weights_only=True)
+    succeeded("sanitize", source, "clean.pt", "--quiet")
+    found = torch.load("clean.pt", weights_only=True)
     assert found["a"].untyped_storage().data_ptr() == found["b"].untyped_storage().data_ptr()
     assert found["list"] is found["same"]
     assert found["list"] == [None]
@@ -162,18 +162,18 @@ def test_records_beside_the_tree_go_and_are_listed(tmp_path):
     source = saved(tmp_path / "m.pt", base())
     with zipfile.ZipFile(source, "a") as file:
         file.writestr("m/extra.pkl", corpus.system(tmp_path / "sentinel") + b".")
-    document = json.loads(succeeded("sanitize", source, tmp_path / "clean.pt", "--json").stdout)
+    document = json.loads(succeeded("sanitize", source, "clean.pt", "--json").stdout)
     assert [one["place"] for one in document["removed"]] == ["extra.pkl"]
-    assert bits(torch.load(tmp_path / "clean.pt", weights_only=True)) == bits(base())
+    assert bits(torch.load("clean.pt", weights_only=True)) == bits(base())
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_items_of_dcp_go_as_a_whole(tmp_path):
     state = {"model": base()["model"], "bad": Unknown(1), "good": {"a": [1, 2]}}
     dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
-    found = zckpt.scan(tmp_path / "dcp")
+    found = zckpt.scan("dcp")
     assert {one["record"].partition(":")[0] for one in found.findings if one["grade"] == "unknown"} == {"bad"}
-    document = json.loads(succeeded("sanitize", tmp_path / "dcp", tmp_path / "clean", "--json").stdout)
+    document = json.loads(succeeded("sanitize", "dcp", "clean", "--json").stdout)
     assert [one["place"] for one in document["removed"]] == ["bad"]
     assert grades(tmp_path / "clean") == {"data", "known"}
     loaded = {"model": {key: torch.zeros_like(one) for key, one in base()["model"].items()}}
@@ -182,26 +182,26 @@ def test_items_of_dcp_go_as_a_whole(tmp_path):
 
 
 def test_files_that_cannot_be_followed_go_as_a_whole(tmp_path):
-    source = Path(shutil.copytree(FIXTURES / "s2_bf16_dp2", tmp_path / "run"))
+    source = Path(shutil.copytree(FIXTURES / "s2_bf16_dp2", "run"))
     for name, data in {
         "broken.pkl": corpus.PICKLES["nullifAI broken behind the payload"](tmp_path / "sentinel"),
         "packed.pt": b"7z\xbc\xaf\x27\x1c" + bytes(30),
         "twice.pt": corpus.twice(corpus.HARMLESS, corpus.system(tmp_path / "sentinel") + b"."),
     }.items():
         (source / name).write_bytes(data)
-    document = json.loads(succeeded("sanitize", source, tmp_path / "clean", "--json").stdout)
+    document = json.loads(succeeded("sanitize", source, "clean", "--json").stdout)
     assert {one["file"] for one in document["removed"]} == {"broken.pkl", "packed.pt", "twice.pt"}
     assert contents(tmp_path / "clean") == contents(FIXTURES / "s2_bf16_dp2")
-    assert not (tmp_path / "sentinel").exists()
+    assert not Path("sentinel").exists()
 
 
 def test_a_checkpoint_that_is_none_without_it_is_refused(tmp_path):
     source = tmp_path / "m.pt"
     source.write_bytes(corpus.archive(corpus.system(tmp_path / "sentinel") + b"."))
-    refused(3, "sanitize", source, tmp_path / "clean.pt", words=("m.pt",))
+    refused(3, "sanitize", source, "clean.pt", words=("m.pt",))
     source = saved(tmp_path / "n.pt", {"w": torch.frombuffer(bytearray(pickle.dumps(print)), dtype=torch.uint8)})
-    refused(5, "sanitize", source, tmp_path / "clean.pt", words=("n.pt", "no checkpoint without"))
-    assert not (tmp_path / "clean.pt").exists()
+    refused(5, "sanitize", source, "clean.pt", words=("n.pt", "no checkpoint without"))
+    assert not Path("clean.pt").exists()
 
 
 def test_objects_of_known_classes_that_hold_others_stay_without_them(tmp_path):
@@ -214,9 +214,9 @@ def test_objects_of_known_classes_that_hold_others_stay_without_them(tmp_path):
         + b"K\x02ub"
     )
     source = poisoned(tmp_path, payload)
-    document = json.loads(succeeded("sanitize", source, tmp_path / "clean", "--json").stdout)
+    document = json.loads(succeeded("sanitize", source, "clean", "--json").stdout)
     assert {one["place"] for one in document["removed"]} == {"extra.state.a"}
     called_with = called(named("deepspeed.runtime.fp16.loss_scaler:LossScaler"), called(named("evil:Class")))
     source = poisoned(tmp_path / "other", called_with)
-    succeeded("sanitize", source, tmp_path / "clean2", "--quiet")
-    assert "extra" not in zckpt.open(tmp_path / "clean2").metadata
+    succeeded("sanitize", source, "clean2", "--quiet")
+    assert "extra" not in zckpt.open("clean2").metadata

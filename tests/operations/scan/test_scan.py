@@ -52,7 +52,7 @@ SOUND = {
 
 @pytest.mark.parametrize("case", SOUND)
 def test_what_is_harmless_is_not_told_of(case, tmp_path):
-    (tmp_path / "file.bin").write_bytes(SOUND[case])
+    Path("file.bin").write_bytes(SOUND[case])
     found = zckpt.scan(tmp_path)
     assert found.grade == ("known" if case == "numpy" else "data"), found.findings
 
@@ -61,16 +61,16 @@ def test_what_is_harmless_is_not_told_of(case, tmp_path):
 def test_what_lies_behind_a_tar_archives_header_that_is_none_is_looked_at(at, new, grade, tmp_path):
     """Its size is no number; or its checksum is wrong, and readers may go on to the next one."""
     root = b"N." if grade == "unknown" else b"cos\nsystem\n(S'x'\ntR."
-    (tmp_path / "file.tar").write_bytes(corpus.patched(corpus.tar(root), b"storages", at, new))
+    Path("file.tar").write_bytes(corpus.patched(corpus.tar(root), b"storages", at, new))
     assert zckpt.scan(tmp_path).grade == grade
 
 
 def test_streams_and_dictionaries_take_no_time_or_memory_beyond_their_data(tmp_path):
     """Thousands of streams, one behind another; and a record that asks LZMA for four gigabytes."""
-    (tmp_path / "many.gz").write_bytes(gzip.compress(b"hello\n" * 100) * 3000)
+    Path("many.gz").write_bytes(gzip.compress(b"hello\n" * 100) * 3000)
     assert zckpt.scan(tmp_path).grade == "data"
-    (tmp_path / "xz").write_bytes(b"\x5d" + b"\xff" * 12 + bytes(64))
-    assert zckpt.scan(tmp_path / "xz").grade in ("data", "unknown")
+    Path("xz").write_bytes(b"\x5d" + b"\xff" * 12 + bytes(64))
+    assert zckpt.scan("xz").grade in ("data", "unknown")
 
 
 def test_tensors_of_any_bits_are_no_pickles(tmp_path):
@@ -80,18 +80,18 @@ def test_tensors_of_any_bits_are_no_pickles(tmp_path):
     for number in range(256):
         tensors[number][0] = number
     for is_zip in (True, False):
-        torch.save(tensors, tmp_path / "m.pt", _use_new_zipfile_serialization=is_zip)
-        found = zckpt.scan(tmp_path / "m.pt")
+        torch.save(tensors, "m.pt", _use_new_zipfile_serialization=is_zip)
+        found = zckpt.scan("m.pt")
         assert found.grade == "data", found.findings
-    (tmp_path / "raw").mkdir()
+    Path("raw").mkdir()
     for number, one in enumerate(tensors[:300]):
         (tmp_path / "raw" / str(number)).write_bytes(one.numpy().tobytes())
-    assert zckpt.scan(tmp_path / "raw").grade == "data"
+    assert zckpt.scan("raw").grade == "data"
 
 
 def test_names_and_calls_are_counted(tmp_path):
     again = b"q\x01]h\x01a" + b"0h\x01(" + text("x") + b"tR" * 1
-    (tmp_path / "m.pkl").write_bytes(named("a.b:C") + again + named("a.b:C") + b"0" + named("a.b:d") + b"00" + b"N.")
+    Path("m.pkl").write_bytes(named("a.b:C") + again + named("a.b:C") + b"0" + named("a.b:d") + b"00" + b"N.")
     found = {one["global"]: (one["named"], one["called"], one["grade"]) for one in zckpt.scan(tmp_path).findings
              if one["global"]}  # fmt: skip
     assert found == {"a.b.C": (2, 1, "unknown"), "a.b.d": (1, 0, "unknown")}
@@ -112,50 +112,50 @@ def test_names_and_calls_are_counted(tmp_path):
     ],
 )  # fmt: skip
 def test_what_programs_put_into_every_checkpoint_is_known(module, name, program, tmp_path):
-    (tmp_path / "training_args.bin").write_bytes(called(named(f"{module}:{name}")) + b".")
+    Path("training_args.bin").write_bytes(called(named(f"{module}:{name}")) + b".")
     (found,) = zckpt.scan(tmp_path).findings
     assert (found["grade"], found["program"]) == ("known", program)
-    (tmp_path / "training_args.bin").write_bytes(called(named(f"{module}:{name.lower()}")) + b".")
+    Path("training_args.bin").write_bytes(called(named(f"{module}:{name.lower()}")) + b".")
     assert zckpt.scan(tmp_path).grade == "unknown"
 
 
 def test_attributes_of_classes_are_classes_and_getattr_says_nothing(tmp_path):
     inner = called(named("__builtin__:getattr"), named("torch.distributed._shard.sharded_tensor.api:ShardedTensor"),
                    text("ProcessGroupState"))  # fmt: skip
-    (tmp_path / "m.pkl").write_bytes(called(inner) + b".")
+    Path("m.pkl").write_bytes(called(inner) + b".")
     found = zckpt.scan(tmp_path)
     assert (found.grade, [one["called"] for one in found.findings]) == ("known", [0, 1])
     for what in (named("torch.nn:functional"), called(named("builtins:object"))):
-        (tmp_path / "m.pkl").write_bytes(called(named("builtins:getattr"), what, text("__globals__")) + b".")
+        Path("m.pkl").write_bytes(called(named("builtins:getattr"), what, text("__globals__")) + b".")
         assert zckpt.scan(tmp_path).grade == "dangerous"
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_items_of_dcp_are_found_where_metadata_says_and_between(tmp_path):
     dcp.save({"w": torch.ones(3), "o": {1, 2}}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
-    found = zckpt.scan(tmp_path / "dcp")
+    found = zckpt.scan("dcp")
     assert found.grade == "known"
     records = {one["record"].partition(":")[0] for one in found.findings if one["file"].endswith(".distcp")}
     assert records == {"w", "o"}
-    (items,) = (tmp_path / "dcp").glob("*.distcp")
+    (items,) = Path("dcp").glob("*.distcp")
     items.write_bytes(items.read_bytes() + corpus.archive(corpus.system(tmp_path / "sentinel") + b"."))
-    assert zckpt.scan(tmp_path / "dcp").grade == "dangerous"
-    (tmp_path / "dcp" / ".metadata").unlink()
-    assert zckpt.scan(tmp_path / "dcp").grade == "dangerous"
+    assert zckpt.scan("dcp").grade == "dangerous"
+    Path("dcp/.metadata").unlink()
+    assert zckpt.scan("dcp").grade == "dangerous"
 
 
 def test_what_cannot_be_looked_at_is_told(tmp_path):
-    (tmp_path / "there").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "there")
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    Path("there").mkdir()
+    Path("link").symlink_to(tmp_path / "there")
+    os.mkfifo("pipe")
+    Path("gone").symlink_to(tmp_path / "nowhere")
     found = zckpt.scan(tmp_path)
     assert {one["file"]: one["grade"] for one in found.findings} == dict.fromkeys(("link", "pipe", "gone"), "unknown")
 
 
 def test_names_of_files_are_any_bytes(tmp_path):
     name = os.fsdecode(b"\xff \n.pkl")
-    (tmp_path / name).write_bytes(corpus.system(tmp_path / "sentinel") + b".")
+    Path(name).write_bytes(corpus.system(tmp_path / "sentinel") + b".")
     for options in ((), ("--json",), ("--sarif", tmp_path.parent / "s.sarif", "--overwrite")):
         assert run("scan", tmp_path, *options).returncode == 1
     assert "%FF%20%0A.pkl" in (tmp_path.parent / "s.sarif").read_text()
@@ -163,24 +163,24 @@ def test_names_of_files_are_any_bytes(tmp_path):
 
 def test_what_is_too_large_to_be_followed_is_dangerous(tmp_path, monkeypatch):
     monkeypatch.setattr("zckpt.torchfile.scanning.MAX_PICKLE", 1 << 12)
-    (tmp_path / "m.pkl").write_bytes(b"N0" * 5000 + corpus.system(tmp_path / "sentinel") + b".")
+    Path("m.pkl").write_bytes(b"N0" * 5000 + corpus.system(tmp_path / "sentinel") + b".")
     assert zckpt.scan(tmp_path).grade == "dangerous"
 
 
 def test_archives_of_numpy(tmp_path):
-    np.savez(tmp_path / "a.npz", a=np.arange(3))
+    np.savez("a.npz", a=np.arange(3))
     assert zckpt.scan(tmp_path).grade == "data"
-    np.savez_compressed(tmp_path / "a.npz", a=np.arange(3))
+    np.savez_compressed("a.npz", a=np.arange(3))
     assert zckpt.scan(tmp_path).grade == "unknown"
-    np.savez_compressed(tmp_path / "a.npz", a=np.array([corpus.Path("x"), print], dtype=object))
+    np.savez_compressed("a.npz", a=np.array([corpus.Path("x"), print], dtype=object))
     assert zckpt.scan(tmp_path).grade == "dangerous"
 
 
 def test_links_to_files_are_followed(tmp_path):
-    (tmp_path / "blob").write_bytes(corpus.system(tmp_path / "sentinel") + b".")
-    (tmp_path / "snapshot").mkdir()
-    (tmp_path / "snapshot" / "model.bin").symlink_to(tmp_path / "blob")
-    assert zckpt.scan(tmp_path / "snapshot").grade == "dangerous"
+    Path("blob").write_bytes(corpus.system(tmp_path / "sentinel") + b".")
+    Path("snapshot").mkdir()
+    Path("snapshot/model.bin").symlink_to(tmp_path / "blob")
+    assert zckpt.scan("snapshot").grade == "dangerous"
 
 
 def test_exit_statuses_and_text(tmp_path):
@@ -192,7 +192,7 @@ def test_exit_statuses_and_text(tmp_path):
     assert line.endswith("data.pkl and 1 more")
     assert (run("scan", source, "--quiet").stdout, run("scan", source, "-q").returncode) == ("", 1)
     assert succeeded("scan", FIXTURES / "s2_bf16_dp2").stdout.splitlines()[0].endswith(": known")
-    refused(3, "scan", tmp_path / "absent", words=("absent",))
+    refused(3, "scan", "absent", words=("absent",))
     assert json.loads(run("scan", source, "--json").stdout) == zckpt.scan(source).as_dict()
 
 
@@ -200,10 +200,10 @@ def test_sarif(tmp_path):
     """The members that SARIF 2.1.0 requires, and how they refer to each other."""
     source = poisoned(tmp_path, called(named("os:system"), text("true")))
     (source / "odd name.pkl").write_bytes(called(named("evil:Class")) + b"." + b"tail")
-    assert run("scan", source, "--sarif", tmp_path / "s.sarif").returncode == 1
-    refused(4, "scan", source, "--sarif", tmp_path / "s.sarif", words=("exists",))
-    assert run("scan", source, "--sarif", tmp_path / "s.sarif", "--overwrite").returncode == 1
-    document = json.loads((tmp_path / "s.sarif").read_text())
+    assert run("scan", source, "--sarif", "s.sarif").returncode == 1
+    refused(4, "scan", source, "--sarif", "s.sarif", words=("exists",))
+    assert run("scan", source, "--sarif", "s.sarif", "--overwrite").returncode == 1
+    document = json.loads(Path("s.sarif").read_text())
     assert document["version"] == "2.1.0"
     assert document["$schema"].endswith("sarif-schema-2.1.0.json")
     (one,) = document["runs"]
@@ -240,7 +240,7 @@ def test_names_of_data_lead_to_no_other_object():
 
 
 def test_hostile_names_of_records_and_globals_are_shown_as_they_are(tmp_path):
-    (tmp_path / "m.pt").write_bytes(corpus.archive(b"N.", **{"x/\x1b[31m\nx.pkl": called(b"ca\x1b[2J\nb\n") + b"."}))
-    done = run("scan", tmp_path, "--sarif", tmp_path / "out.sarif")
+    Path("m.pt").write_bytes(corpus.archive(b"N.", **{"x/\x1b[31m\nx.pkl": called(b"ca\x1b[2J\nb\n") + b"."}))
+    done = run("scan", tmp_path, "--sarif", "out.sarif")
     assert "\x1b" not in done.stdout
-    assert "\x1b" not in (tmp_path / "out.sarif").read_text()
+    assert "\x1b" not in Path("out.sarif").read_text()
