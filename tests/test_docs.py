@@ -157,7 +157,7 @@ def test_the_readmes_commands_run(trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     [block] = [one for one in blocks(README, "sh") if "zckpt inspect run/" in one]
     for line in block.splitlines():
-        done = run(*shlex.split(line, comments=True)[1:])
+        done = run(shlex.split(line, comments=True)[1:])
         assert done.returncode == 0, (line, done.stderr)
     assert {"model.safetensors", "whole.safetensors", "whole.optimizer.safetensors", "run6", "dcp"} <= {
         path.name for path in tmp_path.iterdir()

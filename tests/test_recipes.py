@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.cli.console import FIXTURES, ROOT, command, environment, inspected, run
+from tests.folders import write_model
 from tests.live import trained
 from tests.pairwise import some
 from zckpt.cli import cli
@@ -71,21 +72,16 @@ def _transformers_fsdp(at: Path) -> None:
 
 
 def _few_bits(at: Path) -> None:
-    at.mkdir()
     tensors = {"q.weight": torch.ones(200, 130).to(torch.float8_e4m3fn), "q.weight_scale_inv": torch.ones(2, 2)}
-    save_file(tensors, at / "model.safetensors")
-    (at / "config.json").write_text('{"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}')
+    write_model(at, tensors, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
 
 
 def _plain_layer(at: Path) -> None:
-    at.mkdir()
-    save_file({"model.layers.0.mlp.up_proj.weight": torch.ones(128, 256)}, at / "model.safetensors")
-    (at / "config.json").write_text("{}")
+    write_model(at, {"model.layers.0.mlp.up_proj.weight": torch.ones(128, 256)}, {})
 
 
 def _gpt_oss(at: Path) -> None:
     """In MXFP4, as it is released: experts' codes, and their scales."""
-    at.mkdir()
     one, sizes = "model.layers.0", {"q": 32, "k": 16, "v": 16, "o": 32}
     tensors = {f"{one}.self_attn.{key}_proj.weight": torch.randn(rows, 32) for key, rows in sizes.items()}
     tensors |= {f"{one}.self_attn.{key}_proj.bias": torch.randn(rows) for key, rows in sizes.items()}
@@ -98,28 +94,24 @@ def _gpt_oss(at: Path) -> None:
         tensors[f"{front}_blocks"] = torch.randint(0, 256, (2, rows, 1, 16), dtype=torch.uint8)
         tensors[f"{front}_scales"] = torch.randint(120, 130, (2, rows, 1), dtype=torch.uint8)
         tensors[f"{front}_bias"] = torch.randn(2, rows)
-    save_file({name: value.bfloat16() if value.is_floating_point() else value for name, value in tensors.items()},
-              at / "model.safetensors")  # fmt: skip
-    config = {
-        "model_type": "gpt_oss",
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "head_dim": 8,
-        "num_key_value_heads": 2,
-        "vocab_size": 64,
-        "quantization_config": {"quant_method": "mxfp4"},
-    }
-    (at / "config.json").write_text(json.dumps(config))
+    tensors = {name: value.bfloat16() if value.is_floating_point() else value for name, value in tensors.items()}
+    config = {"model_type": "gpt_oss", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+              "head_dim": 8, "num_key_value_heads": 2, "vocab_size": 64,
+              "quantization_config": {"quant_method": "mxfp4"}}  # fmt: skip
+    write_model(at, tensors, config)
 
 
-def _adapter(at: Path) -> None:
-    at.mkdir()
-    name = "base_model.model.model.layers.0.self_attn.q_proj"
-    save_file({f"{name}.lora_A.weight": torch.ones(2, 16), f"{name}.lora_B.weight": torch.ones(16, 2)},
-              at / "adapter_model.safetensors")  # fmt: skip
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
-    (at / "adapter_config.json").write_text(json.dumps(config))
+def _adapter_of(module: str, a: tuple[int, int], b: tuple[int, int], **config: Any) -> Callable[[Path], None]:
+    """An adapter whose factors of one module have these shapes."""
+
+    def make(at: Path) -> None:
+        at.mkdir()
+        factors = {f"{module}.lora_A.weight": torch.ones(a), f"{module}.lora_B.weight": torch.ones(b)}
+        save_file(factors, at / "adapter_model.safetensors")
+        told = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **config}
+        (at / "adapter_config.json").write_text(json.dumps(told))
+
+    return make
 
 
 def _verl_lora(at: Path) -> None:
@@ -141,28 +133,18 @@ def _lora_run(at: Path) -> None:
     zckpt.convert(at.parent / "lora.safetensors", at, to="dcp")
 
 
-def _adapter_of_few_bits(at: Path) -> None:
-    at.mkdir()
-    tensors = {"q.lora_A.weight": torch.ones(2, 130), "q.lora_B.weight": torch.ones(200, 2)}
-    save_file(tensors, at / "adapter_model.safetensors")
-    (at / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}')
-
-
 def _mixtral(at: Path) -> None:
-    at.mkdir()
     one = "model.layers.0.block_sparse_moe.experts"
     tensors = {f"{one}.{e}.w{n}.weight": torch.ones((6, 4) if n != 2 else (4, 6)) for e in range(2) for n in (1, 2, 3)}
-    save_file(tensors, at / "model.safetensors")
     sizes = {"model_type": "mixtral", "num_local_experts": 2, "hidden_size": 4, "intermediate_size": 6}
-    (at / "config.json").write_text(json.dumps(sizes))
+    write_model(at, tensors, sizes)
 
 
 def _mixtral_new(at: Path) -> None:
     """A model that nobody has trained, as large as `llama` but for its experts."""
     moe = {f"model.layers.{layer}.block_sparse_moe.gate.weight": torch.randn(2, 16) for layer in (0, 1)}
-    at.mkdir()
-    save_file({**moe, "model.norm.weight": torch.ones(16)}, at / "model.safetensors")
-    (at / "config.json").write_text(json.dumps({**CONFIG, "model_type": "mixtral", "num_local_experts": 2}))
+    config = {**CONFIG, "model_type": "mixtral", "num_local_experts": 2}
+    write_model(at, {**moe, "model.norm.weight": torch.ones(16)}, config)
 
 
 def _llama_deeper(at: Path) -> None:
@@ -173,11 +155,9 @@ def _llama_deeper(at: Path) -> None:
 def _actions_new(at: Path) -> None:
     """A model with a second expert, of another size than the first."""
     one = "model.layers.{}.moe.experts.{}.up_proj.weight"
-    sizes = {0: 24, 1: 7}
-    at.mkdir()
-    save_file({one.format(layer, e): torch.ones(size, 16) for layer in (0, 1) for e, size in sizes.items()},
-              at / "model.safetensors")  # fmt: skip
-    (at / "config.json").write_text(json.dumps({"experts": list(sizes.values())}))
+    sizes = [24, 7]
+    tensors = {one.format(layer, e): torch.ones(size, 16) for layer in (0, 1) for e, size in enumerate(sizes)}
+    write_model(at, tensors, {"experts": sizes})
 
 
 def _composer(at: Path) -> None:
@@ -197,16 +177,6 @@ def _rank_0(at: Path) -> None:
     """ZeRO-3 of which only the first rank's model file was saved."""
     shutil.copytree(FIXTURES / "s3_bf16_dp2_nofrozen", at)
     next(at.rglob("*rank_1_*model_states.pt")).unlink()
-
-
-def _adapter_of_experts(at: Path) -> None:
-    at.mkdir()
-    name = "base_model.model.model.layers.0.mlp.experts.lora_"
-    save_file(
-        {f"{name}A.weight": torch.ones(4, 6), f"{name}B.weight": torch.ones(4, 4)}, at / "adapter_model.safetensors"
-    )
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_parameters": ["experts.down_proj"]}
-    (at / "adapter_config.json").write_text(json.dumps(config))
 
 
 def _meta(at: Path) -> None:
@@ -308,24 +278,24 @@ FOUND = {
     "run": FIXTURES / LLAMA,
     "run-stage0": FIXTURES / "s0_bf16_dp2",
     "run-experts": FIXTURES / "moe_ep2_s2_bf16_dp2",
-    "run-megatron": FIXTURES / "other" / "mcore_legacy_tp2_pp2" / "ckpt",
+    "run-megatron": OTHER / "mcore_legacy_tp2_pp2/ckpt",
     "run-tp": FIXTURES / "tp2_s1_bf16_dp2",
     "run-pp": FIXTURES / "pp2_s1_bf16_dp1",
     "run-lamb": FIXTURES / "own_lamb_s2_fp32_dp2",
     "universal": FIXTURES / "universal" / LLAMA,
-    "out/checkpoint-4": OTHER / "trainer_ds2_gpt2" / "checkpoint-4",
-    "epoch=0-step=5.ckpt": OTHER / "litsim_ds2" / "epoch=0-step=5.ckpt",
-    "state": OTHER / "accel_ds2_bf16" / "state",
-    "lightning-fsdp.ckpt": OTHER / "lightning_fsdp2" / "epoch=0-step=5.ckpt",
-    "state-fsdp": OTHER / "accel_fsdp2_dp2" / "state",
-    "dcp": OTHER / "dcp_fsdp2_dp2" / "ckpt",
-    "megatron": OTHER / "mcore013_bf16_model_dp2" / "ckpt",
-    "ckpt.pt": OTHER / "plain_adamw" / "ckpt.pt",
-    "zero": OTHER / "zro_dp2_adamw" / "ckpt",
+    "out/checkpoint-4": OTHER / "trainer_ds2_gpt2/checkpoint-4",
+    "epoch=0-step=5.ckpt": OTHER / "litsim_ds2/epoch=0-step=5.ckpt",
+    "state": OTHER / "accel_ds2_bf16/state",
+    "lightning-fsdp.ckpt": OTHER / "lightning_fsdp2/epoch=0-step=5.ckpt",
+    "state-fsdp": OTHER / "accel_fsdp2_dp2/state",
+    "dcp": OTHER / "dcp_fsdp2_dp2/ckpt",
+    "megatron": OTHER / "mcore013_bf16_model_dp2/ckpt",
+    "ckpt.pt": OTHER / "plain_adamw/ckpt.pt",
+    "zero": OTHER / "zro_dp2_adamw/ckpt",
     "epoch-0_step-2": Path(__file__).parent / "formats" / "colossalai" / "ckpt",
-    "d20": OTHER / "nanochat_dp2" / "ckpt",
-    "500": OTHER / "nanotron_zero1_tp2_dp2" / "ckpt",
-    "eight-bit.pt": OTHER / "quantised_bnb_adamw8bit" / "ckpt.pt",
+    "d20": OTHER / "nanochat_dp2/ckpt",
+    "500": OTHER / "nanotron_zero1_tp2_dp2/ckpt",
+    "eight-bit.pt": OTHER / "quantised_bnb_adamw8bit/ckpt.pt",
 }
 """What a program wrote, by the name that it has on the page."""
 
@@ -344,15 +314,17 @@ MADE: dict[str, Callable[[Path], None]] = {
     "gan.pt": _several,
     "ema.pt": _average,
     "llama": _hugging_face,
-    "adapter": _adapter,
+    "adapter": _adapter_of("base_model.model.model.layers.0.self_attn.q_proj", (2, 16), (16, 2),
+                           target_modules=["q_proj"], task_type="CAUSAL_LM"),
     "deepseek-fp8": _few_bits,
     "trained": _plain_layer,
     "gpt-oss-mxfp4": _gpt_oss,
     "transformers-fsdp": _transformers_fsdp,
     "lora-run": _lora_run,
     "llama-fp8": _few_bits,
-    "adapter-fp8": _adapter_of_few_bits,
-    "adapter-experts": _adapter_of_experts,
+    "adapter-fp8": _adapter_of("q", (2, 130), (200, 2)),
+    "adapter-experts": _adapter_of("base_model.model.model.layers.0.mlp.experts", (4, 6), (4, 4),
+                                   target_parameters=["experts.down_proj"]),
     "mixtral": _mixtral,
     "mixtral-new": _mixtral_new,
     "llama-deeper": _llama_deeper,
@@ -368,7 +340,7 @@ MADE: dict[str, Callable[[Path], None]] = {
     "meta": _meta,
     "resume": _converted(LLAMA, to="consolidated"),
     "saved": _converted(LLAMA, to="zckpt", world_size=2),
-}
+}  # fmt: skip
 
 
 def _everything(directory: Path) -> Path:
@@ -480,7 +452,7 @@ def _true_groups(source: str) -> list[list[str]]:
 def _run(line: str) -> subprocess.CompletedProcess[str]:
     words = shlex.split(line, comments=True)
     assert words[0] == "zckpt", line
-    return run(*words[1:])
+    return run(words[1:])
 
 
 @pytest.mark.parametrize(("source", "cells"), ROWS, ids=[source for source, _ in ROWS])
@@ -549,7 +521,7 @@ def test_every_block_of_the_page(language, block, there):
             subprocess.run(line, shell=True, check=True)
             continue
         if line.startswith(IN_A_PROCESS):
-            words = command(*shlex.split(line, comments=True)[1:])
+            words = command(shlex.split(line, comments=True)[1:])
             done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=False)
         else:
             done = _run(line)

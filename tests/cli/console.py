@@ -35,9 +35,14 @@ def environment() -> dict[str, str]:
 
 
 def words_of(*arguments: object) -> list[str]:
-    """The words of a command line: a text may be several of them, and one that begins with `fixtures/` lies there."""
-    words = [word for one in arguments for word in (one.split(" ") if isinstance(one, str) else [str(one)])]
-    return [str(ROOT / word) if word.startswith("fixtures/") else word for word in words if word]
+    """The words of a command line: a text may be several of them; those in a list stay as they are.
+
+    One that begins with `fixtures/` is of this checkout.
+    """
+    words: list[str] = []
+    for one in arguments:
+        words += one if isinstance(one, list) else filter(None, one.split(" ")) if isinstance(one, str) else [str(one)]
+    return [str(ROOT / word) if word.startswith("fixtures/") else word for word in words]
 
 
 def command(*arguments: object) -> list[str]:

@@ -1,4 +1,4 @@
-"""Checkpoints of more ranks than a process may have open files: `ulimit -n 256`, which macOS has by default."""
+"""Checkpoints of more ranks than a process may have open files: `ulimit -n 128`; macOS has 256 by default."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zckpt.formats import registry
 from zckpt.formats.format import Job
 from zckpt.formats.options import choose
 
-RANKS, DESCRIPTORS = 300, 256
+RANKS, DESCRIPTORS = 150, 128
 OF_DEEPSPEED = FIXTURES / "s2_bf16_dp3"
 LAYERS = {"dcp": RANKS, "fsdp-rank-files": 1, "megatron": RANKS}
 """Whole tensors are dealt over files, but those of FSDP's ranks, which are cut for all of them."""
