@@ -6,6 +6,7 @@ skipped where there is none.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Locator, Page
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every test here run in `tmp_path`, so that a name alone is one of its files."""
+    monkeypatch.chdir(tmp_path)
+
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -43,6 +51,19 @@ class Opened:
     address: str
     told: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
+
+    def text(self, selector: str) -> str:
+        return self.page.locator(selector).inner_text()
+
+    def button(self, name: str | re.Pattern[str], **options: Any) -> Locator:
+        return self.page.get_by_role("button", name=name, **options)
+
+    def checkbox(self, name: str | re.Pattern[str], **options: Any) -> Locator:
+        return self.page.get_by_role("checkbox", name=name, **options)
+
+    def press(self, *keys: str) -> None:
+        for key in keys:
+            self.page.keyboard.press(key)
 
     def settle(self) -> None:
         """Wait until what was asked for is drawn: the page draws with the frame after a change."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,11 @@ def inspection(checkpoint: Checkpoint) -> str:
     return inspect_page(inspect(checkpoint).as_dict(), layout_map(checkpoint))
 
 
-PAGES: dict[str, Callable[[], str]] = {
+def inspected(name: str) -> str:
+    return inspection(open_checkpoint(FIXTURES / name))
+
+
+MADE: dict[str, Callable[[], str]] = {
     "inspect": lambda: inspection(open_checkpoint(LLAMA)),
     "diff": lambda: diff_page(documents.diff()),
     "equal": lambda: diff_page(documents.same()),
@@ -53,16 +58,20 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
+@cache
+def page_of(kind: str) -> str:
+    return MADE[kind]()
+
+
 def walk(opened: Opened) -> None:
     opened.page.locator("#map-stage").focus()
-    for key in ("ArrowRight", "ArrowDown", "End", "Enter", "Home", "+", "-", "Escape"):
-        opened.page.keyboard.press(key)
+    opened.press("ArrowRight", "ArrowDown", "End", "Enter", "Home", "+", "-", "Escape")
     opened.assert_clean()
 
 
 @pytest.mark.parametrize("name", ["tp2_s1_bf16_dp2", "other/plain_adamw/ckpt.pt"])
 def test_any_layout_renders(name, show):
-    walk(show(inspection(open_checkpoint(FIXTURES / name))))
+    walk(show(inspected(name)))
 
 
 CONTRAST = """
@@ -117,7 +126,7 @@ def rows(opened: Opened, table: str) -> list[str]:
 
 
 def test_search_counts_filters_marks_and_leads_to_the_first_match(show):
-    opened = show(PAGES["inspect"]())
+    opened = show(page_of("inspect"))
     assert search(opened, "Layers.1 mlp") == "3 of 21 parameters match"
     assert rows(opened, "parameters") == [f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
     tiles = opened.page.locator(".tile.match").evaluate_all("(tiles) => tiles.map((tile) => tile.node.name)")
@@ -126,23 +135,23 @@ def test_search_counts_filters_marks_and_leads_to_the_first_match(show):
     for query in ("layers.*.q_proj", "layers.1*proj", "ayers.?.self"):  # a wildcard may be anywhere
         assert re.match(r"[1-9]\d* of ", search(opened, query)), query
     assert search(opened, "nothing of this name") == "No parameter matches"
-    assert opened.page.locator("#parameters td.empty").inner_text() == "None"
-    opened.page.keyboard.press("Escape")
+    assert opened.text("#parameters td.empty") == "None"
+    opened.press("Escape")
     assert opened.page.get_by_role("searchbox").input_value() == ""
     assert opened.page.locator(".tile.faint").count() == 0
     search(opened, "layers.1.mlp.up")
-    opened.page.keyboard.press("Enter")
+    opened.press("Enter")
     chosen = opened.page.locator("#chosen")
     assert chosen.get_by_role("heading").inner_text() == "model.layers.1.mlp.up_proj.weight"
     text = chosen.inner_text()
     assert "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt" in text
     assert "mp_rank_00_model_states.pt" in text
-    assert "model.layers.1.mlp.up_proj.weight" in opened.page.locator("#map .detail").inner_text()
+    assert "model.layers.1.mlp.up_proj.weight" in opened.text("#map .detail")
     opened.assert_clean()
 
 
 def test_the_map_has_the_colours_of_the_scheme_and_dims_what_does_not_match(show):
-    opened = show(PAGES["inspect"](), color_scheme="light")
+    opened = show(page_of("inspect"), color_scheme="light")
     pixel = "() => Array.from(document.querySelector('canvas').getContext('2d').getImageData(%d, 70, 1, 1).data)"
     light = opened.page.evaluate(pixel % 400)
     opened.page.emulate_media(color_scheme="dark")
@@ -157,55 +166,53 @@ def test_the_map_has_the_colours_of_the_scheme_and_dims_what_does_not_match(show
 
 
 def test_a_share_of_a_parameter_is_told_by_its_elements(show):
-    opened = show(inspection(open_checkpoint(FIXTURES / "s3_bf16_dp3")))
+    opened = show(inspected("s3_bf16_dp3"))
     search(opened, "prime")
-    opened.page.keyboard.press("Enter")
+    opened.press("Enter")
     runs = opened.page.locator("#chosen-spans tbody tr[data-index]").all_inner_texts()
     assert [re.findall(r"\[.*?\)", run) for run in runs] == [["[0, 3)"], ["[3, 6)"], ["[6, 7)"]]
     opened.page.locator("#map-stage").focus()
-    opened.page.keyboard.press("ArrowDown")
-    assert "master float32: elements [3, 6) of 7, 12 B" in opened.page.locator("#map .detail").inner_text()
+    opened.press("ArrowDown")
+    assert "master float32: elements [3, 6) of 7, 12 B" in opened.text("#map .detail")
     walk(opened)
 
 
 def tab_to(opened: Opened, selector: str, most: int = 40) -> None:
     for _ in range(most):
-        opened.page.keyboard.press("Tab")
+        opened.press("Tab")
         if opened.page.evaluate("(s) => document.activeElement.matches(s)", selector):
             return
     raise AssertionError(f"Tab does not reach {selector}")
 
 
 def test_map_is_reached_moved_in_and_zoomed_by_keyboard(show):
-    opened = show(PAGES["inspect"]())
+    opened = show(page_of("inspect"))
     detail = opened.page.locator("#map .detail")
-    back = opened.page.get_by_role("button", name="Back to the part seen before")
+    back = opened.button("Back to the part seen before")
     tab_to(opened, "#map-stage")
     assert "model.embed_tokens.weight" in detail.inner_text()
     assert "model file" in detail.inner_text()
-    outline = opened.page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
-    assert outline == "solid"
-    opened.page.keyboard.press("ArrowDown")
-    opened.page.keyboard.press("ArrowRight")
+    assert opened.page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    opened.press("ArrowDown", "ArrowRight")
     assert "model.layers.0.self_attn.q_proj.weight" in detail.inner_text()
     assert "all 256 elements" in detail.inner_text()
     assert "rank 0" in detail.inner_text()
-    opened.page.keyboard.press("ArrowDown")
+    opened.press("ArrowDown")
     assert "Nothing of it is here; it is in model file, rank 0" in detail.inner_text()
     assert back.is_disabled()
-    opened.page.keyboard.press("Enter")
+    opened.press("Enter")
     opened.settle()
     assert back.is_enabled()
-    opened.page.keyboard.press("Escape")
+    opened.press("Escape")
     opened.settle()
     assert back.is_disabled()
-    opened.page.keyboard.press("Shift+ArrowRight")  # to the next module
+    opened.press("Shift+ArrowRight")  # to the next module
     assert "model.layers.1." in detail.inner_text()
     opened.assert_clean()
 
 
 def test_pointer_shows_and_drags(show):
-    opened = show(PAGES["inspect"]())
+    opened = show(page_of("inspect"))
     box = opened.page.locator("#map-stage").bounding_box()
     assert box is not None
     opened.page.mouse.move(box["x"] + 200, box["y"] + 60)
@@ -216,21 +223,21 @@ def test_pointer_shows_and_drags(show):
     opened.page.mouse.move(box["x"] + 420, box["y"] + 60)
     opened.page.mouse.up()
     opened.settle()
-    assert opened.page.get_by_role("button", name="Back to the part seen before").is_enabled()
+    assert opened.button("Back to the part seen before").is_enabled()
     opened.assert_clean()
 
 
 def test_treemap_and_tables_by_keyboard(show):
-    opened = show(PAGES["inspect"]())
+    opened = show(page_of("inspect"))
     tab_to(opened, ".tile")
-    opened.page.keyboard.press("Enter")
+    opened.press("Enter")
     trail = opened.page.get_by_role("navigation", name="Module shown")
     assert "layers" in trail.inner_text()
     assert opened.page.evaluate("document.activeElement.matches('.tile')")
     first = opened.page.evaluate("document.activeElement.getAttribute('aria-label')")
-    opened.page.keyboard.press("ArrowRight")
+    opened.press("ArrowRight")
     assert opened.page.evaluate("document.activeElement.getAttribute('aria-label')") != first
-    opened.page.keyboard.press("Escape")
+    opened.press("Escape")
     assert trail.get_by_role("button").count() == 0
 
     opened.page.get_by_text("The map as a table").click()
@@ -241,18 +248,17 @@ def test_treemap_and_tables_by_keyboard(show):
     assert rows(opened, "parameters")[0] == "model.embed_tokens.weight"
     assert table.locator("th[aria-sort=descending]").inner_text().startswith("Elements")
     table.focus()
-    opened.page.keyboard.press("End")
-    opened.page.keyboard.press("Enter")
+    opened.press("End", "Enter")
     last = table.locator("tr[aria-selected=true] th").inner_text()
-    assert opened.page.locator("#chosen-name").inner_text().startswith(last)
+    assert opened.text("#chosen-name").startswith(last)
     opened.assert_clean()
 
 
 def test_slots_and_order_may_be_chosen(show):
-    opened = show(inspection(open_checkpoint(FIXTURES / "s2_bf16_dp4")))
+    opened = show(inspected("s2_bf16_dp4"))
     picture = "() => document.querySelector('canvas').toDataURL()"
     before = opened.page.evaluate(picture)
-    opened.page.get_by_role("checkbox", name="exp_avg_sq").uncheck()
+    opened.checkbox("exp_avg_sq").uncheck()
     opened.settle()
     without = opened.page.evaluate(picture)
     opened.page.get_by_role("combobox", name="Parameters").select_option("model")
@@ -262,25 +268,15 @@ def test_slots_and_order_may_be_chosen(show):
 
 
 NAMED = {
-    "inspect": [
-        "banner",
-        "main",
-        "contentinfo",
-        "search",
-        "heading 'Map'",
-        "application",
-        "grid 'Parameters and buffers'",
-    ],
+    "inspect": ["banner", "main", "contentinfo", "search", "heading 'Map'", "application",
+                "grid 'Parameters and buffers'"],
     "diff": ["heading 'Change by layer'", "grid 'Tensors that differ'", "table 'Largest relative L2 change"],
     "series": ["heading 'Curves'", "grid 'Parameters and slots"],
     "verify": ["heading 'Findings'", "group 'Severities shown'", "article"],
     "stats": ["heading 'By layer'", "grid 'Figures by layer and slot'", "searchbox 'Find a tensor'"],
-    "history": [
-        "heading 'What was saved when'",
-        "img '3 checkpoints in a, step 100 to step 300",
-        "table 'Checkpoints'",
-    ],
-}
+    "history": ["heading 'What was saved when'", "img '3 checkpoints in a, step 100 to step 300",
+                "table 'Checkpoints'"],
+}  # fmt: skip
 
 LONG = {"inspect": {"parameters": 21}, "diff": {"different": len(documents.diff()["different"])}}
 UNNAMED = """() => [...document.querySelectorAll('button, input, select, table, [role]')].filter((one) =>
@@ -289,10 +285,10 @@ UNNAMED = """() => [...document.querySelectorAll('button, input, select, table, 
 ).map((one) => one.outerHTML.slice(0, 120))"""
 
 
-@pytest.mark.parametrize("kind", PAGES)
+@pytest.mark.parametrize("kind", MADE)
 def test_page_loads_nothing_and_is_for_everybody(kind, show):
     """Also printed, where long tables are whole."""
-    opened = show(PAGES[kind](), width=320 if kind in NAMED else 1280)
+    opened = show(page_of(kind), width=320 if kind in NAMED else 1280)
     page = opened.page
     assert page.get_by_role("heading", level=1).count() == 1
     assert page.get_by_role("main").inner_text()
@@ -315,50 +311,61 @@ def test_page_loads_nothing_and_is_for_everybody(kind, show):
     opened.assert_clean()
 
 
-def hostile() -> list[str]:
-    shapes = dict.fromkeys(HOSTILE, (7, 5)) | {"plain.weight": (9, 9)}
-    named = [documents.difference(name, "master", 0.1) for name in HOSTILE]
-    difference = documents.diff() | {"different": named, "a": documents.about(HOSTILE[0])}
-    found = [
-        documents.finding("ZC-1", "error", name, name, file=name, parameters=[name], advice=name) for name in HOSTILE
-    ]
-    checkpoint = flat(shapes, 3)
+def hostile_checkpoint() -> Checkpoint:
+    checkpoint = flat(dict.fromkeys(HOSTILE, (7, 5)) | {"plain.weight": (9, 9)}, 3)
     checkpoint.source = HOSTILE[0]
     checkpoint.warnings = list(HOSTILE)
     checkpoint.details = {HOSTILE[1]: HOSTILE[2]}
     checkpoint.metadata = {HOSTILE[0]: None}
     checkpoint.param_groups[0].hyperparameters[HOSTILE[1]] = HOSTILE[0]
+    return checkpoint
+
+
+def hostile_diff() -> str:
+    named = [documents.difference(name, "master", 0.1) for name in HOSTILE]
+    return diff_page(documents.diff() | {"different": named, "a": documents.about(HOSTILE[0])})
+
+
+def hostile_series() -> str:
     line = {"slot": HOSTILE[0], "norm": [1.0, 2.0], "change": [None, 0.1]}
-    moved = {
-        "sources": [documents.about(HOSTILE[0])] * 2,
-        "steps": [1, 2],
-        "series": [line | {"name": n} for n in HOSTILE],
-    }
-    return [
-        inspection(checkpoint),
-        diff_page(difference),
-        series_page(moved),
-        verify_page(documents.verification(found, HOSTILE[0]), layout_map(checkpoint)),
-        history_page(
-            documents.history()
-            | {"run": HOSTILE[0], "leftovers": [*HOSTILE]}
-            | {"checkpoints": [documents.recorded(name, None, why=name, equal=[name]) for name in HOSTILE]}
-        ),
-    ]
+    lines = [line | {"name": name} for name in HOSTILE]
+    return series_page({"sources": [documents.about(HOSTILE[0])] * 2, "steps": [1, 2], "series": lines})
 
 
-@pytest.mark.parametrize("number", range(5))
-def test_hostile_names_are_text(number, show):
-    opened = show(hostile()[number])
+def hostile_verification() -> str:
+    found = [documents.finding("ZC-1", "error", name, name, file=name, parameters=[name], advice=name)
+             for name in HOSTILE]  # fmt: skip
+    return verify_page(documents.verification(found, HOSTILE[0]), layout_map(hostile_checkpoint()))
+
+
+def hostile_history() -> str:
+    checkpoints = [documents.recorded(name, None, why=name, equal=[name]) for name in HOSTILE]
+    about = {"run": HOSTILE[0], "leftovers": [*HOSTILE], "checkpoints": checkpoints}
+    return history_page(documents.history() | about)
+
+
+@pytest.mark.parametrize(
+    ("make", "has_search"),
+    [
+        (lambda: inspection(hostile_checkpoint()), True),
+        (hostile_diff, True),
+        (hostile_series, True),
+        (hostile_verification, True),
+        (hostile_history, False),
+    ],
+    ids=["inspect", "diff", "series", "verify", "history"],
+)
+def test_hostile_names_are_text(make, has_search, show):
+    opened = show(make())
     opened.page.on("dialog", lambda dialog: pytest.fail(f"a name ran as a script: {dialog.message}"))
-    text = opened.page.locator("body").inner_text()
+    text = opened.text("body")
     assert '</script><script>alert("name")</script>.weight' in text
     assert "<img src=x onerror=alert(1)>.weight" in text
     assert opened.page.locator("img").count() == 0
     assert opened.page.locator("script").count() == 2
-    if number < 4:  # a history has no search
+    if has_search:
         search(opened, "script")
-        opened.page.keyboard.press("Enter")
+        opened.press("Enter")
     opened.assert_clean()
 
 
@@ -369,7 +376,7 @@ def test_data_in_the_page_holds_nothing_that_html_could_read():
 
 
 def test_policy_forbids_what_the_page_does_not_bring_along(show):
-    opened = show(PAGES["inspect"]())
+    opened = show(page_of("inspect"))
     ran = opened.page.evaluate(
         """async () => {
             const script = document.createElement('script');
@@ -391,13 +398,12 @@ def test_thousands_of_parameters_on_a_thousand_ranks(layers, rank, show):
     page = opened.page
     assert page.locator("*").count() < 8000
     assert search(opened, "layers.17.") == f"100 of {100 * layers:,} parameters match"
-    page.keyboard.press("Enter")
-    assert page.locator("#chosen-name").inner_text() == "model.layers.17.mlp.experts.0.up_proj.weight"
-    assert f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" in page.locator("#chosen").inner_text()
+    opened.press("Enter")
+    assert opened.text("#chosen-name") == "model.layers.17.mlp.experts.0.up_proj.weight"
+    assert f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" in opened.text("#chosen")
     assert page.get_by_role("grid", name="Parameters and buffers").get_attribute("aria-rowcount") == "101"
     page.locator("#map-stage").focus()
-    for key in ("Enter", "ArrowRight", "Enter", "ArrowDown", "Shift+ArrowDown", "Escape", "Escape"):
-        page.keyboard.press(key)
+    opened.press("Enter", "ArrowRight", "Enter", "ArrowDown", "Shift+ArrowDown", "Escape", "Escape")
     page.get_by_role("searchbox").fill("")
     expect(page.locator("#search-answer")).to_have_attribute("data-query", "")
     page.locator("#parameters .scroll").evaluate("(one) => { one.scrollTop = one.scrollHeight }")
@@ -450,46 +456,46 @@ def test_histogram_counts_all_or_the_chosen_tensor(show):
     opened.page.locator("#different tbody tr[data-index]").first.click()
     assert "model.layers.0.self_attn.q_proj.weight, weight" in histogram.inner_text()
     assert f"{40 * len(with_one):,}" not in histogram.inner_text()
-    opened.page.get_by_role("button", name="All tensors").click()
+    opened.button("All tensors").click()
     assert "All tensors" in histogram.inner_text()
 
 
 def test_figures_that_are_missing_or_not_finite_are_shown_as_such(show):
-    opened = show(PAGES["diff"]())
+    opened = show(page_of("diff"))
     search(opened, "model.norm")
-    assert "\u2013" in opened.page.locator("#different tbody tr[data-index]").inner_text()
+    assert "\u2013" in opened.text("#different tbody tr[data-index]")
     search(opened, "embed_tokens")
-    assert "NaN" in opened.page.locator("#different tbody tr[data-index]").inner_text()
+    assert "NaN" in opened.text("#different tbody tr[data-index]")
 
 
 def test_series_draws_what_moved_most_and_what_is_chosen(show):
-    opened = show(PAGES["series"]())
+    opened = show(page_of("series"))
     lines = opened.page.locator("#lines li")
     assert lines.count() == 6
     assert opened.page.locator("#change path.line").count() == 6
     search(opened, "layers.3. exp_avg")
-    opened.page.keyboard.press("Enter")
+    opened.press("Enter")
     assert lines.last.inner_text() == "model.layers.3.mlp.weight exp_avg"
     opened.page.locator("#norm .chart").focus()
-    opened.page.keyboard.press("ArrowLeft")
-    assert opened.page.locator("#norm .detail").inner_text().startswith("step 700")
+    opened.press("ArrowLeft")
+    assert opened.text("#norm .detail").startswith("step 700")
     opened.assert_clean()
     drawn = lines.all_inner_texts()
     again(opened, "lines")
     assert lines.all_inner_texts() == drawn
-    opened.page.get_by_role("button", name="Draw none").click()
+    opened.button("Draw none").click()
     assert lines.count() == 0
 
 
 def test_findings_are_listed_filtered_by_severity_and_marked_in_the_map(show):
-    opened = show(PAGES["verify"]())
+    opened = show(page_of("verify"))
     articles = opened.page.get_by_role("article")
     assert articles.count() == 3
     first = articles.first.inner_text()
     for part in ("ZC-301", "3 elements are NaN", "finite", "3 NaN", "rank_1", "model.norm.weight", "resume from"):
         assert part in first
     assert "<i>a file</i>" in articles.last.inner_text()
-    opened.page.get_by_role("checkbox", name=re.compile("^error")).uncheck()
+    opened.checkbox(re.compile("^error")).uncheck()
     assert articles.count() == 2
     assert "Not sound: 1 error, 1 warning, 1 note." in opened.page.get_by_role("banner").inner_text()
     again(opened, "without")
@@ -500,10 +506,10 @@ def test_findings_are_listed_filtered_by_severity_and_marked_in_the_map(show):
         const red = (i) => data[i] === 0xb3 && data[i + 1] === 0x26 && data[i + 2] === 0x1e;
         return [...Array(data.length / 4).keys()].filter((pixel) => red(4 * pixel)).length;
     }"""
-    opened.page.get_by_role("checkbox", name=re.compile("^error")).check()
+    opened.checkbox(re.compile("^error")).check()
     opened.settle()
     assert opened.page.evaluate(red) > 20
-    assert show(PAGES["sound"]()).page.evaluate(red) == 0
+    assert show(page_of("sound")).page.evaluate(red) == 0
 
 
 def test_figures_are_those_of_the_command_and_a_row_shows_its_histogram(show):
@@ -514,7 +520,7 @@ def test_figures_are_those_of_the_command_and_a_row_shows_its_histogram(show):
     assert "All tensors" in shown.inner_text()
     row = next(one for one in document["slots"] if one["slot"] == "master" and one["numel"] > 100)
     search(opened, f"{row['name']} master")
-    opened.page.keyboard.press("Enter")
+    opened.press("Enter")
     opened.settle()
     assert f"master of {row['name']}" in shown.inner_text()
     counts = [int(cell.replace(",", "")) for cell in shown.locator("td.right:nth-child(3)").all_inner_texts()]
@@ -538,7 +544,7 @@ def test_a_table_is_saved_as_it_is_sorted(show):
     document = documents.diff()
     opened = show(diff_page(document))
     with opened.page.expect_download() as told:
-        opened.page.get_by_role("button", name="Save as CSV: Tensors that differ").click()
+        opened.button("Save as CSV: Tensors that differ").click()
     text = Path(told.value.path()).read_text()
     lines = text.splitlines()
     assert told.value.suggested_filename.endswith(".csv")
@@ -549,7 +555,7 @@ def test_a_table_is_saved_as_it_is_sorted(show):
 
 
 def test_a_run_is_drawn_along_its_steps_by_what_is_sound(show):
-    page = show(PAGES["history"]()).page
+    page = show(page_of("history")).page
     bars = page.locator("svg.bars").first.locator("rect")
     assert [bar.get_attribute("class") for bar in bars.all()] == ["bar-sound", "bar-bad", "bar-latest"]
     first, middle, last = (float(str(bar.get_attribute("x"))) for bar in bars.all())
@@ -560,28 +566,28 @@ def test_a_run_is_drawn_along_its_steps_by_what_is_sound(show):
 
 
 def test_a_link_leads_to_what_is_seen(show):
-    opened = show(PAGES["inspect"]())
+    opened = show(page_of("inspect"))
     search(opened, "layers.1 mlp")
-    opened.page.keyboard.press("Enter")
-    opened.page.get_by_role("button", name="Zoom in").click()
-    opened.page.get_by_role("checkbox", name="exp_avg", exact=True).uncheck()
+    opened.press("Enter")
+    opened.button("Zoom in").click()
+    opened.checkbox("exp_avg", exact=True).uncheck()
     opened.page.locator("#parameters").get_by_role("button", name="Elements").click()
-    opened.page.get_by_role("button", name=re.compile(r"^model\.layers\.1,")).press("Enter")
+    opened.button(re.compile(r"^model\.layers\.1,")).press("Enter")
     before = rows(opened, "parameters")
     again(opened, "module")
     assert opened.page.get_by_role("searchbox").input_value() == "layers.1 mlp"
     assert rows(opened, "parameters") == before
-    assert opened.page.locator("#chosen-name").inner_text() == "model.layers.1.mlp.gate_proj.weight"
-    assert not opened.page.get_by_role("checkbox", name="exp_avg", exact=True).is_checked()
-    assert opened.page.get_by_role("checkbox", name="exp_avg_sq").is_checked()
+    assert opened.text("#chosen-name") == "model.layers.1.mlp.gate_proj.weight"
+    assert not opened.checkbox("exp_avg", exact=True).is_checked()
+    assert opened.checkbox("exp_avg_sq").is_checked()
     assert opened.page.get_by_role("navigation", name="Module shown").locator("[aria-current]").inner_text() == "1"
-    assert opened.page.get_by_role("button", name="Back", exact=False).is_enabled()
-    assert opened.page.locator("#parameters th[aria-sort=descending]").inner_text() == "Elements"
+    assert opened.button("Back", exact=False).is_enabled()
+    assert opened.text("#parameters th[aria-sort=descending]") == "Elements"
     assert opened.told == []
 
 
 def test_a_link_that_says_nothing_shows_the_page(show):
-    opened = show(PAGES["inspect"]())
+    opened = show(page_of("inspect"))
     for link in ("view=5 1 0 0", "view=x&chosen=nothing&module=constructor&sort-files=-x", "a"):
         opened.page.goto("about:blank")
         opened.page.goto(f"{opened.address}#{link}")
@@ -596,7 +602,7 @@ def test_many_layers_are_shown_as_ranges_with_their_numbers(show):
     assert sorted(names, key=lambda name: int(name.split("\u2013")[0])) == [
         f"{first}\u2013{first + 19}" for first in range(0, 400, 20)
     ]
-    opened.page.get_by_role("button", name=re.compile(r"\.40\u201359,")).press("Enter")
+    opened.button(re.compile(r"\.40\u201359,")).press("Enter")
     inside = opened.page.locator(".treemap .depth-0 .name").all_inner_texts()
     assert len(inside) == 20
     assert {name.split(".")[0] for name in inside} == {str(n) for n in range(40, 60)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.cli.console import refused, run, succeeded
+from tests.cli.console import FIXTURES, refused, succeeded
+from tests.folders import names_in
 from tests.refusals import refusing
 from tests.report.documents import layout_map
 from tests.report.synthetic import HOSTILE, flat, large, per_parameter
@@ -19,7 +21,7 @@ from zckpt.formats import open_checkpoint
 from zckpt.report.picture import png, svg
 from zckpt.state import Checkpoint
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
+SOURCE = "fixtures/s2_bf16_dp2"
 SVG = "{http://www.w3.org/2000/svg}"
 MASTER = "#2d98bd"
 
@@ -31,9 +33,7 @@ def drawn(checkpoint: Checkpoint, **options: Any) -> ElementTree.Element:
 def boxes(picture: ElementTree.Element, fill: str) -> list[tuple[float, float, float, float]]:
     keys = ("x", "y", "width", "height")
     found = [one for one in picture.iter(f"{SVG}rect") if one.get("fill") == fill and one.get("x")]
-    return [
-        (float(one.get("x", 0)), float(one.get("y", 0)), *(float(one.get(k, 0)) for k in keys[2:])) for one in found
-    ]
+    return [tuple(float(one.get(key, 0)) for key in keys) for one in found]
 
 
 def texts(picture: ElementTree.Element) -> list[str]:
@@ -111,8 +111,6 @@ def test_png_is_the_same_picture_at_twice_the_size():
     layout = layout_map(open_checkpoint(FIXTURES / "s2_bf16_dp4"))
     data = png(layout)
     assert data.startswith(b"\x89PNG")
-    from io import BytesIO
-
     pixels = imread(BytesIO(data))
     height = float(ElementTree.fromstring(svg(layout)).get("height", 0))
     assert pixels.shape[:2] == (2 * height, 2560)
@@ -127,32 +125,30 @@ def test_png_without_matplotlib_says_what_to_install(monkeypatch):
         png(layout_map(open_checkpoint(FIXTURES / "s2_bf16_dp2")))
 
 
-def test_map_command_writes_both_kinds(tmp_path):
+def test_map_command_writes_both_kinds():
     pytest.importorskip("matplotlib")
     for suffix, start in (("svg", b"<svg"), ("PNG", b"\x89PNG")):
-        target = tmp_path / f"map.{suffix}"
-        done = succeeded("map", FIXTURES / "s2_bf16_dp2", target, "--slots", "master,exp_avg")
+        done = succeeded(f"map {SOURCE} map.{suffix} --slots master,exp_avg")
         assert (done.stdout, done.stderr) == ("", "")
-        assert target.read_bytes().startswith(start)
-    assert "exp_avg_sq" not in (tmp_path / "map.svg").read_text()
+        assert Path(f"map.{suffix}").read_bytes().startswith(start)
+    assert "exp_avg_sq" not in Path("map.svg").read_text()
 
 
-def test_map_command_refuses_what_it_cannot_do(tmp_path):
-    source = FIXTURES / "s2_bf16_dp2"
-    refused(2, "map", source, tmp_path / "map.pdf", words=(".svg or .png",))
-    refused(2, "map", source, tmp_path / "map.svg", "--slots", "nothing", words=("no such slot", "exp_avg"))
-    (tmp_path / "there.svg").write_text("mine")
-    refused(4, "map", source, tmp_path / "there.svg", words=("already exists", "--overwrite"))
-    assert (tmp_path / "there.svg").read_text() == "mine"
-    succeeded("map", source, tmp_path / "there.svg", "--overwrite")
-    assert (tmp_path / "there.svg").read_text().startswith("<svg")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["there.svg"]
+def test_map_command_refuses_what_it_cannot_do():
+    refused(2, f"map {SOURCE} map.pdf", words=".svg or .png")
+    refused(2, f"map {SOURCE} map.svg --slots nothing", words=("no such slot", "exp_avg"))
+    there = Path("there.svg")
+    there.write_text("mine")
+    refused(4, f"map {SOURCE} there.svg", words=("already exists", "--overwrite"))
+    assert there.read_text() == "mine"
+    succeeded(f"map {SOURCE} there.svg --overwrite")
+    assert there.read_text().startswith("<svg")
+    assert names_in() == ["there.svg"]
 
 
-def test_inspect_writes_a_page_beside_what_it_prints(tmp_path):
-    source, page = FIXTURES / "s2_bf16_dp2", tmp_path / "page.html"
-    done = succeeded("inspect", source, "--html", page)
-    assert done.stdout == run("inspect", source).stdout
-    assert page.read_text("utf-8").startswith("<!DOCTYPE html>")
-    refused(4, "inspect", source, "--html", page, words=("already exists", "--overwrite"))
-    succeeded("inspect", source, "--html", page, "--overwrite")
+def test_inspect_writes_a_page_beside_what_it_prints():
+    done = succeeded(f"inspect {SOURCE} --html page.html")
+    assert done.stdout == succeeded(f"inspect {SOURCE}").stdout
+    assert Path("page.html").read_text("utf-8").startswith("<!DOCTYPE html>")
+    refused(4, f"inspect {SOURCE} --html page.html", words=("already exists", "--overwrite"))
+    succeeded(f"inspect {SOURCE} --html page.html --overwrite")
