@@ -259,7 +259,7 @@ Files = dict[str, bytes]
 Payload = Callable[[Path], bytes]
 
 
-def system(sentinel: Path) -> bytes:
+def system(sentinel: Path | str) -> bytes:
     return called(named("os:system"), shell(sentinel))
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import zckpt
-from tests.cli.console import run
+from tests.cli.console import run, succeeded
 from tests.gloo import forked
 from tests.operations.scan import corpus
 from tests.test_safety import called, named, text
@@ -31,38 +31,30 @@ SPELLED = {
 }
 
 
-def scanned(path: Path) -> zckpt.Scanned:
-    return zckpt.scan(path)
-
-
-def written(directory: Path, files: dict[str, bytes]) -> Path:
-    for name, data in files.items():
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_bytes(data)
-    return directory
+def scanned(data: bytes | None = None) -> zckpt.Scanned:
+    """What is found here: of a pickle, if one is given."""
+    if data is not None:
+        Path("m.pkl").write_bytes(data)
+    return zckpt.scan(".")
 
 
 @pytest.mark.parametrize("spelled", SPELLED)
-def test_globals_are_dangerous(spelled, tmp_path):
+def test_globals_are_dangerous(spelled):
     """However they are spelled, called or not."""
-    file = tmp_path / "m.pkl"
     for gadget, place in GLOBALS.items():
         module, _, name = place.partition(":")
         opcodes = SPELLED[spelled](module, name)
-        file.write_bytes(opcodes + b"." if spelled == "INST" else called(opcodes, text("x")) + b".")
-        found = scanned(tmp_path)
+        found = scanned(opcodes + b"." if spelled == "INST" else called(opcodes, text("x")) + b".")
         assert found.grade == "dangerous", gadget
         (one,) = (one for one in found.findings if one["grade"] == "dangerous")
         assert (one["global"], one["named"], one["called"]) == (f"{module}.{name}", 1, 1)
-        file.write_bytes(opcodes + b"0N.")
-        assert scanned(tmp_path).grade == "dangerous", gadget
+        assert scanned(opcodes + b"0N.").grade == "dangerous", gadget
 
 
 @pytest.mark.parametrize("name", corpus.OTHERS)
-def test_global_that_nobody_knows_is_unknown(name, tmp_path):
-    Path("m.pkl").write_bytes(called(named(name), text("x")) + b".")
-    found = scanned(tmp_path)
-    assert (found.grade, run("scan", tmp_path).returncode) == ("unknown", 0)
+def test_global_that_nobody_knows_is_unknown(name):
+    assert scanned(called(named(name), text("x")) + b".").grade == "unknown"
+    succeeded("scan .")
 
 
 NOT_RUN = {
@@ -102,10 +94,10 @@ def ran(shared) -> set[str]:
 
 
 @pytest.mark.parametrize("case", corpus.PICKLES)
-def test_pickle_is_dangerous_and_not_run(case, tmp_path, ran):
-    sentinel = tmp_path / "sentinel"
+def test_pickle_is_dangerous_and_not_run(case, ran):
+    sentinel = Path("sentinel")
     Path("model").write_bytes(corpus.PICKLES[case](sentinel))
-    done = run("scan", tmp_path, "--json")
+    done = run("scan . --json")
     assert (done.returncode, json.loads(done.stdout)["grade"]) == (1, "dangerous")
     assert not sentinel.exists()
     assert (case in ran) == (case not in NOT_RUN)
@@ -116,14 +108,16 @@ CLOSED = {"7z (nullifAI)", "zstd", "rar"}
 
 
 @pytest.mark.parametrize("case", corpus.ARCHIVES)
-def test_file_is_dangerous_and_not_run(case, tmp_path):
-    sentinel = tmp_path / "sentinel"
-    directory = written(tmp_path / "model", corpus.ARCHIVES[case](corpus.system(sentinel)))
-    found = scanned(directory)
+def test_file_is_dangerous_and_not_run(case):
+    sentinel = Path("sentinel")
+    for name, data in corpus.ARCHIVES[case](corpus.system(sentinel)).items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(data)
+    found = scanned()
     assert found.grade == ("unknown" if case in CLOSED else "dangerous")
     if case not in {*CLOSED, "nested twenty times"}:
         assert any(one["global"] == "os.system" for one in found.findings)
-    assert run("scan", directory).returncode == int(case not in CLOSED)
+    assert run("scan .").returncode == int(case not in CLOSED)
     assert not sentinel.exists()
 
 
@@ -143,9 +137,8 @@ def test_torch_runs_these(tmp_path):
 
 
 @pytest.mark.parametrize("case", corpus.EXTENSIONS)
-def test_what_is_not_what_it_seems_is_dangerous(case, tmp_path):
-    Path("m.pkl").write_bytes(corpus.EXTENSIONS[case])
-    assert scanned(tmp_path).grade == "dangerous"
+def test_what_is_not_what_it_seems_is_dangerous(case):
+    assert scanned(corpus.EXTENSIONS[case]).grade == "dangerous"
 
 
 class Inert:

@@ -17,47 +17,36 @@ import torch.distributed.checkpoint as dcp
 import zckpt
 from tests.cli.console import FIXTURES, refused, succeeded
 from tests.folders import contents
+from tests.logical import assert_same_tree
 from tests.operations.scan import corpus
 from tests.test_safety import MODEL, NEVER_RUNS, OPTIMIZER, RUNS, called, created, named, poison, poisoned, text
 from tests.truth import Truth, assert_same
 
 
-def grades(path: Path) -> set[str]:
+def grades(path: str) -> set[str]:
     return {one["grade"] for one in zckpt.scan(path).findings}
-
-
-def bits(value: object) -> object:
-    """A loaded value with bytes for tensors."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.shape, value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    if isinstance(value, dict):
-        return {key: bits(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [bits(one) for one in value]
-    return value
 
 
 @pytest.mark.parametrize("case", [*RUNS, *NEVER_RUNS])
 @pytest.mark.every(5)
-def test_payload_goes_and_all_else_stays(case, tmp_path):
-    sentinel = tmp_path / "sentinel"
-    source, target = poisoned(tmp_path, {**RUNS, **NEVER_RUNS}[case][1](sentinel)), tmp_path / "clean"
-    done = succeeded("sanitize", source, target)
+def test_payload_goes_and_all_else_stays(case):
+    source, target = poisoned({**RUNS, **NEVER_RUNS}[case][1]), Path("clean")
+    done = succeeded(f"sanitize {source} {target}")
     assert "left out" in done.stderr
-    assert grades(target) == {"data", "known"}
+    assert grades("clean") == {"data", "known"}
     assert contents(source).keys() == contents(target).keys()
     truth = Truth(FIXTURES / "s2_bf16_dp2")
     opened = zckpt.open(target)
     for name, value in truth.masters.items():
         assert_same(opened.read(name, "master"), value, name)
     assert "extra" not in torch.load(target / MODEL, weights_only=False)
-    assert not sentinel.exists()
+    assert not Path("sentinel").exists()
 
 
-def test_what_goes_is_listed_where_it_was(tmp_path):
-    source = poisoned(tmp_path, called(named("os:system"), text("true")))
+def test_what_goes_is_listed_where_it_was():
+    source = poisoned(called(named("os:system"), text("true")))
     poison(source / MODEL, b"](" + named("evil:function") + called(named("evil:Class")) + b"K\x07e", key="several")
-    document = json.loads(succeeded("sanitize", source, "clean", "--json").stdout)
+    document = json.loads(succeeded(f"sanitize {source} clean --json").stdout)
     assert sorted(map(tuple, (one.values() for one in document["removed"]))) == [
         (OPTIMIZER, "extra", "dangerous", "os.system"),
         (MODEL, "extra", "dangerous", "os.system"),
@@ -67,23 +56,23 @@ def test_what_goes_is_listed_where_it_was(tmp_path):
     assert torch.load(f"clean/{MODEL}", weights_only=False)["several"] == [None, None, 7]
 
 
-def test_clean_files_are_copied_byte_for_byte(tmp_path):
+def test_clean_files_are_copied_byte_for_byte():
     for name in ("s2_bf16_dp2", "hf_llama_s2_bf16_dp2"):
-        succeeded("sanitize", FIXTURES / name, name, "--quiet")
-        assert contents(tmp_path / name) == contents(FIXTURES / name)
+        succeeded(f"sanitize fixtures/{name} {name} --quiet")
+        assert contents(name) == contents(FIXTURES / name)
 
 
-def test_dry_run_says_what_would_go_and_writes_nothing(tmp_path):
-    source = poisoned(tmp_path, RUNS["os.system"][1](tmp_path / "sentinel"))
-    done = succeeded("sanitize", source, "clean", "--dry-run")
+def test_dry_run_says_what_would_go_and_writes_nothing():
+    source = poisoned(RUNS["os.system"][1])
+    done = succeeded(f"sanitize {source} clean --dry-run")
     assert f"left out {MODEL}:extra: os.system (dangerous)" in done.stdout
     assert not Path("clean").exists()
 
 
-def test_the_program_that_needs_the_known_classes_loads_them(tmp_path, monkeypatch):
+def test_the_program_that_needs_the_known_classes_loads_them(monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    source = poisoned(tmp_path, RUNS["os.system"][1](tmp_path / "sentinel"))
-    succeeded("sanitize", source, "clean", "--quiet")
+    source = poisoned(RUNS["os.system"][1])
+    succeeded(f"sanitize {source} clean --quiet")
     found = torch.load(f"clean/{OPTIMIZER}", weights_only=False)["optimizer_state_dict"]
     assert type(found["loss_scaler"]).__module__ == "deepspeed.runtime.fp16.loss_scaler"
     assert not Path("sentinel").exists()
@@ -98,7 +87,7 @@ class Odd(torch.Tensor):
     pass
 
 
-def saved(path: Path, value: object, *, is_legacy: bool = False) -> Path:
+def saved(path: str, value: object, *, is_legacy: bool = False) -> str:
     torch.save(value, path, _use_new_zipfile_serialization=not is_legacy)
     return path
 
@@ -138,85 +127,76 @@ def deep(levels: int, value: object) -> object:
 
 @pytest.mark.parametrize("is_legacy", [False, True])
 @pytest.mark.parametrize("case", TREES)
-def test_objects_go_from_a_tree_and_where_only_data_is_left_weights_only_loads_it(case, is_legacy, tmp_path):
+def test_objects_go_from_a_tree_and_where_only_data_is_left_weights_only_loads_it(case, is_legacy):
     make, expected = TREES[case]
-    source = saved(tmp_path / "m.pt", make(), is_legacy=is_legacy)
+    source = saved("m.pt", make(), is_legacy=is_legacy)
     assert not grades(source) <= {"data"}
-    succeeded("sanitize", source, "clean.pt", "--quiet")
-    assert grades(tmp_path / "clean.pt") == {"data"}
-    assert bits(torch.load("clean.pt", weights_only=True)) == bits(expected())
+    succeeded(f"sanitize {source} clean.pt --quiet")
+    assert grades("clean.pt") == {"data"}
+    assert_same_tree(torch.load("clean.pt", weights_only=True), expected())
 
 
-def test_what_was_shared_is_shared_still(tmp_path):
+def test_what_was_shared_is_shared_still():
     one = torch.ones(4)
     inner = [Unknown(1)]
-    source = saved(tmp_path / "m.pt", {"a": one, "b": one[1:], "list": inner, "same": inner, "model": base()["model"]})
-    succeeded("sanitize", source, "clean.pt", "--quiet")
+    source = saved("m.pt", {"a": one, "b": one[1:], "list": inner, "same": inner, "model": base()["model"]})
+    succeeded(f"sanitize {source} clean.pt --quiet")
     found = torch.load("clean.pt", weights_only=True)
     assert found["a"].untyped_storage().data_ptr() == found["b"].untyped_storage().data_ptr()
     assert found["list"] is found["same"]
     assert found["list"] == [None]
 
 
-def test_records_beside_the_tree_go_and_are_listed(tmp_path):
-    source = saved(tmp_path / "m.pt", base())
+def test_records_beside_the_tree_go_and_are_listed():
+    source = saved("m.pt", base())
     with zipfile.ZipFile(source, "a") as file:
-        file.writestr("m/extra.pkl", corpus.system(tmp_path / "sentinel") + b".")
-    document = json.loads(succeeded("sanitize", source, "clean.pt", "--json").stdout)
+        file.writestr("m/extra.pkl", corpus.system("sentinel") + b".")
+    document = json.loads(succeeded(f"sanitize {source} clean.pt --json").stdout)
     assert [one["place"] for one in document["removed"]] == ["extra.pkl"]
-    assert bits(torch.load("clean.pt", weights_only=True)) == bits(base())
+    assert_same_tree(torch.load("clean.pt", weights_only=True), base())
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_items_of_dcp_go_as_a_whole(tmp_path):
+def test_items_of_dcp_go_as_a_whole():
     state = {"model": base()["model"], "bad": Unknown(1), "good": {"a": [1, 2]}}
-    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    dcp.save(state, checkpoint_id="dcp", no_dist=True)
     found = zckpt.scan("dcp")
     assert {one["record"].partition(":")[0] for one in found.findings if one["grade"] == "unknown"} == {"bad"}
-    document = json.loads(succeeded("sanitize", "dcp", "clean", "--json").stdout)
+    document = json.loads(succeeded("sanitize dcp clean --json").stdout)
     assert [one["place"] for one in document["removed"]] == ["bad"]
-    assert grades(tmp_path / "clean") == {"data", "known"}
+    assert grades("clean") == {"data", "known"}
     loaded = {"model": {key: torch.zeros_like(one) for key, one in base()["model"].items()}}
-    dcp.load(loaded, checkpoint_id=str(tmp_path / "clean"), no_dist=True)
-    assert bits(loaded["model"]) == bits(base()["model"])
+    dcp.load(loaded, checkpoint_id="clean", no_dist=True)
+    assert_same_tree(loaded["model"], base()["model"])
 
 
-def test_files_that_cannot_be_followed_go_as_a_whole(tmp_path):
+def test_files_that_cannot_be_followed_go_as_a_whole():
     source = Path(shutil.copytree(FIXTURES / "s2_bf16_dp2", "run"))
     for name, data in {
-        "broken.pkl": corpus.PICKLES["nullifAI broken behind the payload"](tmp_path / "sentinel"),
+        "broken.pkl": corpus.PICKLES["nullifAI broken behind the payload"](Path("sentinel")),
         "packed.pt": b"7z\xbc\xaf\x27\x1c" + bytes(30),
-        "twice.pt": corpus.twice(corpus.HARMLESS, corpus.system(tmp_path / "sentinel") + b"."),
+        "twice.pt": corpus.twice(corpus.HARMLESS, corpus.system("sentinel") + b"."),
     }.items():
         (source / name).write_bytes(data)
-    document = json.loads(succeeded("sanitize", source, "clean", "--json").stdout)
+    document = json.loads(succeeded(f"sanitize {source} clean --json").stdout)
     assert {one["file"] for one in document["removed"]} == {"broken.pkl", "packed.pt", "twice.pt"}
-    assert contents(tmp_path / "clean") == contents(FIXTURES / "s2_bf16_dp2")
+    assert contents("clean") == contents(FIXTURES / "s2_bf16_dp2")
     assert not Path("sentinel").exists()
 
 
-def test_a_checkpoint_that_is_none_without_it_is_refused(tmp_path):
-    source = tmp_path / "m.pt"
-    source.write_bytes(corpus.archive(corpus.system(tmp_path / "sentinel") + b"."))
-    refused(3, "sanitize", source, "clean.pt", words=("m.pt",))
-    source = saved(tmp_path / "n.pt", {"w": torch.frombuffer(bytearray(pickle.dumps(print)), dtype=torch.uint8)})
-    refused(5, "sanitize", source, "clean.pt", words=("n.pt", "no checkpoint without"))
+def test_a_checkpoint_that_is_none_without_it_is_refused():
+    Path("m.pt").write_bytes(corpus.archive(corpus.system("sentinel") + b"."))
+    refused(3, "sanitize m.pt clean.pt", words="m.pt")
+    saved("n.pt", {"w": torch.frombuffer(bytearray(pickle.dumps(print)), dtype=torch.uint8)})
+    refused(5, "sanitize n.pt clean.pt", words=("n.pt", "no checkpoint without"))
     assert not Path("clean.pt").exists()
 
 
-def test_objects_of_known_classes_that_hold_others_stay_without_them(tmp_path):
-    payload = (
-        created(named("deepspeed.runtime.fp16.loss_scaler:LossScaler"))
-        + b"}("
-        + text("a")
-        + called(named("evil:Class"))
-        + text("b")
-        + b"K\x02ub"
-    )
-    source = poisoned(tmp_path, payload)
-    document = json.loads(succeeded("sanitize", source, "clean", "--json").stdout)
+def test_objects_of_known_classes_that_hold_others_stay_without_them():
+    scaler, evil = named("deepspeed.runtime.fp16.loss_scaler:LossScaler"), called(named("evil:Class"))
+    source = poisoned(created(scaler) + b"}(" + text("a") + evil + text("b") + b"K\x02ub")
+    document = json.loads(succeeded(f"sanitize {source} clean --json").stdout)
     assert {one["place"] for one in document["removed"]} == {"extra.state.a"}
-    called_with = called(named("deepspeed.runtime.fp16.loss_scaler:LossScaler"), called(named("evil:Class")))
-    source = poisoned(tmp_path / "other", called_with)
-    succeeded("sanitize", source, "clean2", "--quiet")
+    source = poisoned(called(scaler, evil), "other")
+    succeeded(f"sanitize {source} clean2 --quiet")
     assert "extra" not in zckpt.open("clean2").metadata
