@@ -8,14 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.cli.console import FIXTURES, ROOT, environment
+from tests.cli.console import COMMANDS, FIXTURES, ROOT, environment, words_of
+from tests.folders import names_in
 from tests.truth import Truth, assert_same
 
-PROGRAM = """
+BLOCKED = """
 import sys
 
 class Blocker:
@@ -24,29 +24,7 @@ class Blocker:
             raise ModuleNotFoundError(f"{{name}} is not to be imported", name=name)
 
 sys.meta_path.insert(0, Blocker())
-from zckpt.cli import main
-sys.argv[0] = "zckpt"
-main()
 """
-
-SEVERAL = PROGRAM.replace(
-    'sys.argv[0] = "zckpt"\nmain()\n',
-    """
-import contextlib, io, json
-
-done = []
-for arguments in json.load(sys.stdin):
-    sys.argv = ["zckpt", *arguments]
-    out, errors, status = io.StringIO(), io.StringIO(), 0
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-            main()
-    except SystemExit as exit_:
-        status = exit_.code or 0
-    done.append((status, out.getvalue(), errors.getvalue()))
-print(json.dumps(done))
-""",
-)
 
 EVERYTHING = ("torch", "deepspeed", "transformers", "safetensors")
 MODULES = sorted((ROOT / "zckpt").rglob("*.py"))
@@ -72,91 +50,57 @@ SOURCES = [
 ]  # fmt: skip
 
 
-def without(modules: tuple[str, ...], *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run the command line where these modules cannot be imported."""
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(blocked=set(modules)), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        check=False,
-    )
-
-
-def several_without(modules: tuple[str, ...], *commands: tuple[object, ...]) -> list[tuple[int, str, str]]:
-    """Run commands in one process where these modules cannot be imported; return status, output and errors of each."""
-    done = subprocess.run(
-        [sys.executable, "-c", SEVERAL.format(blocked=set(modules))],
-        input=json.dumps([[str(argument) for argument in command] for command in commands]),
-        capture_output=True,
-        text=True,
-        env=environment(),
-        check=False,
-    )
+def run_without(modules: tuple[str, ...], program: str, given: str = "") -> str:
+    """Run a program where these modules cannot be imported; return what it prints."""
+    words = [sys.executable, "-c", BLOCKED.format(blocked=set(modules)) + program]
+    done = subprocess.run(words, input=given, capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 0, done.stderr
-    return [(status, out, errors) for status, out, errors in json.loads(done.stdout)]
+    return done.stdout
+
+
+def commands_without(modules: tuple[str, ...], *commands: str) -> list[str]:
+    """Run commands, all in one process where these modules cannot be imported; return what each prints."""
+    said = json.loads(run_without(modules, COMMANDS, json.dumps([words_of(one) for one in commands])))
+    for command, (status, _, errors) in zip(commands, said, strict=True):
+        assert (status, errors if "inspect" in command else "") == (0, ""), (command, errors)
+    return [out for _, out, _ in said]
 
 
 def test_blocked_module_cannot_be_imported():
-    program = PROGRAM.format(blocked={"torch"}).replace("from zckpt.cli import main", "import torch")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert "torch is not to be imported" in done.stderr
+    program = "try:\n    import torch\nexcept ModuleNotFoundError as error:\n    print(error)"
+    assert run_without(("torch",), program) == "torch is not to be imported\n"
 
 
-def test_inspect_needs_neither_torch_nor_deepspeed():
-    commands = [
-        ("inspect", FIXTURES / source, *options)
-        for source in SOURCES
-        for options in (("--json",), ("--parameters", "--files", "--globals"))
-    ]
-    for command, (status, out, errors) in zip(commands, several_without(EVERYTHING, *commands), strict=True):
-        assert (status, errors) == (0, ""), command
-        if "--json" in command:
-            assert json.loads(out)["num_parameters"] > 0, command
-
-
-def test_safetensors_are_written_without_torch(tmp_path):
-    targets = {name: tmp_path / f"{name}.safetensors" for name in SAMPLE}
-    commands = (("consolidate", FIXTURES / name, one, "--slots", "all") for name, one in targets.items())
-    assert [status for status, _, _ in several_without(EVERYTHING, *commands)] == [0] * len(targets)
-    for name, one in targets.items():
-        model = load_file(one)
+def test_neither_what_is_inspected_nor_what_is_written_as_safetensors_needs_torch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    documents = [f"inspect fixtures/{source} --json" for source in SOURCES]
+    texts = [f"inspect fixtures/{source} --parameters --files --globals" for source in SOURCES]
+    written = [f"consolidate fixtures/{name} {name}.safetensors --slots all" for name in SAMPLE]
+    said = commands_without(EVERYTHING, *documents, *texts, *written)
+    assert all(json.loads(one)["num_parameters"] > 0 for one in said[: len(SOURCES)])
+    for name in SAMPLE:
+        model = load_file(f"{name}.safetensors")
         for parameter, value in Truth(FIXTURES / name).masters.items():
             assert_same(model[parameter], value, parameter)
 
 
-def test_everything_works_without_deepspeed(tmp_path):
-    targets = {
-        tmp_path / f"{dtype}{end}": dtype
-        for dtype in ("float32", "bfloat16", "float16", "keep")
-        for end in (".safetensors", ".pt", "")
-    }
-    results = several_without(
-        ("deepspeed",),
-        *(
-            ("consolidate", FIXTURES / "s2_bf16_dp2", one, "--dtype", dtype, "--slots", "all")
-            for one, dtype in targets.items()
-        ),
-    )
-    for one, (status, _, errors) in zip(targets, results, strict=True):
-        assert status == 0, errors
-        assert one.exists()
-
-
-def test_optimizer_and_model_written_without_deepspeed_load_in_torch(tmp_path):
-    done = without(("deepspeed",), "consolidate", FIXTURES / "s2_bf16_dp2", tmp_path / "model.pt", "--slots", "all")
-    assert done.returncode == 0, done.stderr
-    model = torch.load(tmp_path / "model.pt", weights_only=True)
-    optimizer = torch.load(tmp_path / "model.optimizer.pt", weights_only=True)
+def test_everything_works_without_deepspeed_and_what_is_written_loads_in_torch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    targets = {f"{dtype}{end}": dtype for dtype in ("float32", "bfloat16", "float16", "keep")
+               for end in (".safetensors", ".pt", "")}  # fmt: skip
+    source = "fixtures/s2_bf16_dp2"
+    commands = (f"consolidate {source} {one} --dtype {dtype} --slots all" for one, dtype in targets.items())
+    commands_without(("deepspeed",), *commands)
+    assert targets.keys() <= set(names_in())
+    model = torch.load("float32.pt", weights_only=True)
+    optimizer = torch.load("float32.optimizer.pt", weights_only=True)
     assert len(optimizer["state"]) == sum(len(group["params"]) for group in optimizer["param_groups"])
     for name, value in Truth(FIXTURES / "s2_bf16_dp2").masters.items():
         assert_same(model[name], value, name)
 
 
 def test_public_functions_work_without_deepspeed_and_modules_without_a_further_import(tmp_path):
-    program = PROGRAM.format(blocked={"deepspeed"}).replace(
-        "main()",
-        f"""
+    program = f"""
 import zckpt
 checkpoint = zckpt.open({str(FIXTURES / "s2_bf16_dp2")!r})
 assert checkpoint.read("fc1.weight", "exp_avg").shape == (13, 8)
@@ -164,25 +108,15 @@ zckpt.inspect(checkpoint)
 zckpt.consolidate(checkpoint, {str(tmp_path / "m.safetensors")!r}, dtype="bfloat16")
 print(zckpt.hf.prepare_resume.__name__, zckpt.dcp.Reader.__name__, zckpt.optim.__name__)
 print(zckpt.deepspeed.any_world_size.__name__)
-""",
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment(), check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-4:] == ["prepare_resume", "Reader", "zckpt.optim", "any_world_size"]
+"""
+    said = run_without(("deepspeed",), program).split()
+    assert said[-4:] == ["prepare_resume", "Reader", "zckpt.optim", "any_world_size"]
     assert (tmp_path / "m.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    "statement", ["import zckpt", "import zckpt.cli", "import zckpt.formats", "from zckpt import open"]
-)
-def test_import_of_zckpt_loads_neither_torch_nor_deepspeed(statement):
-    program = f"import sys; {statement}; print(sorted(m for m in sys.modules if m in ('torch', 'deepspeed', 'tqdm')))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment(), check=True
-    )
-    assert done.stdout == "[]\n"
+def test_import_of_zckpt_loads_neither_torch_nor_deepspeed():
+    imports = "import zckpt, zckpt.cli, zckpt.formats; from zckpt import open"
+    assert run_without((), f"{imports}; print({{'torch', 'deepspeed', 'tqdm'}} & set(sys.modules))") == "set()\n"
 
 
 def imported(nodes: Iterable[ast.AST]) -> set[str]:

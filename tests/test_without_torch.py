@@ -20,8 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import zckpt
-from tests.cli import console
-from tests.cli.console import FIXTURES, ROOT
+from tests.cli.console import COMMANDS, FIXTURES, ROOT, succeeded, words_of
 from tests.folders import contents
 
 if sys.version_info >= (3, 11):
@@ -29,52 +28,33 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # which pytest needs there
 
-SOURCE = FIXTURES / "s2_bf16_dp2"
-ADAPTER = ROOT / "tests" / "operations" / "adapters" / "of_s2_bf16_dp2"
-PROVED = ("--verify", "--fingerprint")
-TARGETS = {
-    "consolidate": ("model.safetensors", "--slots", "all"),
-    "consolidate torch": ("model.pt", "--slots", "all"),
-    "average": ("model.safetensors", SOURCE, "--slots", "all", "--verify"),
-    "merge-adapter": ("model.safetensors", "--verify"),
-    "reshard": ("run3", "--world-size", "3", *PROVED),
-    "strip": ("small", "--padding", "--optimizer"),
-    "sanitize": ("clean",),
-    "pack": ("store",),
-    "convert deepspeed": ("out", "--to", "deepspeed", *PROVED),
-    "convert universal": ("out", "--to", "universal", *PROVED),
-    "convert consolidated": ("out", "--to", "consolidated", *PROVED),
-    "convert zckpt": ("out", "--to", "zckpt", *PROVED),
-    "convert dcp": ("out", "--to", "dcp", *PROVED),
-    "convert zero-redundancy": ("out", "--to", "zero-redundancy", *PROVED),
-}
+SOURCE = "fixtures/s2_bf16_dp2"
+ADAPTER = f"{ROOT}/tests/operations/adapters/of_s2_bf16_dp2"
+PROVED = "--verify --fingerprint"
+WRITE = [
+    f"consolidate {SOURCE} model.safetensors --slots all",
+    f"consolidate {SOURCE} model.pt --slots all",
+    f"average {SOURCE} {SOURCE} --target mean.safetensors --slots all --verify",
+    f"merge-adapter {SOURCE} {ADAPTER} merged.safetensors --verify",
+    f"reshard {SOURCE} run3 --world-size 3 {PROVED}",
+    f"strip {SOURCE} small --padding --optimizer",
+    f"sanitize {SOURCE} clean",
+    f"pack {SOURCE} store",
+    *(f"convert {SOURCE} {to} --to {to} {PROVED}"
+      for to in ("deepspeed", "universal", "consolidated", "zckpt", "dcp", "zero-redundancy")),
+]  # fmt: skip
 READ = [
-    ("inspect", SOURCE, "--json", "--files"),
-    ("verify", SOURCE, "--deep", "--json"),
-    ("scan", SOURCE, "--json"),
-    ("diff", SOURCE, SOURCE),
-    ("diff", "--series", SOURCE, SOURCE),
-    ("fingerprint", SOURCE, "--json"),
-    ("stats", SOURCE, "--json"),
-    ("show", SOURCE, "fc1.weight", "--json"),
-    ("resume-check", SOURCE, "--for", "deepspeed", "--json"),
-    ("pack", SOURCE, "ignored", "--dry-run"),
+    f"inspect {SOURCE} --json --files",
+    f"verify {SOURCE} --deep --json",
+    f"scan {SOURCE} --json",
+    f"diff {SOURCE} {SOURCE}",
+    f"diff --series {SOURCE} {SOURCE}",
+    f"fingerprint {SOURCE} --json",
+    f"stats {SOURCE} --json",
+    f"show {SOURCE} fc1.weight --json",
+    f"resume-check {SOURCE} --for deepspeed --json",
+    f"pack {SOURCE} ignored --dry-run",
 ]
-COMMANDS = """
-import contextlib, io, json, sys
-from zckpt.cli import main
-
-said = []
-for command in json.load(sys.stdin):
-    sys.argv, out, errors, status = ["zckpt", *command], io.StringIO(), io.StringIO(), 0
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-            main()
-    except SystemExit as error:
-        status = error.code
-    said.append([status, out.getvalue(), errors.getvalue()])
-print(json.dumps(said))
-"""
 PROGRAM = """
 import json, sys
 import zckpt
@@ -135,62 +115,51 @@ def python(shared) -> Path:
     return shared("without-torch", install)
 
 
-def run(python: Path, *arguments: object, given: str = "") -> subprocess.CompletedProcess[str]:
+def run(python: Path, *arguments: object, given: str = "", at: Path = Path("/")) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     command = [python, *map(str, arguments)]
-    return subprocess.run(command, input=given, capture_output=True, text=True, env=environment, cwd="/", check=False)
+    return subprocess.run(command, input=given, capture_output=True, text=True, env=environment, cwd=at, check=False)
 
 
-def arguments_of(verb: str, directory: Path) -> list[object]:
-    """A command of `TARGETS` that writes into a directory."""
-    target, *options = TARGETS[verb]
-    before = {"average": ["--target"], "merge-adapter": [ADAPTER]}.get(verb, [])
-    return [verb.split(maxsplit=1)[0], SOURCE, *before, directory / target, *options]
-
-
-def write(python: Path, directory: Path) -> tuple[Path, list[list[Any]]]:
-    for verb in TARGETS:
-        (directory / verb).mkdir()
-    commands = [*READ, *(arguments_of(verb, directory / verb) for verb in TARGETS)]
-    listed = json.dumps([[str(word) for word in command] for command in commands])
-    done = run(python, "-c", COMMANDS, given=listed)
+def run_all(python: Path, directory: Path) -> tuple[Path, list[list[Any]]]:
+    done = run(python, "-c", COMMANDS, given=json.dumps([words_of(one) for one in READ + WRITE]), at=directory)
     assert done.returncode == 0, done.stderr
     return directory, json.loads(done.stdout)
 
 
 @pytest.fixture
 def without(python, shared) -> tuple[Path, list[list[Any]]]:
-    """Where each verb has written, and what the verbs that read, and then these, have said, all in one process."""
-    return shared("written-without-torch", partial(write, python))
+    """Where the verbs have written, and what each has said, all in one process."""
+    return shared("written-without-torch", partial(run_all, python))
 
 
 def test_torch_is_not_there(python):
     assert "No module named 'torch'" in run(python, "-c", "import torch").stderr
 
 
-@pytest.mark.parametrize("verb", TARGETS)
-def test_verbs_that_write_write_the_same_without_torch(verb, without, tmp_path):
+def test_verbs_that_write_write_the_same_without_torch(without, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     directory, said = without
-    status, _, errors = said[len(READ) + list(TARGETS).index(verb)]
-    assert status == 0, errors
-    console.succeeded(*arguments_of(verb, tmp_path))
-    if verb == "convert zckpt":  # whose files have a number of the save that they belong to
-        target = TARGETS[verb][0]
-        assert zckpt.diff(tmp_path / target, directory / verb / target).equal
-        return
-    assert contents(tmp_path) == contents(directory / verb)
+    for command, (status, _, errors) in zip(WRITE, said[len(READ) :], strict=True):
+        assert status == 0, (command, errors)
+        succeeded(command)
+    mine, its = contents(), contents(directory)
+    assert mine.keys() == its.keys()
+    differ = {name.partition("/")[0] for name, data in mine.items() if its[name] != data}
+    assert differ <= {"zckpt"}  # whose files have a number of the save that they belong to
+    assert zckpt.diff("zckpt", directory / "zckpt").equal
 
 
 def test_verbs_that_read_say_the_same_without_torch(without):
-    for arguments, (status, out, errors) in zip(READ, without[1], strict=False):
-        assert (status, out) == (0, console.succeeded(*arguments).stdout), errors
+    for command, (status, out, errors) in zip(READ, without[1], strict=False):
+        assert (status, out) == (0, succeeded(command).stdout), errors
 
 
 def test_a_map_is_drawn_without_torch_and_says_what_a_png_needs(python, tmp_path):
-    done = run(python, "-m", "zckpt", "map", SOURCE, tmp_path / "map.svg")
+    done = run(python, "-m", "zckpt", "map", FIXTURES / "s2_bf16_dp2", tmp_path / "map.svg")
     assert done.returncode == 0, done.stderr
-    done = run(python, "-m", "zckpt", "map", SOURCE, tmp_path / "map.png")
+    done = run(python, "-m", "zckpt", "map", FIXTURES / "s2_bf16_dp2", tmp_path / "map.png")
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "zckpt: a PNG needs matplotlib, which is not installed; pip install 'zckpt[png]', or write .svg"
@@ -198,7 +167,7 @@ def test_a_map_is_drawn_without_torch_and_says_what_a_png_needs(python, tmp_path
 
 
 def test_what_needs_torch_says_so_in_one_line(python, tmp_path):
-    done = run(python, "-c", PROGRAM, SOURCE, tmp_path)
+    done = run(python, "-c", PROGRAM, FIXTURES / "s2_bf16_dp2", tmp_path)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     training = "training needs torch, which is not installed; pip install 'zckpt[train]'"

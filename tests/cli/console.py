@@ -49,6 +49,24 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "zckpt", *words_of(*arguments)]
 
 
+COMMANDS = """
+import contextlib, io, json, sys
+from zckpt.cli import main
+
+said = []
+for command in json.load(sys.stdin):
+    sys.argv, out, errors, status = ["zckpt", *command], io.StringIO(), io.StringIO(), 0
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+            main()
+    except SystemExit as exit_:
+        status = exit_.code or 0
+    said.append([status, out.getvalue(), errors.getvalue()])
+print(json.dumps(said))
+"""
+"""A program of its own, which runs commands and tells the status, the output and the errors of each."""
+
+
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run `zckpt ARGUMENTS` to its end."""
     from zckpt.cli import main

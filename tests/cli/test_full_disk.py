@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.console import FIXTURES, environment
+from tests.cli.console import environment
 
 SCRIPT = 'mount -t tmpfs -o "$1" none "$2" || exit 99; exec "$3" -c "$4" "$2"'
 """$1 the mount options, $2 the mount point, $3 Python, $4 a program."""
@@ -20,29 +20,28 @@ from tests.cli.console import run
 place = sys.argv[1]
 said = []
 for command in json.load(sys.stdin):
-    done = run(*command)
+    done = run(command)
     said.append([done.returncode, done.stdout, done.stderr, os.listdir(place)])
 print(json.dumps(said))
 """
 """Runs commands, and says of each what it said, and what was there when it had ended."""
 
-VERBS = {
-    "reshard": ("reshard", "--world-size", "12"),
-    "universal": ("convert", "--to", "universal"),
-    "zckpt": ("convert", "--to", "zckpt", "--world-size", "12"),
-    "dcp": ("convert", "--to", "dcp", "--world-size", "12"),
-    "consolidated": ("convert", "--to", "consolidated"),
-    "zero-redundancy": ("convert", "--to", "zero-redundancy", "--world-size", "12"),
-    "consolidate": ("consolidate", "--slots", "all"),
-}
+VERBS = [
+    "reshard --world-size 12",
+    "convert --to universal",
+    "convert --to zckpt --world-size 12",
+    "convert --to dcp --world-size 12",
+    "convert --to consolidated",
+    "convert --to zero-redundancy --world-size 12",
+    "consolidate --slots all",
+]
 
 
-def on_tmpfs(options: str, place: Path, *verbs: str) -> list[tuple[int, str, str, list[str]]]:
-    """Run verbs, one after the other, with a tmpfs at `place`, which only that process sees."""
+def on_tmpfs(options: str, place: Path) -> list[tuple[int, str, str, list[str]]]:
+    """Run the verbs, one after the other, with a tmpfs at `place`, which only that process sees."""
     place.mkdir()
     command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", SCRIPT, "sh", options, place]
-    commands = [[first, str(FIXTURES / "s2_bf16_dp4"), str(place / verb), *rest]
-                for verb in verbs for first, *rest in [VERBS[verb]]]  # fmt: skip
+    commands = [f"{verb} fixtures/s2_bf16_dp4 {place}/out" for verb in VERBS]
     done = subprocess.run(
         [*command, sys.executable, PROGRAM], input=json.dumps(commands),
         capture_output=True, text=True, env=environment(), timeout=120, check=False,
@@ -59,7 +58,7 @@ def on_tmpfs(options: str, place: Path, *verbs: str) -> list[tuple[int, str, str
 )
 def test_nothing_is_left_on_a_full_disk(options, words, tmp_path):
     """Both are seen before anything is written: too few bytes, or no room for so many files."""
-    for status, out, errors, left in on_tmpfs(options, tmp_path / "disk", *VERBS):
+    for status, out, errors, left in on_tmpfs(options, tmp_path / "disk"):
         assert (status, out, left) == (4, "", []), errors
         assert len(errors.splitlines()) == 1, errors
         assert words in errors
