@@ -1,11 +1,5 @@
-from __future__ import annotations
+"""Tests here name files alone."""
 
-from pathlib import Path
+from tests.folders import in_an_empty_directory
 
-import pytest
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every test here run in `tmp_path`, so that a name alone is one of its files."""
-    monkeypatch.chdir(tmp_path)
+__all__ = ["in_an_empty_directory"]

@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.folders import in_an_empty_directory
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every test here run in `tmp_path`, so that a name alone is one of its files."""
-    monkeypatch.chdir(tmp_path)
-
+__all__ = ["in_an_empty_directory"]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -52,14 +50,18 @@ class Opened:
     told: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else a page of Playwright has."""
+        return getattr(self.page, name)
+
     def text(self, selector: str) -> str:
-        return self.page.locator(selector).inner_text()
+        return self.locator(selector).inner_text()
 
     def button(self, name: str | re.Pattern[str], **options: Any) -> Locator:
-        return self.page.get_by_role("button", name=name, **options)
+        return self.get_by_role("button", name=name, **options)
 
     def checkbox(self, name: str | re.Pattern[str], **options: Any) -> Locator:
-        return self.page.get_by_role("checkbox", name=name, **options)
+        return self.get_by_role("checkbox", name=name, **options)
 
     def press(self, *keys: str) -> None:
         for key in keys:

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import expect
 
 from tests.pairwise import some
 from tests.report import documents
@@ -64,7 +64,7 @@ def page_of(kind: str) -> str:
 
 
 def walk(opened: Opened) -> None:
-    opened.page.locator("#map-stage").focus()
+    opened.locator("#map-stage").focus()
     opened.press("ArrowRight", "ArrowDown", "End", "Enter", "Home", "+", "-", "Escape")
     opened.assert_clean()
 
@@ -101,7 +101,7 @@ CONTRAST = """
 """
 
 
-def assert_readable(page: Page) -> None:
+def assert_readable(page: Opened) -> None:
     """Nothing is wider than the narrow screen that it is on, and text stands out from its ground, in light and dark."""
     assert page.evaluate("document.documentElement.scrollWidth") == 320
     page.set_viewport_size({"width": 1280, "height": 900})
@@ -113,23 +113,23 @@ def assert_readable(page: Page) -> None:
 
 def search(opened: Opened, text: str) -> str:
     """Type into the search field and return what it answers."""
-    field = opened.page.get_by_role("searchbox")
+    field = opened.get_by_role("searchbox")
     field.fill(text)
-    answer = opened.page.locator("#search-answer")
+    answer = opened.locator("#search-answer")
     expect(answer).to_have_attribute("data-query", text)
     return answer.inner_text()
 
 
 def rows(opened: Opened, table: str) -> list[str]:
     """The first cells of a table's rows that are in the page."""
-    return opened.page.locator(f"#{table} tbody tr[data-index] th").all_inner_texts()
+    return opened.locator(f"#{table} tbody tr[data-index] th").all_inner_texts()
 
 
 def test_search_counts_filters_marks_and_leads_to_the_first_match(show):
     opened = show(page_of("inspect"))
     assert search(opened, "Layers.1 mlp") == "3 of 21 parameters match"
     assert rows(opened, "parameters") == [f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
-    tiles = opened.page.locator(".tile.match").evaluate_all("(tiles) => tiles.map((tile) => tile.node.name)")
+    tiles = opened.locator(".tile.match").evaluate_all("(tiles) => tiles.map((tile) => tile.node.name)")
     assert tiles == ["model.layers", "model.layers.1", "model.layers.1.mlp"]
     assert search(opened, "model.layers.?.*norm.weight") == "4 of 21 parameters match"
     for query in ("layers.*.q_proj", "layers.1*proj", "ayers.?.self"):  # a wildcard may be anywhere
@@ -137,11 +137,11 @@ def test_search_counts_filters_marks_and_leads_to_the_first_match(show):
     assert search(opened, "nothing of this name") == "No parameter matches"
     assert opened.text("#parameters td.empty") == "None"
     opened.press("Escape")
-    assert opened.page.get_by_role("searchbox").input_value() == ""
-    assert opened.page.locator(".tile.faint").count() == 0
+    assert opened.get_by_role("searchbox").input_value() == ""
+    assert opened.locator(".tile.faint").count() == 0
     search(opened, "layers.1.mlp.up")
     opened.press("Enter")
-    chosen = opened.page.locator("#chosen")
+    chosen = opened.locator("#chosen")
     assert chosen.get_by_role("heading").inner_text() == "model.layers.1.mlp.up_proj.weight"
     text = chosen.inner_text()
     assert "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt" in text
@@ -153,25 +153,25 @@ def test_search_counts_filters_marks_and_leads_to_the_first_match(show):
 def test_the_map_has_the_colours_of_the_scheme_and_dims_what_does_not_match(show):
     opened = show(page_of("inspect"), color_scheme="light")
     pixel = "() => Array.from(document.querySelector('canvas').getContext('2d').getImageData(%d, 70, 1, 1).data)"
-    light = opened.page.evaluate(pixel % 400)
-    opened.page.emulate_media(color_scheme="dark")
+    light = opened.evaluate(pixel % 400)
+    opened.emulate_media(color_scheme="dark")
     opened.settle()
-    dark = opened.page.evaluate(pixel % 400)
+    dark = opened.evaluate(pixel % 400)
     assert (light, dark) == ([0x3F, 0x6F, 0xA6, 255], [0x5B, 0x8F, 0xCB, 255])
-    before = opened.page.evaluate(pixel % 150)
+    before = opened.evaluate(pixel % 150)
     search(opened, "embed_tokens")
     opened.settle()
-    assert opened.page.evaluate(pixel % 150) == before
-    assert opened.page.evaluate(pixel % 400) != dark
+    assert opened.evaluate(pixel % 150) == before
+    assert opened.evaluate(pixel % 400) != dark
 
 
 def test_a_share_of_a_parameter_is_told_by_its_elements(show):
     opened = show(inspected("s3_bf16_dp3"))
     search(opened, "prime")
     opened.press("Enter")
-    runs = opened.page.locator("#chosen-spans tbody tr[data-index]").all_inner_texts()
+    runs = opened.locator("#chosen-spans tbody tr[data-index]").all_inner_texts()
     assert [re.findall(r"\[.*?\)", run) for run in runs] == [["[0, 3)"], ["[3, 6)"], ["[6, 7)"]]
-    opened.page.locator("#map-stage").focus()
+    opened.locator("#map-stage").focus()
     opened.press("ArrowDown")
     assert "master float32: elements [3, 6) of 7, 12 B" in opened.text("#map .detail")
     walk(opened)
@@ -180,19 +180,19 @@ def test_a_share_of_a_parameter_is_told_by_its_elements(show):
 def tab_to(opened: Opened, selector: str, most: int = 40) -> None:
     for _ in range(most):
         opened.press("Tab")
-        if opened.page.evaluate("(s) => document.activeElement.matches(s)", selector):
+        if opened.evaluate("(s) => document.activeElement.matches(s)", selector):
             return
     raise AssertionError(f"Tab does not reach {selector}")
 
 
 def test_map_is_reached_moved_in_and_zoomed_by_keyboard(show):
     opened = show(page_of("inspect"))
-    detail = opened.page.locator("#map .detail")
+    detail = opened.locator("#map .detail")
     back = opened.button("Back to the part seen before")
     tab_to(opened, "#map-stage")
     assert "model.embed_tokens.weight" in detail.inner_text()
     assert "model file" in detail.inner_text()
-    assert opened.page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    assert opened.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     opened.press("ArrowDown", "ArrowRight")
     assert "model.layers.0.self_attn.q_proj.weight" in detail.inner_text()
     assert "all 256 elements" in detail.inner_text()
@@ -213,15 +213,15 @@ def test_map_is_reached_moved_in_and_zoomed_by_keyboard(show):
 
 def test_pointer_shows_and_drags(show):
     opened = show(page_of("inspect"))
-    box = opened.page.locator("#map-stage").bounding_box()
+    box = opened.locator("#map-stage").bounding_box()
     assert box is not None
-    opened.page.mouse.move(box["x"] + 200, box["y"] + 60)
-    tip = opened.page.locator("#map .tip")
+    opened.mouse.move(box["x"] + 200, box["y"] + 60)
+    tip = opened.locator("#map .tip")
     assert "model.embed_tokens.weight" in tip.inner_text()
     assert "all 1,072 elements" in tip.inner_text()
-    opened.page.mouse.down()
-    opened.page.mouse.move(box["x"] + 420, box["y"] + 60)
-    opened.page.mouse.up()
+    opened.mouse.down()
+    opened.mouse.move(box["x"] + 420, box["y"] + 60)
+    opened.mouse.up()
     opened.settle()
     assert opened.button("Back to the part seen before").is_enabled()
     opened.assert_clean()
@@ -231,20 +231,20 @@ def test_treemap_and_tables_by_keyboard(show):
     opened = show(page_of("inspect"))
     tab_to(opened, ".tile")
     opened.press("Enter")
-    trail = opened.page.get_by_role("navigation", name="Module shown")
+    trail = opened.get_by_role("navigation", name="Module shown")
     assert "layers" in trail.inner_text()
-    assert opened.page.evaluate("document.activeElement.matches('.tile')")
-    first = opened.page.evaluate("document.activeElement.getAttribute('aria-label')")
+    assert opened.evaluate("document.activeElement.matches('.tile')")
+    first = opened.evaluate("document.activeElement.getAttribute('aria-label')")
     opened.press("ArrowRight")
-    assert opened.page.evaluate("document.activeElement.getAttribute('aria-label')") != first
+    assert opened.evaluate("document.activeElement.getAttribute('aria-label')") != first
     opened.press("Escape")
     assert trail.get_by_role("button").count() == 0
 
-    opened.page.get_by_text("The map as a table").click()
+    opened.get_by_text("The map as a table").click()
     assert rows(opened, "rows") == ["model file", "rank 0", "rank 1"]
-    assert "9.98 kB" in opened.page.locator("#rows tbody tr[data-index]").first.inner_text()
-    table = opened.page.locator("#parameters table")
-    opened.page.locator("#parameters").get_by_role("button", name="Elements").click()
+    assert "9.98 kB" in opened.locator("#rows tbody tr[data-index]").first.inner_text()
+    table = opened.locator("#parameters table")
+    opened.locator("#parameters").get_by_role("button", name="Elements").click()
     assert rows(opened, "parameters")[0] == "model.embed_tokens.weight"
     assert table.locator("th[aria-sort=descending]").inner_text().startswith("Elements")
     table.focus()
@@ -257,13 +257,13 @@ def test_treemap_and_tables_by_keyboard(show):
 def test_slots_and_order_may_be_chosen(show):
     opened = show(inspected("s2_bf16_dp4"))
     picture = "() => document.querySelector('canvas').toDataURL()"
-    before = opened.page.evaluate(picture)
+    before = opened.evaluate(picture)
     opened.checkbox("exp_avg_sq").uncheck()
     opened.settle()
-    without = opened.page.evaluate(picture)
-    opened.page.get_by_role("combobox", name="Parameters").select_option("model")
+    without = opened.evaluate(picture)
+    opened.get_by_role("combobox", name="Parameters").select_option("model")
     opened.settle()
-    assert len({before, without, opened.page.evaluate(picture)}) == 3
+    assert len({before, without, opened.evaluate(picture)}) == 3
     opened.assert_clean()
 
 
@@ -289,25 +289,24 @@ UNNAMED = """() => [...document.querySelectorAll('button, input, select, table, 
 def test_page_loads_nothing_and_is_for_everybody(kind, show):
     """Also printed, where long tables are whole."""
     opened = show(page_of(kind), width=320 if kind in NAMED else 1280)
-    page = opened.page
-    assert page.get_by_role("heading", level=1).count() == 1
-    assert page.get_by_role("main").inner_text()
+    assert opened.get_by_role("heading", level=1).count() == 1
+    assert opened.get_by_role("main").inner_text()
     if kind in NAMED:
-        assert_readable(page)
-        tree = page.locator("body").aria_snapshot()
+        assert_readable(opened)
+        tree = opened.locator("body").aria_snapshot()
         for expected in NAMED[kind]:
             role, _, name = expected.partition(" ")
             assert re.search(rf"{role}\b.*{re.escape(name.strip(chr(39)))}", tree), (expected, tree[:3000])
-        assert page.evaluate(UNNAMED) == []
-        live = page.locator("[aria-live=polite]").evaluate_all("(all) => all.map((one) => one.id || one.className)")
+        assert opened.evaluate(UNNAMED) == []
+        live = opened.locator("[aria-live=polite]").evaluate_all("(all) => all.map((one) => one.id || one.className)")
         assert kind != "inspect" or live == ["search-answer", "detail", "detail small"]
-        page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+        opened.evaluate("window.dispatchEvent(new Event('beforeprint'))")
         for table, count in LONG.get(kind, {}).items():
             assert len(rows(opened, table)) == count
-        assert page.locator("details:not([open])").count() == 0
-        page.evaluate("window.dispatchEvent(new Event('afterprint'))")
-        assert page.locator("details[open]").count() == 0
-        assert page.pdf(format="A4").startswith(b"%PDF-")
+        assert opened.locator("details:not([open])").count() == 0
+        opened.evaluate("window.dispatchEvent(new Event('afterprint'))")
+        assert opened.locator("details[open]").count() == 0
+        assert opened.pdf(format="A4").startswith(b"%PDF-")
     opened.assert_clean()
 
 
@@ -357,12 +356,12 @@ def hostile_history() -> str:
 )
 def test_hostile_names_are_text(make, has_search, show):
     opened = show(make())
-    opened.page.on("dialog", lambda dialog: pytest.fail(f"a name ran as a script: {dialog.message}"))
+    opened.on("dialog", lambda dialog: pytest.fail(f"a name ran as a script: {dialog.message}"))
     text = opened.text("body")
     assert '</script><script>alert("name")</script>.weight' in text
     assert "<img src=x onerror=alert(1)>.weight" in text
-    assert opened.page.locator("img").count() == 0
-    assert opened.page.locator("script").count() == 2
+    assert opened.locator("img").count() == 0
+    assert opened.locator("script").count() == 2
     if has_search:
         search(opened, "script")
         opened.press("Enter")
@@ -377,7 +376,7 @@ def test_data_in_the_page_holds_nothing_that_html_could_read():
 
 def test_policy_forbids_what_the_page_does_not_bring_along(show):
     opened = show(page_of("inspect"))
-    ran = opened.page.evaluate(
+    ran = opened.evaluate(
         """async () => {
             const script = document.createElement('script');
             script.textContent = 'window.ran = true';
@@ -395,18 +394,17 @@ def test_thousands_of_parameters_on_a_thousand_ranks(layers, rank, show):
     html = inspection(large(layers=layers, per_layer=100, ranks=1024))
     assert len(html) < 200_000 * layers
     opened = show(html)
-    page = opened.page
-    assert page.locator("*").count() < 8000
+    assert opened.locator("*").count() < 8000
     assert search(opened, "layers.17.") == f"100 of {100 * layers:,} parameters match"
     opened.press("Enter")
     assert opened.text("#chosen-name") == "model.layers.17.mlp.experts.0.up_proj.weight"
     assert f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" in opened.text("#chosen")
-    assert page.get_by_role("grid", name="Parameters and buffers").get_attribute("aria-rowcount") == "101"
-    page.locator("#map-stage").focus()
+    assert opened.get_by_role("grid", name="Parameters and buffers").get_attribute("aria-rowcount") == "101"
+    opened.locator("#map-stage").focus()
     opened.press("Enter", "ArrowRight", "Enter", "ArrowDown", "Shift+ArrowDown", "Escape", "Escape")
-    page.get_by_role("searchbox").fill("")
-    expect(page.locator("#search-answer")).to_have_attribute("data-query", "")
-    page.locator("#parameters .scroll").evaluate("(one) => { one.scrollTop = one.scrollHeight }")
+    opened.get_by_role("searchbox").fill("")
+    expect(opened.locator("#search-answer")).to_have_attribute("data-query", "")
+    opened.locator("#parameters .scroll").evaluate("(one) => { one.scrollTop = one.scrollHeight }")
     opened.settle()
     assert rows(opened, "parameters")[-1] == f"model.layers.{layers - 1}.mlp.experts.24.norm.weight"
     opened.assert_clean()
@@ -415,15 +413,15 @@ def test_thousands_of_parameters_on_a_thousand_ranks(layers, rank, show):
 def again(opened: Opened, part: str) -> None:
     """Open the page anew, in the same window, at the address that it has when that names a part of its state."""
     expect(opened.page).to_have_url(re.compile(f"#.*{part}="))
-    address = opened.page.url
-    opened.page.goto("about:blank")
-    opened.page.goto(address)
+    address = opened.url
+    opened.goto("about:blank")
+    opened.goto(address)
     opened.settle()
 
 
 def test_heat_map_says_the_worst_change_and_leads_to_the_tensors(show):
     opened = show(diff_page(documents.diff(layers=30)))
-    cells = opened.page.locator("#heat")
+    cells = opened.locator("#heat")
     for label in (
         "lm_head, weight: 1 of 1 parameter changed, at most \u221e",
         "model.embed_tokens, master: 1 of 1 parameter",
@@ -442,7 +440,7 @@ def test_heat_map_says_the_worst_change_and_leads_to_the_tensors(show):
 
 def test_heat_map_of_few_parameters_is_by_module(show):
     opened = show(diff_page(documents.diff(layers=3)))
-    layers = opened.page.locator("#heat tbody th").all_inner_texts()
+    layers = opened.locator("#heat tbody th").all_inner_texts()
     assert "model.layers.2.self_attn.v_proj" in layers
     assert len(layers) == 3 * 4 + 4
 
@@ -450,10 +448,10 @@ def test_heat_map_of_few_parameters_is_by_module(show):
 def test_histogram_counts_all_or_the_chosen_tensor(show):
     document = documents.diff()
     opened = show(diff_page(document))
-    histogram = opened.page.locator("#histogram")
+    histogram = opened.locator("#histogram")
     with_one = [one for one in document["different"] if one["histogram"]]
     assert f"{40 * len(with_one):,}" in histogram.inner_text()
-    opened.page.locator("#different tbody tr[data-index]").first.click()
+    opened.locator("#different tbody tr[data-index]").first.click()
     assert "model.layers.0.self_attn.q_proj.weight, weight" in histogram.inner_text()
     assert f"{40 * len(with_one):,}" not in histogram.inner_text()
     opened.button("All tensors").click()
@@ -470,13 +468,13 @@ def test_figures_that_are_missing_or_not_finite_are_shown_as_such(show):
 
 def test_series_draws_what_moved_most_and_what_is_chosen(show):
     opened = show(page_of("series"))
-    lines = opened.page.locator("#lines li")
+    lines = opened.locator("#lines li")
     assert lines.count() == 6
-    assert opened.page.locator("#change path.line").count() == 6
+    assert opened.locator("#change path.line").count() == 6
     search(opened, "layers.3. exp_avg")
     opened.press("Enter")
     assert lines.last.inner_text() == "model.layers.3.mlp.weight exp_avg"
-    opened.page.locator("#norm .chart").focus()
+    opened.locator("#norm .chart").focus()
     opened.press("ArrowLeft")
     assert opened.text("#norm .detail").startswith("step 700")
     opened.assert_clean()
@@ -489,7 +487,7 @@ def test_series_draws_what_moved_most_and_what_is_chosen(show):
 
 def test_findings_are_listed_filtered_by_severity_and_marked_in_the_map(show):
     opened = show(page_of("verify"))
-    articles = opened.page.get_by_role("article")
+    articles = opened.get_by_role("article")
     assert articles.count() == 3
     first = articles.first.inner_text()
     for part in ("ZC-301", "3 elements are NaN", "finite", "3 NaN", "rank_1", "model.norm.weight", "resume from"):
@@ -497,7 +495,7 @@ def test_findings_are_listed_filtered_by_severity_and_marked_in_the_map(show):
     assert "<i>a file</i>" in articles.last.inner_text()
     opened.checkbox(re.compile("^error")).uncheck()
     assert articles.count() == 2
-    assert "Not sound: 1 error, 1 warning, 1 note." in opened.page.get_by_role("banner").inner_text()
+    assert "Not sound: 1 error, 1 warning, 1 note." in opened.get_by_role("banner").inner_text()
     again(opened, "without")
     assert articles.count() == 2
     red = """() => {
@@ -508,15 +506,14 @@ def test_findings_are_listed_filtered_by_severity_and_marked_in_the_map(show):
     }"""
     opened.checkbox(re.compile("^error")).check()
     opened.settle()
-    assert opened.page.evaluate(red) > 20
-    assert show(page_of("sound")).page.evaluate(red) == 0
+    assert opened.evaluate(red) > 20
+    assert show(page_of("sound")).evaluate(red) == 0
 
 
 def test_figures_are_those_of_the_command_and_a_row_shows_its_histogram(show):
     document = stats(LLAMA).as_dict()
     opened = show(stats_page(document))
-    page = opened.page
-    shown = page.locator("#histogram table")
+    shown = opened.locator("#histogram table")
     assert "All tensors" in shown.inner_text()
     row = next(one for one in document["slots"] if one["slot"] == "master" and one["numel"] > 100)
     search(opened, f"{row['name']} master")
@@ -525,7 +522,7 @@ def test_figures_are_those_of_the_command_and_a_row_shows_its_histogram(show):
     assert f"master of {row['name']}" in shown.inner_text()
     counts = [int(cell.replace(",", "")) for cell in shown.locator("td.right:nth-child(3)").all_inner_texts()]
     assert counts == [*row["magnitudes"].values()] + [row["zeros"]] * bool(row["zeros"])
-    page.locator("#layers tbody tr[data-index]").nth(5).click()
+    opened.locator("#layers tbody tr[data-index]").nth(5).click()
     layer = document["layers"][5]
     assert f"{layer['slot']} of {layer['name']}" in shown.inner_text()
     counts = [int(cell.replace(",", "")) for cell in shown.locator("td.right:nth-child(3)").all_inner_texts()]
@@ -536,14 +533,14 @@ def test_figures_are_those_of_the_command_and_a_row_shows_its_histogram(show):
 def test_what_is_not_finite_is_said_first(show):
     document = stats(LLAMA).as_dict()
     document["slots"][3] |= {"nan": 2, "mean": "nan", "norm": "nan"}
-    page = show(stats_page(document)).page
+    page = show(stats_page(document))
     assert "1 tensor of 80 hold NaN" in page.locator(".verdict.bad").inner_text()
 
 
 def test_a_table_is_saved_as_it_is_sorted(show):
     document = documents.diff()
     opened = show(diff_page(document))
-    with opened.page.expect_download() as told:
+    with opened.expect_download() as told:
         opened.button("Save as CSV: Tensors that differ").click()
     text = Path(told.value.path()).read_text()
     lines = text.splitlines()
@@ -555,7 +552,7 @@ def test_a_table_is_saved_as_it_is_sorted(show):
 
 
 def test_a_run_is_drawn_along_its_steps_by_what_is_sound(show):
-    page = show(page_of("history")).page
+    page = show(page_of("history"))
     bars = page.locator("svg.bars").first.locator("rect")
     assert [bar.get_attribute("class") for bar in bars.all()] == ["bar-sound", "bar-bad", "bar-latest"]
     first, middle, last = (float(str(bar.get_attribute("x"))) for bar in bars.all())
@@ -571,16 +568,16 @@ def test_a_link_leads_to_what_is_seen(show):
     opened.press("Enter")
     opened.button("Zoom in").click()
     opened.checkbox("exp_avg", exact=True).uncheck()
-    opened.page.locator("#parameters").get_by_role("button", name="Elements").click()
+    opened.locator("#parameters").get_by_role("button", name="Elements").click()
     opened.button(re.compile(r"^model\.layers\.1,")).press("Enter")
     before = rows(opened, "parameters")
     again(opened, "module")
-    assert opened.page.get_by_role("searchbox").input_value() == "layers.1 mlp"
+    assert opened.get_by_role("searchbox").input_value() == "layers.1 mlp"
     assert rows(opened, "parameters") == before
     assert opened.text("#chosen-name") == "model.layers.1.mlp.gate_proj.weight"
     assert not opened.checkbox("exp_avg", exact=True).is_checked()
     assert opened.checkbox("exp_avg_sq").is_checked()
-    assert opened.page.get_by_role("navigation", name="Module shown").locator("[aria-current]").inner_text() == "1"
+    assert opened.get_by_role("navigation", name="Module shown").locator("[aria-current]").inner_text() == "1"
     assert opened.button("Back", exact=False).is_enabled()
     assert opened.text("#parameters th[aria-sort=descending]") == "Elements"
     assert opened.told == []
@@ -589,20 +586,20 @@ def test_a_link_leads_to_what_is_seen(show):
 def test_a_link_that_says_nothing_shows_the_page(show):
     opened = show(page_of("inspect"))
     for link in ("view=5 1 0 0", "view=x&chosen=nothing&module=constructor&sort-files=-x", "a"):
-        opened.page.goto("about:blank")
-        opened.page.goto(f"{opened.address}#{link}")
+        opened.goto("about:blank")
+        opened.goto(f"{opened.address}#{link}")
         opened.settle()
-        assert opened.page.locator("#map-stage").is_visible(), link
+        assert opened.locator("#map-stage").is_visible(), link
         assert opened.told == [], link
 
 
 def test_many_layers_are_shown_as_ranges_with_their_numbers(show):
     opened = show(inspection(large(layers=400, per_layer=4, ranks=4)))
-    names = opened.page.locator(".treemap .depth-0 .name").all_inner_texts()
+    names = opened.locator(".treemap .depth-0 .name").all_inner_texts()
     assert sorted(names, key=lambda name: int(name.split("\u2013")[0])) == [
         f"{first}\u2013{first + 19}" for first in range(0, 400, 20)
     ]
     opened.button(re.compile(r"\.40\u201359,")).press("Enter")
-    inside = opened.page.locator(".treemap .depth-0 .name").all_inner_texts()
+    inside = opened.locator(".treemap .depth-0 .name").all_inner_texts()
     assert len(inside) == 20
     assert {name.split(".")[0] for name in inside} == {str(n) for n in range(40, 60)}

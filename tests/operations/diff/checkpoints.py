@@ -64,7 +64,3 @@ def resave(path: Path, change: Callable[[Any], Any]) -> None:
     changed = change(content)
     torch.save(content if changed is None else changed, path)
     assert zipfile.is_zipfile(path)
-
-
-def optimizer_files(source: Path) -> list[Path]:
-    return sorted(source.rglob("*_optim_states.pt"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,9 +65,9 @@ def test_tensors_of_several_leaves(numel):
     assert zckpt.fingerprint("model.pt", memory=1).entries == {"weight": {"weight": digest(weight)}}
 
 
-def test_weights_and_masters_count_each(tmp_path):
+def test_weights_and_masters_count_each():
     for key in ("weight", "master"):
-        copy = copied("s2_bf16_dp2", tmp_path / key)
+        copy = copied("s2_bf16_dp2", key)
         before = zckpt.fingerprint(copy)
         rewrite(copy, "fc1.weight", key, 3, lambda x: x + 1)
         after = zckpt.fingerprint(copy)
@@ -74,9 +75,9 @@ def test_weights_and_masters_count_each(tmp_path):
         assert after.text != before.text
 
 
-def test_masters_of_the_weights_type_are_left_out_where_they_are_the_weights(tmp_path):
+def test_masters_of_the_weights_type_are_left_out_where_they_are_the_weights():
     assert not any("master" in one for one in zckpt.fingerprint(FIXTURES / "s2_fp32_dp2").entries.values())
-    copy = copied("s2_fp32_dp2", tmp_path)
+    copy = copied("s2_fp32_dp2")
     rewrite(copy, "fc1.weight", "master", 3, lambda x: x + 1)
     assert [n for n, one in zckpt.fingerprint(copy).entries.items() if "master" in one] == ["fc1.weight"]
 
@@ -98,18 +99,15 @@ def test_changes_name_what_is_gone_and_new():
     assert [(one.name, one.entry) for one in found] == [("old", None), ("x", "weight"), ("new", None)]
 
 
-def test_stored_digests_are_checked(tmp_path):
+def test_stored_digests_are_checked():
     found = zckpt.fingerprint(FIXTURES / "s2_bf16_dp2")
-    file = tmp_path / "digests.json"
+    file = Path("digests.json")
     file.write_bytes(bytes_of(found))
     assert read_digests(file) == found
     document = json.loads(file.read_text())
+    more = {**document["entries"], "x": {"a": "b"}}
     bad: list[tuple[type[Exception], str, Any]] = [
-        (
-            DamagedFileError,
-            "changed since it was written",
-            {**document, "entries": {**document["entries"], "x": {"a": "b"}}},
-        ),
+        (DamagedFileError, "changed since it was written", {**document, "entries": more}),
         (UnsupportedError, "another version", {**document, "fingerprint": "zckpt2:00"}),
         (DamagedFileError, "holds no digests", {"fingerprint": "zckpt1:00"}),
         (DamagedFileError, "holds no digests", {**document, "entries": {"x": {"a": 1}}}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 
 import zckpt
 from tests.cli.console import FIXTURES
-from tests.operations.diff.checkpoints import copied, flip, optimizer_files, resave, rewrite, slot_of
+from tests.operations.diff.checkpoints import copied, flip, resave, rewrite, slot_of
 
 SEED = 7
 
@@ -46,7 +45,7 @@ def drawn(copy: Path, chance: random.Random, key: str) -> tuple[str, int]:
 
 
 def one_element(key: str, change: Callable[[Any], Any]) -> Mutation:
-    def mutate(copy: Path, chance: random.Random) -> Expected:
+    def mutate(copy, chance):
         name, element = drawn(copy, chance, key)
         rewrite(copy, name, key, element, change)
         return Expected({(name, key)}, count=1, first=element)
@@ -55,7 +54,7 @@ def one_element(key: str, change: Callable[[Any], Any]) -> Mutation:
 
 
 def one_bit(key: str, bits: int) -> Mutation:
-    def mutate(copy: Path, chance: random.Random) -> Expected:
+    def mutate(copy, chance):
         name, element = drawn(copy, chance, key)
         flip(copy, name, key, element, chance.randrange(bits))
         return Expected({(name, key)}, count=1, first=element)
@@ -63,7 +62,7 @@ def one_bit(key: str, bits: int) -> Mutation:
     return mutate
 
 
-def swapped_parameters(copy: Path, chance: random.Random) -> Expected:
+def swapped_parameters(copy, _):
     shapes = trained(copy)
     one, other = next((a, b) for a in shapes for b in shapes if a < b and shapes[a] == shapes[b])
     opened = zckpt.open(copy)
@@ -74,80 +73,72 @@ def swapped_parameters(copy: Path, chance: random.Random) -> Expected:
     return Expected({(one, "exp_avg"), (other, "exp_avg")})
 
 
-def in_optimizer_files(change: Callable[[dict[str, Any]], Any], expected: Expected) -> Mutation:
-    def mutate(copy: Path, chance: random.Random) -> Expected:
-        for path in optimizer_files(copy):
-            resave(path, lambda content: change(content["optimizer_state_dict"]))
+def in_files(pattern: str, change: Callable[[dict[str, Any]], Any], expected: Expected) -> Mutation:
+    """Change what files hold, each in the same way."""
+
+    def mutate(copy, _):
+        for path in copy.rglob(pattern):
+            resave(path, change)
         return expected
 
     return mutate
 
 
-def learning_rate(state: dict[str, Any]) -> None:
-    state["base_optimizer_state"]["param_groups"][1]["lr"] *= 2
+def in_optimizer(change: Callable[[dict[str, Any]], Any], *settings: str) -> Mutation:
+    """Change the base optimizer's state dict on all ranks."""
+
+    def of_rank(content):
+        change(content["optimizer_state_dict"]["base_optimizer_state"])
+
+    return in_files("*_optim_states.pt", of_rank, Expected(settings=set(settings)))
 
 
-def stale_step(state: dict[str, Any]) -> None:
-    for one in state["base_optimizer_state"]["state"].values():
+def in_model(change: Callable[[dict[str, Any]], Any], **expected: Any) -> Mutation:
+    return in_files("mp_rank_00_model_states.pt", change, Expected(**expected))
+
+
+def learning_rate(state):
+    state["param_groups"][1]["lr"] *= 2
+
+
+def stale_step(state):
+    for one in state["state"].values():
         one["step"] = one["step"] - 1
 
 
-def betas(state: dict[str, Any]) -> None:
-    state["base_optimizer_state"]["param_groups"][0]["betas"] = (0.9, 0.5)
+def betas(state):
+    state["param_groups"][0]["betas"] = (0.9, 0.5)
 
 
-def dropped_slot(copy: Path, chance: random.Random) -> Expected:
+def dropped_slot(copy, chance):
     names = {(name, "exp_avg_sq") for name, p in zckpt.open(copy).parameters.items() if "exp_avg_sq" in p.slots}
-
-    def drop(content: dict[str, Any]) -> None:
-        for one in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
-            del one["exp_avg_sq"]
-
-    for path in optimizer_files(copy):
-        resave(path, drop)
+    in_optimizer(lambda state: [one.pop("exp_avg_sq") for one in state["state"].values()])(copy, chance)
     return Expected(only_in_a=names)
 
 
-def in_model_file(change: Callable[[dict[str, Any]], Any], expected: Expected) -> Mutation:
-    def mutate(copy: Path, chance: random.Random) -> Expected:
-        (path,) = copy.rglob("mp_rank_00_model_states.pt")
-        resave(path, change)
-        return expected
-
-    return mutate
-
-
-def buffer_changed(content: dict[str, Any]) -> None:
+def buffer_changed(content):
     content["module"][sorted(content["buffer_names"])[0]].view(-1)[0] += 1
 
 
-def frozen_widened(content: dict[str, Any]) -> None:
+def frozen_widened(content):
     content["module"]["frozen_odd"] = content["module"]["frozen_odd"].float()
 
 
-def frozen_reshaped(content: dict[str, Any]) -> None:
+def frozen_reshaped(content):
     weight = content["module"]["frozen_odd"]
     content["module"]["frozen_odd"] = weight.reshape(1, *weight.shape)
     if content.get("frozen_param_shapes"):
         content["frozen_param_shapes"]["frozen_odd"] = content["module"]["frozen_odd"].shape
 
 
-def buffer_lost(content: dict[str, Any]) -> None:
+def buffer_lost(content):
     name = sorted(content["buffer_names"])[0]
     content["buffer_names"].remove(name)
     del content["module"][name]
 
 
-def client_value(content: dict[str, Any]) -> None:
-    content["client_note"] = "new"
-
-
-def counter(content: dict[str, Any]) -> None:
+def counter(content):
     content["global_samples"] += 1
-
-
-def scheduler(content: dict[str, Any]) -> None:
-    content["lr_scheduler"] = {"last_batch_iteration": 4}
 
 
 FIRST_BUFFER = next(iter(sorted(zckpt.open(FIXTURES / "s2_bf16_dp2").buffers)))
@@ -163,35 +154,38 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
     "one bit of a shard of ZeRO-3": ("s3_bf16_dp3", one_bit("exp_avg", 32)),
     "one bit of a momentum": ("s2_bf16_dp2_sgdm", one_bit("momentum_buffer", 32)),
     "parameters of one shape swapped": ("s2_bf16_dp2", swapped_parameters),
-    "learning rate": ("s2_bf16_dp2", in_optimizer_files(learning_rate, Expected(settings={"param_groups[1].lr"}))),
-    "betas": ("s2_bf16_dp2", in_optimizer_files(betas, Expected(settings={"param_groups[0].betas[1]"}))),
-    "step": (
-        "s2_bf16_dp2",
-        in_optimizer_files(stale_step, Expected(settings={f"param_groups[{i}].state.step" for i in range(3)})),
-    ),
+    "learning rate": ("s2_bf16_dp2", in_optimizer(learning_rate, "param_groups[1].lr")),
+    "betas": ("s2_bf16_dp2", in_optimizer(betas, "param_groups[0].betas[1]")),
+    "step": ("s2_bf16_dp2", in_optimizer(stale_step, *(f"param_groups[{i}].state.step" for i in range(3)))),
     "slot dropped": ("s2_bf16_dp2", dropped_slot),
-    "buffer": ("s2_bf16_dp2", in_model_file(buffer_changed, Expected({(FIRST_BUFFER, "weight")}, count=1, first=0))),
-    "buffer lost": ("s2_bf16_dp2", in_model_file(buffer_lost, Expected(only_in_a={(FIRST_BUFFER, None)}))),
-    "dtype": ("s2_bf16_dp2", in_model_file(frozen_widened, Expected({("frozen_odd", "weight")}, count=0))),
-    "shape": ("s2_bf16_dp2", in_model_file(frozen_reshaped, Expected({("frozen_odd", "weight")}))),
-    "client state": ("s2_bf16_dp2", in_model_file(client_value, Expected(settings={"metadata.client_note"}))),
-    "counter": ("s2_bf16_dp2", in_model_file(counter, Expected(settings={"metadata.global_samples"}))),
+    "buffer": ("s2_bf16_dp2", in_model(buffer_changed, changed={(FIRST_BUFFER, "weight")}, count=1, first=0)),
+    "buffer lost": ("s2_bf16_dp2", in_model(buffer_lost, only_in_a={(FIRST_BUFFER, None)})),
+    "dtype": ("s2_bf16_dp2", in_model(frozen_widened, changed={("frozen_odd", "weight")}, count=0)),
+    "shape": ("s2_bf16_dp2", in_model(frozen_reshaped, changed={("frozen_odd", "weight")})),
+    "client state": (
+        "s2_bf16_dp2",
+        in_model(lambda content: content.update(client_note="new"), settings={"metadata.client_note"}),
+    ),
+    "counter": ("s2_bf16_dp2", in_model(counter, settings={"metadata.global_samples"})),
     "scheduler": (
         "s2_bf16_dp2",
-        in_model_file(scheduler, Expected(settings={"metadata.lr_scheduler.last_batch_iteration"})),
+        in_model(
+            lambda content: content.update(lr_scheduler={"last_batch_iteration": 4}),
+            settings={"metadata.lr_scheduler.last_batch_iteration"},
+        ),
     ),
 }
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in MUTATIONS.values()}))
-def test_a_copy_is_equal(name, tmp_path):
-    assert zckpt.diff(FIXTURES / name, copied(name, tmp_path)).equal
+def test_a_copy_is_equal(name):
+    assert zckpt.diff(FIXTURES / name, copied(name)).equal
 
 
 @pytest.mark.parametrize("what", MUTATIONS)
-def test_mutation_is_named_and_nothing_else(what, tmp_path):
+def test_mutation_is_named_and_nothing_else(what):
     name, mutate = MUTATIONS[what]
-    copy = copied(name, tmp_path)
+    copy = copied(name)
     before = zckpt.fingerprint(copy)
     expected = mutate(copy, random.Random(f"{SEED} {what}"))
     found = zckpt.diff(FIXTURES / name, copy)
@@ -207,8 +201,8 @@ def test_mutation_is_named_and_nothing_else(what, tmp_path):
         assert zckpt.fingerprint(copy) != before
 
 
-def test_nan_and_inf_are_counted_on_their_side(tmp_path):
-    copy = copied("s2_bf16_dp2", tmp_path)
+def test_nan_and_inf_are_counted_on_their_side():
+    copy = copied("s2_bf16_dp2")
     rewrite(copy, "fc1.weight", "master", 3, lambda _: float("nan"))
     rewrite(copy, "fc1.weight", "master", 5, lambda _: float("-inf"))
     (changed,) = zckpt.diff(FIXTURES / "s2_bf16_dp2", copy).changed
@@ -227,10 +221,10 @@ def test_nan_and_inf_are_counted_on_their_side(tmp_path):
         ({1: {"a": 5}}, {"1.a": 6}, "x.1.a"),
     ],
 )
-def test_keys_that_read_alike_hide_no_value(first, second, place, tmp_path):
-    def saved(name: str, content: object) -> Path:
+def test_keys_that_read_alike_hide_no_value(first, second, place):
+    def saved(name: str, content: object) -> str:
         torch.save({"model": {"w": torch.ones(2)}, "x": content}, name)
-        return tmp_path / name
+        return name
 
     def other(tree: object, value: int) -> object:
         if isinstance(tree, dict):
@@ -253,10 +247,11 @@ def test_names_that_read_alike_hide_no_value():
     assert (found.key, found.a, found.b) == ("metadata.x.y (2)", 5, 7)
 
 
-def test_random_state_in_client_state_is_compared_byte_by_byte(tmp_path):
-    copy = copied("s2_bf16_dp2_client", tmp_path)
-    (path,) = copy.rglob("mp_rank_00_model_states.pt")
+def test_random_state_in_client_state_is_compared_byte_by_byte():
     keys = []
+
+    def add(content):
+        content["some_rng"] = torch.arange(200, dtype=torch.uint8)
 
     def change(content):
         for key, value in content.items():
@@ -264,16 +259,10 @@ def test_random_state_in_client_state_is_compared_byte_by_byte(tmp_path):
                 value[100] ^= 1
                 keys.append(key)
 
-    def add(content):
-        content["some_rng"] = torch.arange(200, dtype=torch.uint8)
-
-    resave(path, add)
-    first = tmp_path / "first"
-    copy.rename(first)
-    second = tmp_path / "second"
-    shutil.copytree(first, second)
-    (path,) = second.rglob("mp_rank_00_model_states.pt")
-    resave(path, change)
+    first, second = (copied("s2_bf16_dp2_client", name) for name in ("first", "second"))
+    for path in Path().rglob("mp_rank_00_model_states.pt"):
+        resave(path, add)
+    resave(next(second.rglob("mp_rank_00_model_states.pt")), change)
     assert "some_rng" in keys
     found = zckpt.diff(first, second)
     assert {one.key for one in found.settings} == {f"metadata.{key}" for key in keys}
@@ -281,12 +270,12 @@ def test_random_state_in_client_state_is_compared_byte_by_byte(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_a_quantised_tensor_in_client_state_is_compared_code_by_code(tmp_path):
+def test_a_quantised_tensor_in_client_state_is_compared_code_by_code():
     for side, second in (("first", 0.3), ("second", 0.8)):
-        (path,) = copied("s2_bf16_dp2", tmp_path / side).rglob("mp_rank_00_model_states.pt")
+        (path,) = copied("s2_bf16_dp2", side).rglob("mp_rank_00_model_states.pt")
         codes = torch.quantize_per_tensor(torch.tensor([0.1, second, 0.5]), 0.1, 0, torch.qint8)
         resave(path, lambda content, codes=codes: content.update(codes=codes))
-    first, second = (tmp_path / side / "copy" for side in ("first", "second"))
+    first, second = (f"{side}/copy" for side in ("first", "second"))
     assert zckpt.diff(first, first).equal
     assert [(one.key, one.b) for one in zckpt.diff(first, second).settings] == [
         ("metadata.codes.tensor", "differs in 1 of 3")
