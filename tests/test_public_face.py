@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import inspect
 import pickle
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
 
 import zckpt
 from tests.cli.console import FIXTURES
+from tests.damage import copy, flip
+from tests.logical import assert_same_tree
 from tests.refusals import refusing
-from tests.truth import Truth, assert_same, bits
+from tests.truth import Truth, assert_state, bits
 from zckpt.errors import DamagedFileError
 
 READ = [
@@ -132,19 +132,11 @@ def test_errors_are_one_family_with_an_exit_status(name):
 @pytest.mark.parametrize("name", READ)
 def test_read_gives_every_slot_of_every_parameter_the_models_own_weights_and_buffers(name):
     truth, opened = Truth(FIXTURES / name), zckpt.open(FIXTURES / name)
-    for slot in truth.slots:
-        for parameter, value in truth.kind(slot).items():
-            assert_same(opened.read(parameter, slot), value, f"{slot}/{parameter}")
-    for parameter, value in truth.masters.items():
-        assert_same(opened.read(parameter, "master"), value, parameter)
+    assert_state(opened, truth)
     for parameter, value in truth.weights.items():
         if parameter not in truth.buffers and ("s3_" not in name or parameter in truth.frozen):
-            found = opened.read(parameter, "weight")
-            assert found.dtype == value.dtype, parameter
-            assert_same(found, value, parameter)
-    assert set(opened.buffers) == set(truth.buffers)
-    for buffer, value in truth.buffers.items():
-        assert torch.equal(bits(opened.read(buffer)), value)
+            assert_same_tree(opened.read(parameter, "weight"), value, parameter)
+    assert_same_tree({name: bits(opened.read(name)) for name in opened.buffers}, truth.buffers)
 
 
 def test_read_of_a_tied_name_gives_its_owners_values():
@@ -165,15 +157,9 @@ def test_read_of_a_plain_file_is_what_torch_loads(name):
     opened = zckpt.open(path)
     loaded = torch.load(path, weights_only=False)
     tensors = next((v for k, v in loaded.items() if k in ("model", "state_dict", "module")), loaded)
-    compared = 0
-    for key, value in tensors.items():
-        if isinstance(value, torch.Tensor):
-            found = opened.read(key)
-            assert found.dtype == value.dtype, key
-            assert found.shape == value.shape, key
-            assert torch.equal(bits(found), bits(value)), key
-            compared += 1
-    assert compared > 5
+    loaded = {key: value for key, value in tensors.items() if isinstance(value, torch.Tensor)}
+    assert len(loaded) > 5
+    assert_same_tree({key: opened.read(key) for key in loaded}, loaded)
 
 
 def test_tensor_that_was_read_can_be_written_to():
@@ -232,22 +218,19 @@ def test_errors_carry_their_data_and_survive_pickling():
 
 @pytest.mark.parametrize("name", ["s0_bf16_dp2", "s3_bf16_dp2"])
 def test_what_is_read_is_held_against_the_checksums_that_lie_there(name, tmp_path):
-    shutil.copytree(FIXTURES / name, tmp_path / name)
-    opened = zckpt.open(tmp_path / name)
+    opened = zckpt.open(copy(name, tmp_path))
     fc1 = opened.parameters["fc1.weight"].slots["exp_avg"].spans[0]
-    damaged = bytearray(Path(fc1.path).read_bytes())
-    damaged[fc1.offset] ^= 1
-    Path(fc1.path).write_bytes(damaged)
+    flip(fc1.path, fc1.offset)
 
     def refused():
-        every = [(one.name, slot) for one in opened.parameters.values() for slot in one.slots]
-        return sum(isinstance(outcome(*each), DamagedFileError) for each in every)
-
-    def outcome(parameter, slot):
-        try:
-            return opened.read(parameter, slot)
-        except DamagedFileError as error:
-            return error
+        refusals = 0
+        for parameter in opened.parameters.values():
+            for slot in parameter.slots:
+                try:
+                    opened.read(parameter.name, slot)
+                except DamagedFileError:
+                    refusals += 1
+        return refusals
 
     assert refused() == refused() == 1
     assert opened.read("fc1.weight", "exp_avg", verify=False).any()

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zckpt
-from tests.cli.console import FIXTURES, run, succeeded
+from tests.cli.console import FIXTURES, refused, succeeded
 from tests.refusals import refusing
 from zckpt.operations.stats import Distribution, _measured, layer_of
 
@@ -114,17 +114,15 @@ def test_layers_sum_up_what_is_of_one_name_to_its_number():
 
 
 def test_what_is_printed():
-    document = json.loads(succeeded("stats", FIXTURES / "s2_bf16_dp2", "--json", "--parameters", "fc*").stdout)
-    printed = succeeded("stats", FIXTURES / "s2_bf16_dp2", "--csv", "--parameters", "fc*").stdout
-    lines = list(csv.DictReader(io.StringIO(printed)))
+    command = "stats fixtures/s2_bf16_dp2"
+    document = json.loads(succeeded(command, "--json --parameters fc*").stdout)
+    lines = list(csv.DictReader(io.StringIO(succeeded(command, "--csv --parameters fc*").stdout)))
     assert [(one["name"], one["slot"], float(one["max"])) for one in lines] == [
         (one["name"], one["slot"], one["max"]) for one in document["slots"]
     ]
-    text = succeeded("stats", FIXTURES / "s2_bf16_dp2", "--layers").stdout
-    assert text.splitlines()[1].split() == [
-        "layer", "slot", "dtype", "numel", "min", "max", "mean", "std", "norm", "zeros", "nan", "inf",
-    ]  # fmt: skip
-    assert run("stats", FIXTURES / "s2_bf16_dp2", "--slots", "momentum").returncode == 2
-    assert run("stats", FIXTURES / "s2_bf16_dp2", "--csv", "--json").returncode == 2
+    heads = "layer slot dtype numel min max mean std norm zeros nan inf"
+    assert succeeded(command, "--layers").stdout.splitlines()[1].split() == heads.split()
+    refused(2, command, "--slots momentum")
+    refused(2, command, "--csv --json")
     with refusing(zckpt.UsageError, "no such slot: expected some of weight, master"):
         zckpt.stats(FIXTURES / "s2_bf16_dp2", slots=["momentum"])

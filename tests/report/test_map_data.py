@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,17 @@ READ = [
 ]  # fmt: skip
 
 
+def shares(runs: list[int]) -> Iterator[tuple[int, range]]:
+    """Each row that holds a part of a cut, and the places of the cut's axis that it holds."""
+    for at in range(0, len(runs), 6):
+        row, number, start, share, stop, _ = runs[at : at + 6]
+        for i in range(number):
+            yield row + i, range(start + i * share, min(start + (i + 1) * share, stop))
+
+
 def elements(cut: list[Any]) -> Counter[int]:
     """How often each place of a cut's axis is held by some row."""
-    _, _, _, runs = cut
-    held: Counter[int] = Counter()
-    for at in range(0, len(runs), 6):
-        _, number, start, share, stop, _ = runs[at : at + 6]
-        for i in range(number):
-            held.update(range(start + i * share, min(start + (i + 1) * share, stop)))
-    return held
+    return Counter(place for _, places in shares(cut[3]) for place in places)
 
 
 def by_row(data: dict[str, Any], slot: int) -> list[int]:
@@ -46,17 +49,14 @@ def by_row(data: dict[str, Any], slot: int) -> list[int]:
             if slot not in slots:
                 continue
             itemsize = data["dtypes"][dtypes[slots.index(slot)]][1]
-            for at in range(0, len(runs), 6):
-                row, number, start, share, stop, _ = runs[at : at + 6]
-                for i in range(number):
-                    found[row + i] += itemsize * (min(start + (i + 1) * share, stop) - start - i * share)
+            for row, places in shares(runs):
+                found[row] += itemsize * len(places)
     return found
 
 
 def opened(name: str) -> tuple[Checkpoint, dict[str, Any]]:
     checkpoint = open_checkpoint(FIXTURES / name)
-    data: dict[str, Any] = layout_map(checkpoint)
-    return checkpoint, json.loads(json.dumps(data))
+    return checkpoint, json.loads(json.dumps(layout_map(checkpoint)))
 
 
 @pytest.mark.parametrize("name", READ)
@@ -94,9 +94,9 @@ def test_rows_of_tensor_parallel_ranks_name_both():
 
 def test_rows_are_in_order_whatever_the_order_of_the_files():
     checkpoint = flat({"a": (30, 10), "b": (25,)}, 12)
-    expected: Any = layout_map(checkpoint)
+    expected = layout_map(checkpoint)
     checkpoint.files.reverse()
-    found: Any = layout_map(checkpoint)
+    found = layout_map(checkpoint)
     assert [row["label"] for row in found["rows"]] == ["model file", *(f"rank {rank}" for rank in range(12))]
     assert found == expected
 
@@ -142,7 +142,7 @@ def test_a_box_that_is_no_run_is_named():
 
 
 def test_slots_may_be_chosen():
-    data: Any = layout_map(open_checkpoint(FIXTURES / "s2_bf16_dp2"), slots=["exp_avg"])
+    data = layout_map(open_checkpoint(FIXTURES / "s2_bf16_dp2"), slots=["exp_avg"])
     assert data["slots"] == ["exp_avg"]
     assert all(len(row["held"]) == 1 for row in data["rows"])
 
@@ -166,7 +166,7 @@ def test_what_a_rule_says_is_drawn_without_its_spans(name, monkeypatch):
 
 def test_equal_shares_of_many_ranks_are_one_entry():
     shapes = {f"layers.{i}.weight": (7 + i, 11) for i in range(20)}
-    data: Any = layout_map(per_parameter(shapes, 64))
+    data = layout_map(per_parameter(shapes, 64))
     for one in data["parameters"]:
         [[_, _, numel, runs]] = one["cuts"]
         held = [shard_share(numel, 64, rank)[1] for rank in range(64)]
@@ -176,13 +176,13 @@ def test_equal_shares_of_many_ranks_are_one_entry():
 @pytest.mark.parametrize("layers", some([20], [100]))
 def test_data_of_many_parameters_on_many_ranks_stays_small(layers):
     checkpoint = large(layers=layers, per_layer=100, ranks=1024)
-    data: Any = layout_map(checkpoint)
+    data = layout_map(checkpoint)
     assert (len(data["parameters"]), len(data["rows"])) == (100 * layers, 1025)
     assert len(json.dumps(data)) < 40_000 * layers
     assert sum(row["held"][1] for row in data["rows"]) == 4 * sum(p.numel for p in checkpoint.parameters.values())
 
 
 def test_parameters_without_elements_or_slots_do_no_harm():
-    data: Any = layout_map(flat({"empty": (0, 4), "one": (1,), "w": (5, 5)}, 3))
+    data = layout_map(flat({"empty": (0, 4), "one": (1,), "w": (5, 5)}, 3))
     assert [one["numel"] for one in data["parameters"]] == [0, 1, 25]
     assert layout_map(Checkpoint(source="none", format="deepspeed"))["rows"] == []
