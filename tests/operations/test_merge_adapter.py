@@ -126,11 +126,11 @@ def test_verls_actor_is_base_and_adapter_and_says_its_scale():
 def test_experts_that_the_base_has_one_by_one_are_merged_as_a_map_has_them():
     """In blocks that hold parts of experts, too; and back under the names of the files."""
     mlp = "model.layers.0.block_sparse_moe"
-    base = {f"{mlp}.experts.{e}.w{n}.weight": torch.randn(700, 300) if n != 2 else torch.randn(300, 700)
+    base = {f"{mlp}.experts.{e}.w{n}.weight": torch.randn(350, 150) if n != 2 else torch.randn(150, 350)
             for e in range(3) for n in (1, 2, 3)}  # fmt: skip
     save_file(base, "base.safetensors")
     module = "model.layers.0.mlp.experts"
-    gate, down = factors(f"{module}.base_layer", 1400, 300, 6), factors(module, 300, 700, 6)
+    gate, down = factors(f"{module}.base_layer", 700, 150, 6), factors(module, 150, 350, 6)
     path = adapter({**gate, **down}, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
     with refusing(zckpt.UsageError, "do not fit the model's parameters.*--map"):
         zckpt.merge_adapter("base.safetensors", path, "live.safetensors")
@@ -150,7 +150,7 @@ def test_experts_that_the_base_has_one_by_one_are_merged_as_a_map_has_them():
     assert_close(found, expected)
 
     # the same adapter, one of each expert's matrices, whichever way PEFT took the tensors to lie; and back
-    sizes = {"model_type": "mixtral", "num_local_experts": 3, "hidden_size": 300, "intermediate_size": 700}
+    sizes = {"model_type": "mixtral", "num_local_experts": 3, "hidden_size": 150, "intermediate_size": 350}
     Path("config.json").write_text(json.dumps(sizes))
     split = {"map": "peft-experts-mixtral", "map_config": "config.json"}
     zckpt.consolidate(path, "split", **split)
