@@ -21,7 +21,7 @@ CKPT = "fixtures/other/plain_adamw/ckpt.pt"
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An unsound file about which more is printed than a pipe holds."""
     path = tmp_path_factory.mktemp("large") / "model.pt"
-    torch.save({f"layers.{i}.{'x' * 60}.weight": torch.tensor([float("nan")]) for i in range(3000)}, path)
+    torch.save({f"layers.{i}.{'x' * 60}.weight": torch.tensor([float("nan")]) for i in range(1500)}, path)
     return path
 
 
