@@ -144,10 +144,7 @@ class Words(nn.Module):
             self.norm = LayerNorm()
 
     def forward(self, ids):
-        local = ids - tp.grid.tensor_rank * len(self.weight)
-        outside = (local < 0) | (local >= len(self.weight))
-        found = functional.embedding(local.masked_fill(outside, 0), self.weight)
-        x = tp._Reduce.apply(found.masked_fill(outside[..., None], 0))
+        x = tp.looked_up(ids, self.weight)
         return self.norm(x) if hasattr(self, "norm") else x
 
 
@@ -170,11 +167,7 @@ class EmbeddingPipe(nn.Module):
 
 
 def logits_of(embedding: EmbeddingPipe, x: torch.Tensor) -> torch.Tensor:
-    return _logits(x, embedding.word_embeddings_weight)
-
-
-def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return tp._Gather.apply(functional.linear(tp._Copy.apply(x), weight))[..., :VOCABULARY]
+    return tp.logits(x, embedding.word_embeddings_weight)
 
 
 class LMHeadPipe(nn.Module):
@@ -183,7 +176,7 @@ class LMHeadPipe(nn.Module):
         self.lm_head = Linear(HIDDEN, padded(ranks()), bias=False)
 
     def forward(self, x):
-        return _logits(x, self.lm_head.weight)
+        return tp.logits(x, self.lm_head.weight)
 
 
 class Attention(nn.Module):
@@ -339,9 +332,7 @@ def merge(name: str, slices: list[torch.Tensor], spec: Spec) -> torch.Tensor:
         return torch.cat(slices)[: VOCABULARY if spec.universal_info else padded(1)]
     if re.search(r"query_key_value|dense_h_to_4h", name):
         parts = (3 if kind.joined else 1) if "query" in name else 1 + kind.swiglu
-        return torch.cat([torch.cat(same) for same in zip(*(s.chunk(parts) for s in slices), strict=True)])
+        return tp.in_parts([one.chunk(parts) for one in slices])
     if re.search(r"(dense|dense_4h_to_h)\.weight", name):
         return torch.cat(slices, dim=1)
-    if not all(torch.equal(slices[0], other) for other in slices):
-        raise AssertionError(f"the replicas of {name} differ")
-    return slices[0]
+    return tp.replicated(name, slices)

@@ -5,6 +5,7 @@ Weights depend only on the seed, data only on the step, so that a run can be rep
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,20 +61,17 @@ def build_model(spec: Spec, seed: int = MODEL_SEED) -> nn.Module:
 
 def param_groups(spec: Spec, model: nn.Module) -> list[dict[str, Any]]:
     """Cut the trained parameters into `spec.groups` groups with their own hyperparameters."""
-    if spec.model in ("moe", "pipeline_moe", "pipeline_moe_megatron"):
+    if "moe" in spec.model:
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
-        dense = {"params": list(model.parameters()), "name": "dense", "weight_decay": 0.1, "lr": 1e-2}
-        return split_params_into_different_moe_groups_for_optimizer(dense, spec.expert_group_size)
-    if spec.model in ("moe_layers", "moe_megatron"):
-        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-
-        big, small = (
-            [p for p in model.parameters() if (p.dim() >= 2) == wanted and p.requires_grad] for wanted in (True, False)
-        )
-        both = [{"params": big, "name": "decay", "weight_decay": 0.1, "lr": 1e-2},
-                {"params": small, "name": "rest", "weight_decay": 0.0, "lr": 2e-2}]  # fmt: skip
-        return split_params_into_different_moe_groups_for_optimizer(both, spec.expert_group_size)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        groups = [{"params": trained, "name": "dense", "weight_decay": 0.1, "lr": 1e-2}]
+        if spec.model in ("moe_layers", "moe_megatron"):
+            groups = [
+                {"params": [p for p in trained if p.dim() >= 2], "name": "decay", "weight_decay": 0.1, "lr": 1e-2},
+                {"params": [p for p in trained if p.dim() < 2], "name": "rest", "weight_decay": 0.0, "lr": 2e-2},
+            ]
+        return split_params_into_different_moe_groups_for_optimizer(groups, spec.expert_group_size)
     decay, plain, tiny = [], [], []
     for name, p in model.named_parameters():
         if not p.requires_grad and not spec.frozen_in_group:
@@ -197,20 +195,25 @@ class Tiny(nn.Module):
         return token_loss(self.head(self.frozen(self.norm(self.embed(ids)))), labels)
 
 
+def experts_of(width: int, experts: int, degree: int, **options: bool) -> nn.Module:
+    """Build DeepSpeed's own layer of experts, of which each token has one; collective."""
+    from deepspeed.moe.layer import MoE
+
+    expert = nn.Sequential(nn.Linear(HIDDEN, width), nn.ReLU(), nn.Linear(width, HIDDEN))
+    return MoE(
+        hidden_size=HIDDEN, expert=expert, num_experts=experts, ep_size=degree, k=1, min_capacity=0,
+        capacity_factor=4.0, use_rts=False, **options,
+    )  # fmt: skip
+
+
 class MixtureOfExperts(nn.Module):
-    """A dense part and DeepSpeed's own expert layer."""
+    """A dense part and an expert layer."""
 
     def __init__(self, expert_parallel: int, experts: int, *, sliced: bool = False):
         super().__init__()
-        from deepspeed.moe.layer import MoE
-
         self.emb = nn.Embedding(VOCABULARY, HIDDEN)
         self.fc = nn.Linear(HIDDEN, HIDDEN)
-        expert = nn.Sequential(nn.Linear(HIDDEN, 11), nn.ReLU(), nn.Linear(11, HIDDEN))
-        self.moe = MoE(
-            hidden_size=HIDDEN, expert=expert, num_experts=experts, ep_size=expert_parallel, k=1,
-            min_capacity=0, capacity_factor=4.0, use_rts=False, enable_expert_tensor_parallelism=sliced,
-        )  # fmt: skip
+        self.moe = experts_of(11, experts, expert_parallel, enable_expert_tensor_parallelism=sliced)
         self.out = nn.Linear(HIDDEN, VOCABULARY)
 
     def forward(self, ids, labels):
@@ -224,27 +227,12 @@ class ExpertLayers(nn.Module):
 
     def __init__(self, layers: tuple[tuple[int, int, bool], ...]):
         super().__init__()
-        from deepspeed.moe.layer import MoE
-
         self.emb = nn.Embedding(VOCABULARY, HIDDEN)
         self.fc = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in layers)
-        self.moes = nn.ModuleList()
-        for index, (experts, degree, residual) in enumerate(layers):
-            width = 9 + 2 * index
-            expert = nn.Sequential(nn.Linear(HIDDEN, width), nn.ReLU(), nn.Linear(width, HIDDEN))
-            self.moes.append(
-                MoE(
-                    hidden_size=HIDDEN,
-                    expert=expert,
-                    num_experts=experts,
-                    ep_size=degree,
-                    k=1,
-                    min_capacity=0,
-                    capacity_factor=4.0,
-                    use_rts=False,
-                    use_residual=residual,
-                )
-            )
+        self.moes = nn.ModuleList(
+            experts_of(9 + 2 * index, experts, degree, use_residual=residual)
+            for index, (experts, degree, residual) in enumerate(layers)
+        )
         self.out = nn.Linear(HIDDEN, VOCABULARY)
 
     def freeze_last(self) -> None:
@@ -267,90 +255,47 @@ class ExpertLayers(nn.Module):
 HUGGING_FACE_VOCABULARY = 67
 
 
-def _llama(*, tied: bool = True) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _causal(kind: str, **sizes: Any) -> nn.Module:
+    """Build a small model of transformers that computes the same in every run."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=24, vocab_size=HUGGING_FACE_VOCABULARY, max_position_embeddings=32,
-        tie_word_embeddings=tied, attn_implementation="eager", use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-def _gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        n_embd=16, n_layer=2, n_head=2, vocab_size=HUGGING_FACE_VOCABULARY, n_positions=16,
-        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, attn_implementation="eager", use_cache=False,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
-
-
-def _llama_heads() -> nn.Module:
-    """Build one that several ranks can share by heads; its vocabulary no two ranks divide."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=24, num_hidden_layers=1, num_attention_heads=6, num_key_value_heads=3, head_dim=4,
-        intermediate_size=22, vocab_size=HUGGING_FACE_VOCABULARY, max_position_embeddings=32,
-        tie_word_embeddings=False, attn_implementation="eager", use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-def _bigcode() -> nn.Module:
-    """Build one of which every rank has key and value whole."""
-    from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
-
-    config = GPTBigCodeConfig(
-        n_embd=16, n_layer=1, n_head=4, vocab_size=HUGGING_FACE_VOCABULARY, n_positions=16, multi_query=True,
-        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, attn_implementation="eager", use_cache=False,
-    )  # fmt: skip
-    return GPTBigCodeForCausalLM(config)
-
-
-def _codegen() -> nn.Module:
-    """Build one whose fused rows a rank takes in blocks."""
-    from transformers import CodeGenConfig, CodeGenForCausalLM
-
-    config = CodeGenConfig(
-        n_embd=32, n_layer=1, n_head=8, rotary_dim=4, vocab_size=HUGGING_FACE_VOCABULARY, n_positions=16,
-        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False,
-    )  # fmt: skip
-    return CodeGenForCausalLM(config)
-
-
-def _phi3() -> nn.Module:
-    """Build one with fused query, key and value, and fused gate and up projection."""
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    config = Phi3Config(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, intermediate_size=24,
-        vocab_size=HUGGING_FACE_VOCABULARY, max_position_embeddings=32, pad_token_id=0, tie_word_embeddings=False,
-        resid_pdrop=0, embd_pdrop=0, attn_implementation="eager", use_cache=False,
-    )  # fmt: skip
-    return Phi3ForCausalLM(config)
+    config = AutoConfig.for_model(
+        kind, vocab_size=HUGGING_FACE_VOCABULARY, attn_implementation="eager", use_cache=False, **sizes
+    )
+    return AutoModelForCausalLM.from_config(config)
 
 
 def _mixtral(*, experts: int = 3) -> nn.Module:
     """Experts that are ordinary parameters, in modules that ZeRO-3 gathers as a whole."""
     from deepspeed.utils import set_z3_leaf_modules
-    from transformers import MixtralConfig, MixtralForCausalLM
 
-    config = MixtralConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=24,
-        vocab_size=HUGGING_FACE_VOCABULARY, max_position_embeddings=32, num_local_experts=experts,
-        num_experts_per_tok=2, tie_word_embeddings=False, attn_implementation="eager", use_cache=False,
-    )  # fmt: skip
-    model = MixtralForCausalLM(config)
+    model = _causal("mixtral", **LLAMA, tie_word_embeddings=False, num_local_experts=experts, num_experts_per_tok=2)
     set_z3_leaf_modules(model, [type(model.model.layers[0].mlp)])
     return model
 
 
-HUGGING_FACE = {
-    "mixtral": _mixtral, "mixtral_of_4": lambda: _mixtral(experts=4),
-    "llama": _llama, "llama_untied": lambda: _llama(tied=False), "llama_heads": _llama_heads, "gpt2": _gpt2,
-    "bigcode": _bigcode, "codegen": _codegen, "phi3": _phi3,
+LLAMA: dict[str, Any] = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "intermediate_size": 24, "max_position_embeddings": 32,
 }  # fmt: skip
+HEADS = {**LLAMA, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 3,
+         "head_dim": 4, "intermediate_size": 22, "tie_word_embeddings": False}  # fmt: skip
+PHI3 = {**LLAMA, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+        "tie_word_embeddings": False}  # fmt: skip
+GPT2: dict[str, Any] = {"n_embd": 16, "n_positions": 16, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+
+HUGGING_FACE: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: _causal("llama", **LLAMA, tie_word_embeddings=True),
+    "llama_untied": lambda: _causal("llama", **LLAMA, tie_word_embeddings=False),
+    # several ranks can share it by heads; its vocabulary no two ranks divide
+    "llama_heads": lambda: _causal("llama", **HEADS),
+    "gpt2": lambda: _causal("gpt2", **GPT2, n_layer=2, n_head=2),
+    # every rank has key and value whole
+    "bigcode": lambda: _causal("gpt_bigcode", **GPT2, n_layer=1, n_head=4, multi_query=True),
+    # a rank takes the fused rows in blocks
+    "codegen": lambda: _causal("codegen", **GPT2 | {"n_embd": 32}, n_layer=1, n_head=8, rotary_dim=4),
+    # fused query, key and value, and fused gate and up projection
+    "phi3": lambda: _causal("phi3", **PHI3, resid_pdrop=0, embd_pdrop=0),
+    "mixtral": _mixtral,
+    "mixtral_of_4": lambda: _mixtral(experts=4),
+}

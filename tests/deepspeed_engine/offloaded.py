@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from tests.deepspeed_engine.optimizers import adamw
+
 
 class CPUAdamOperations:
     """AdamW as `DeepSpeedCPUAdam` and `ZenFlowCPUAdam` call it."""
@@ -29,13 +31,12 @@ class CPUAdamOperations:
     ) -> None:  # fmt: skip
         """Step one tensor, in place."""
         gradient = gradient.to(exp_avg.dtype)
-        exp_avg.mul_(beta1).add_(gradient, alpha=1 - beta1)
-        exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         if step == 0:  # 0.18 makes state so, of gradients that are zero
             return
-        first, second = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
-        parameter.mul_(1 - lr * weight_decay)
-        parameter.addcdiv_(exp_avg, (exp_avg_sq / second).sqrt_().add_(eps), value=-lr / first)
+        adamw(
+            parameter, gradient, exp_avg, exp_avg_sq, step, lr=lr, betas=(beta1, beta2), eps=eps,
+            weight_decay=weight_decay, bias_correction=bias_correction,
+        )  # fmt: skip
 
 
 @contextmanager

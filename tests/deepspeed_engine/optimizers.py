@@ -23,6 +23,19 @@ class _ForEach(torch.optim.Optimizer):
         raise NotImplementedError
 
 
+def adamw(
+    p: torch.Tensor, gradient: torch.Tensor, first: torch.Tensor, second: torch.Tensor, step: int, *, lr: float,
+    betas: tuple[float, float], eps: float, weight_decay: float, bias_correction: bool = True,
+) -> None:  # fmt: skip
+    """Step one parameter and its two moments, in place."""
+    beta1, beta2 = betas
+    p.mul_(1 - lr * weight_decay)
+    first.mul_(beta1).add_(gradient, alpha=1 - beta1)
+    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    scale = (second / (1 - beta2**step if bias_correction else 1)).sqrt_().add_(eps)
+    p.addcdiv_(first, scale, value=-lr / (1 - beta1**step if bias_correction else 1))
+
+
 class Lion(_ForEach):
     """Plain Lion: one moment and no step."""
 
@@ -59,18 +72,12 @@ class FusedLayoutAdam(_ForEach):
         super().step(closure)
 
     def _step_one(self, p: torch.Tensor, group: dict[str, Any]) -> None:
-        beta1, beta2 = group["betas"]
         state = self.state[p]
         if not state:
-            state["step"] = group["step"]
-            state["exp_avg"] = torch.zeros_like(p.data)
-            state["exp_avg_sq"] = torch.zeros_like(p.data)
+            state.update(step=group["step"], exp_avg=torch.zeros_like(p.data), exp_avg_sq=torch.zeros_like(p.data))
         state["step"] += 1
-        state["exp_avg"].mul_(beta1).add_(p.grad, alpha=1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-        scale = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])
-        p.mul_(1 - group["lr"] * group["weight_decay"])
-        p.addcdiv_(state["exp_avg"], scale, value=-group["lr"] / (1 - beta1 ** state["step"]))
+        settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+        adamw(p, p.grad, state["exp_avg"], state["exp_avg_sq"], state["step"], **settings)
 
 
 class Lamb(_ForEach):

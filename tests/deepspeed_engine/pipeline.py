@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.deepspeed_engine.models import HIDDEN, VOCABULARY, token_loss
+from tests.deepspeed_engine.models import HIDDEN, VOCABULARY, experts_of, token_loss
 from tests.deepspeed_engine.spec import Spec
 
 
@@ -38,12 +38,8 @@ def build_pipeline(spec: Spec) -> Any:
         from tests.deepspeed_engine import gpt_pipe
 
         layers = gpt_pipe.layers(spec)
-    elif spec.model == "pipeline_megatron":
-        layers = _megatron_layers(invariant=spec.invariant)
-    elif spec.model == "pipeline_moe_megatron":
-        layers = _sliced_expert_layers(spec)
     else:
-        layers = _expert_layers(spec) if spec.model == "pipeline_moe" else _layers(spec)
+        layers = _layers(spec)
     module = PipelineModule(
         layers, topology=_topology(spec), loss_fn=token_loss, partition_method=spec.partition_method,
         seed_layers=True, base_seed=torch.initial_seed(), seed_fn=_seed,
@@ -74,56 +70,23 @@ def _topology(spec: Spec) -> Any:
 def _layers(spec: Spec) -> list[Any]:
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
-    return [
-        TiedLayerSpec("embed", nn.Embedding, VOCABULARY, HIDDEN),
-        LayerSpec(_Recomputed if spec.recomputed else _Block),
-        torch.relu,
-        LayerSpec(_FeedForward),
-        LayerSpec(nn.LayerNorm, HIDDEN),
-        TiedLayerSpec("embed", nn.Embedding, VOCABULARY, HIDDEN, forward_fn=_head),
-    ]
-
-
-def _expert_layers(spec: Spec) -> list[Any]:
-    from deepspeed.pipe import LayerSpec, TiedLayerSpec
-
-    return [
-        TiedLayerSpec("embed", nn.Embedding, VOCABULARY, HIDDEN),
-        LayerSpec(_Experts, spec.experts, spec.expert_parallel),
-        LayerSpec(_FeedForward),
-        LayerSpec(_Experts, spec.experts, spec.expert_parallel),
-        LayerSpec(nn.LayerNorm, HIDDEN),
-        TiedLayerSpec("embed", nn.Embedding, VOCABULARY, HIDDEN, forward_fn=_head),
-    ]
-
-
-def _megatron_layers(*, invariant: bool) -> list[Any]:
-    from deepspeed.pipe import LayerSpec, TiedLayerSpec
-
     from tests.deepspeed_engine.tensor_parallel import Embedding, Layer, logits_of
 
-    return [
-        TiedLayerSpec("embed", Embedding),
-        LayerSpec(Layer, invariant=invariant),
-        LayerSpec(Layer, invariant=invariant),
-        LayerSpec(nn.LayerNorm, HIDDEN),
-        TiedLayerSpec("embed", Embedding, forward_fn=logits_of),
-    ]
-
-
-def _sliced_expert_layers(spec: Spec) -> list[Any]:
-    from deepspeed.pipe import LayerSpec, TiedLayerSpec
-
-    from tests.deepspeed_engine.tensor_parallel import Embedding, Layer, logits_of
-
+    sliced = "megatron" in spec.model
+    embedding, head = ((Embedding,), logits_of) if sliced else ((nn.Embedding, VOCABULARY, HIDDEN), _head)
     experts = LayerSpec(_Experts, spec.experts, spec.expert_parallel, sliced=spec.sliced_experts)
+    layer = LayerSpec(Layer, invariant=spec.invariant)
+    inner = {
+        "pipeline": [LayerSpec(_Recomputed if spec.recomputed else _Block), torch.relu, LayerSpec(_FeedForward)],
+        "pipeline_megatron": [layer, layer],
+        "pipeline_moe": [experts, LayerSpec(_FeedForward), experts],
+        "pipeline_moe_megatron": [experts, layer, experts],
+    }[spec.model]
     return [
-        TiedLayerSpec("embed", Embedding),
-        experts,
-        LayerSpec(Layer, invariant=True),
-        experts,
+        TiedLayerSpec("embed", *embedding),
+        *inner,
         LayerSpec(nn.LayerNorm, HIDDEN),
-        TiedLayerSpec("embed", Embedding, forward_fn=logits_of),
+        TiedLayerSpec("embed", *embedding, forward_fn=head),
     ]
 
 
@@ -189,13 +152,7 @@ class _Experts(nn.Module):
 
     def __init__(self, experts: int, degree: int, *, sliced: bool = False):
         super().__init__()
-        from deepspeed.moe.layer import MoE
-
-        expert = nn.Sequential(nn.Linear(HIDDEN, 11), nn.ReLU(), nn.Linear(11, HIDDEN))
-        self.moe = MoE(
-            hidden_size=HIDDEN, expert=expert, num_experts=experts, ep_size=degree, k=1,
-            min_capacity=0, capacity_factor=4.0, use_rts=False, enable_expert_tensor_parallelism=sliced,
-        )  # fmt: skip
+        self.moe = experts_of(11, experts, degree, enable_expert_tensor_parallelism=sliced)
 
     def forward(self, x):
         return x + self.moe(x)[0]

@@ -13,6 +13,7 @@ import importlib
 import logging
 import os
 import sys
+import warnings
 
 from tests.rank_state import State
 from zckpt.formats.registry import BUILT_IN
@@ -36,6 +37,11 @@ _SLOW_IMPORTS = (  # each costs seconds where it is first needed, which would be
     "deepspeed.runtime.pipe.engine",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # newer DeepSpeed imports it to look at any optimizer
+    "lightning.pytorch",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "megatron.core.distributed.torch_fully_sharded_data_parallel",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
     "numpy.ctypeslib",
     "peft",
     "pytest",  # the module of a test, in which what a rank runs is found, imports it
@@ -77,7 +83,8 @@ _SLOW_IMPORTS = (  # each costs seconds where it is first needed, which would be
 )
 gc.disable()  # nothing of what is imported is garbage
 for _name in _SLOW_IMPORTS:
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(Exception), warnings.catch_warnings():  # older versions fail in ways of their own
+        warnings.simplefilter("ignore")
         importlib.import_module(_name)
 
 
@@ -157,16 +164,15 @@ def _patch_fused_adam() -> None:
 
     from deepspeed.ops.adam import fused_adam
 
+    from tests.deepspeed_engine.optimizers import adamw
+
     def multi_tensor_adam(chunk, overflow, tensors, lr, beta1, beta2, eps, step, decoupled, correction, weight_decay):
         del chunk, overflow
         for reduced, p, first, second in zip(*tensors, strict=True):
             gradient = reduced if decoupled else reduced.add(p, alpha=weight_decay)
-            if decoupled:
-                p.mul_(1 - lr * weight_decay)
-            first.mul_(beta1).add_(gradient, alpha=1 - beta1)
-            second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            scale = (second / (1 - beta2**step if correction else 1)).sqrt_().add_(eps)
-            p.addcdiv_(first, scale, value=-lr / (1 - beta1**step if correction else 1))
+            decay = weight_decay if decoupled else 0.0
+            adamw(p, gradient, first, second, step, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay,
+                  bias_correction=correction)  # fmt: skip
 
     kernel = types.SimpleNamespace(multi_tensor_adam=multi_tensor_adam)
     fused_adam.FusedAdamBuilder = lambda: types.SimpleNamespace(load=lambda: kernel)

@@ -136,3 +136,11 @@ def _zero_section(spec: Spec) -> dict[str, Any]:
     if spec.offload:
         section["offload_optimizer"] = {"device": "cpu"}
     return section | dict(spec.zero)
+
+
+def plain_config(stage: int, **more: Any) -> dict[str, Any]:
+    """Build the configuration of a training that has no description."""
+    return {
+        "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, **more,
+    }  # fmt: skip

@@ -16,6 +16,7 @@ Ranks: tensor parallel is the fastest, rank = dp * tensor_parallel + tp.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,16 +63,26 @@ def merge(name: str, slices: list[torch.Tensor]) -> torch.Tensor:
     """Make the whole parameter (or optimizer slot) of its slices in rank order."""
     rule = rule_of(name)
     if rule == "replicated":
-        if not all(torch.equal(slices[0], other) for other in slices):
-            raise AssertionError(f"the replicas of {name} differ")
-        return slices[0]
+        return replicated(name, slices)
     if rule == "average":
         return sum(slices) / len(slices)
     if rule in SUB_PARAMS:
         rows = [size // len(slices) for size in SUB_PARAMS[rule]]
-        return torch.cat([torch.cat(same) for same in zip(*(s.split(rows) for s in slices), strict=True)])
+        return in_parts([one.split(rows) for one in slices])
     whole = torch.cat(slices, dim=1 if rule == "row" else 0)
     return whole[:VOCABULARY] if rule == "vocabulary" else whole
+
+
+def replicated(name: str, slices: list[torch.Tensor]) -> torch.Tensor:
+    """Return what all ranks have."""
+    if not all(torch.equal(slices[0], other) for other in slices):
+        raise AssertionError(f"the replicas of {name} differ")
+    return slices[0]
+
+
+def in_parts(slices: list[Sequence[torch.Tensor]]) -> torch.Tensor:
+    """Join each sub-parameter of slices, and then these."""
+    return torch.cat([torch.cat(same) for same in zip(*slices, strict=True)])
 
 
 def universal_info(spec: Spec) -> dict[str, Any]:
@@ -187,9 +198,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        parts = [torch.empty_like(x) for _ in range(grid.get_model_parallel_world_size())]
-        dist.all_gather(parts, x.contiguous(), group=grid.tensor_group)
-        return torch.cat(parts, dim=-1)
+        return _gathered(x, -1)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -200,6 +209,12 @@ def _sum(x: torch.Tensor) -> torch.Tensor:
     total = x.contiguous().clone()
     dist.all_reduce(total, group=grid.tensor_group)
     return total
+
+
+def _gathered(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    parts = [torch.empty_like(x) for _ in range(grid.get_model_parallel_world_size())]
+    dist.all_gather(parts, x.contiguous(), group=grid.tensor_group)
+    return torch.cat(parts, dim=dim)
 
 
 class _Affine(nn.Module):
@@ -259,14 +274,17 @@ class Layer(nn.Module):
 
 
 def _column(size_in: int, sub_params: tuple[int, ...]) -> _Affine:
-    size_out = sum(sub_params)
-    weight, bias = torch.randn(size_out, size_in) * 0.3, torch.randn(size_out) * 0.1
+    weight, bias = _drawn(size_in, sum(sub_params))
     return _Affine(_mine(weight, sub_params=sub_params), _mine(bias, sub_params=sub_params))
 
 
 def _row(size_in: int, size_out: int) -> _Affine:
-    weight, bias = torch.randn(size_out, size_in) * 0.3, torch.randn(size_out) * 0.1
+    weight, bias = _drawn(size_in, size_out)
     return _Affine(_mine(weight, dim=1), bias)
+
+
+def _drawn(size_in: int, size_out: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(size_out, size_in) * 0.3, torch.randn(size_out) * 0.1
 
 
 def _apply_row(layer: _Affine, x: torch.Tensor) -> torch.Tensor:
@@ -281,15 +299,24 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(_mine(torch.randn(PADDED, HIDDEN)).clone())
 
     def forward(self, ids):
-        local = ids - grid.tensor_rank * len(self.weight)
-        outside = (local < 0) | (local >= len(self.weight))
-        found = functional.embedding(local.masked_fill(outside, 0), self.weight)
-        return _Reduce.apply(found.masked_fill(outside[..., None], 0))
+        return looked_up(ids, self.weight)
+
+
+def looked_up(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the embeddings of tokens, of which this rank has some rows."""
+    local = ids - grid.tensor_rank * len(weight)
+    outside = (local < 0) | (local >= len(weight))
+    found = functional.embedding(local.masked_fill(outside, 0), weight)
+    return _Reduce.apply(found.masked_fill(outside[..., None], 0))
+
+
+def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Use rows of a padded vocabulary as the head; the padding takes no part."""
+    return _Gather.apply(functional.linear(_Copy.apply(x), weight))[..., :VOCABULARY]
 
 
 def logits_of(embedding: Embedding, x: torch.Tensor) -> torch.Tensor:
-    """Use the embedding as the head; the padding takes no part."""
-    return _Gather.apply(functional.linear(_Copy.apply(x), embedding.weight))[..., :VOCABULARY]
+    return logits(x, embedding.weight)
 
 
 class Megatron(nn.Module):
@@ -330,9 +357,4 @@ def gather_tokens_on_gloo() -> None:
     """Let DeepSpeed gather the tokens of tensor-parallel ranks: its flat buffer is none that gloo takes."""
     from deepspeed.moe import mappings
 
-    def gather(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        parts = [torch.empty_like(x) for _ in range(grid.get_model_parallel_world_size())]
-        dist.all_gather(parts, x.contiguous(), group=grid.tensor_group)
-        return torch.cat(parts, dim=dim)
-
-    mappings._gather_tokens = gather
+    mappings._gather_tokens = _gathered

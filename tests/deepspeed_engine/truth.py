@@ -49,9 +49,11 @@ def read_live(engine: Any, spec: Spec) -> Live:
     elif wrapper == "FP16_Optimizer":
         _read_fused(engine.optimizer, names, live)
     elif wrapper == "FP16_UnfusedOptimizer":
-        _read_unfused(engine.optimizer, names, live)
+        its = engine.optimizer
+        _read_each(its.fp16_groups, its.fp32_groups, its.optimizer.state, names, live)
     else:
-        _read_plain(engine.optimizer, names, live)
+        groups = [group["params"] for group in engine.optimizer.param_groups]
+        _read_each(groups, groups, engine.optimizer.state, names, live)
     live.weights = _weights(engine)
     live.buffers = {name: b.detach().clone() for name, b in engine.module.named_buffers()}
     maps = engine.module.universal_checkpoint_info["affine_map"]["params"] if spec.auto_tp else {}
@@ -153,24 +155,13 @@ def _read_fused(optimizer: Any, names: dict, live: Live) -> None:
         live.scalars.append(_scalars(state))
 
 
-def _read_unfused(optimizer: Any, names: dict, live: Live) -> None:
-    """Stage 0 in 16 bits: an fp32 copy per parameter."""
-    for params, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-        for p, master in zip(params, masters, strict=True):
-            slots = _slots(master, optimizer.optimizer.state[master])
-            live.slots[names[p]] = {slot: value.float() for slot, value in slots.items()}
+def _read_each(groups: list[list[Any]], masters: list[list[Any]], state: dict, names: dict, live: Live) -> None:
+    """Stage 0 with state per parameter, in 16 bits of an fp32 copy, in fp32 of the parameter itself."""
+    for params, own in zip(groups, masters, strict=True):
+        for p, master in zip(params, own, strict=True):
+            live.slots[names[p]] = {slot: value.float() for slot, value in _slots(master, state[master]).items()}
         live.order.append([names[p] for p in params])
-        live.scalars.append(_scalars(optimizer.optimizer.state[masters[0]]))
-
-
-def _read_plain(optimizer: Any, names: dict, live: Live) -> None:
-    """Stage 0 in fp32: the torch optimizer itself."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            slots = _slots(p, optimizer.state[p])
-            live.slots[names[p]] = {slot: value.float() for slot, value in slots.items()}
-        live.order.append([names[p] for p in group["params"]])
-        live.scalars.append(_scalars(optimizer.state[group["params"][0]]))
+        live.scalars.append(_scalars(state[own[0]]))
 
 
 def _slots(master: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -130,6 +130,25 @@ def unbroken(kind: str, output: Path, *, change: Callable[[nn.Module], None] | N
     return Run(output / f"checkpoint-{SAVED}", losses, truth)
 
 
+def reset_accelerate() -> None:
+    """Let an Accelerator or a Trainer be the first of this process."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def shard_by_accelerate(accelerator: Any, version: int, **options: Any) -> None:
+    """Let an Accelerator use FSDP, which it has on CPUs, too, and never chooses there by itself."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, cpu_ram_efficient_loading=False, **options)
+    accelerator.state.fsdp_plugin = plugin
+    for state in (PartialState(), accelerator.state):
+        state.distributed_type, state.device = DistributedType.FSDP, torch.device("cpu")
+
+
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell whether two tensors are equal bit for bit."""
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))

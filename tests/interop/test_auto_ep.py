@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,8 @@ import torch
 import zckpt
 from tests.deepspeed_engine import Spec, resume
 from tests.deepspeed_engine.resume import LOSS_TOLERANCE
-from tests.deepspeed_engine.universal import resume_universal
+from tests.deepspeed_engine.universal import converted_by_deepspeed, resume_universal
 from tests.gloo import WorkerError
-from tests.interop.test_universal import converted_by_deepspeed
 from tests.pairwise import some
 from tests.truth import Truth, assert_consolidated, assert_same
 from zckpt.formats.deepspeed.axes.auto_ep import KEY, listed_layers
@@ -44,20 +44,17 @@ FLOATS = mixtral("autoep2_s0_fp32_dp4", 4, 2, stage=0)
 FLAT = mixtral("autoep2_s0_flat_dp2", 2, 2, dtype="bf16", stage=0, optimizer="fused")
 
 
-OVER = [(TWO, 3, 2, 1)]
-MORE_OVER = [
-    (TWO, None, 2, 1), (CUT, None, 2, 1),
-    *((TWO, None, *cut) for cut in ((2, 2), (4, 4))),
+OVER = [
+    *((TWO, None, *cut) for cut in ((2, 1), (2, 2), (4, 4))),
     *((FOUR, None, *cut) for cut in ((2, 2), (2, 1), (4, 4))),
-    *((CUT, None, *cut) for cut in ((2, 2), (4, 4), (4, 1))),
+    *((CUT, None, *cut) for cut in ((2, 1), (2, 2), (4, 4), (4, 1))),
     *((SHARDS, None, *cut) for cut in ((2, 2), (2, 1), (4, 2), (4, 4))),
     (TWO, 3, 4, 4), (FOUR, 3, 2, None), (CUT, 1, 4, 4), (SHARDS, 2, 2, 1),
 ]  # fmt: skip
+named = partial(pytest.mark.parametrize, ids=lambda one: getattr(one, "name", str(one)))
 
 
-@pytest.mark.parametrize(
-    ("spec", "stage", "world_size", "degree"), some(OVER, MORE_OVER), ids=lambda one: getattr(one, "name", str(one))
-)
+@named(("spec", "stage", "world_size", "degree"), some([(TWO, 3, 2, 1)], OVER))
 def test_deepspeed_resumes_experts_over_other_ranks(spec, stage, world_size, degree, made, tmp_path):
     """DeepSpeed loads under ZeRO-3 only what lists its sub-groups and the ranks that share each as it has them itself;
     files by themselves under ZeRO-1 and 2 become sub-groups under ZeRO-3, and the other way round.
@@ -120,7 +117,7 @@ def test_experts_under_zero3_are_read(world_size, degree, made, tmp_path):
         zckpt.reshard(folder, tmp_path / "cut", world_size=3, expert_parallel_size=3)
 
 
-@pytest.mark.parametrize("spec", some([NONE], [FLOATS, FLAT]), ids=lambda one: one.name)
+@named("spec", some([NONE], [FLOATS, FLAT]))
 def test_experts_without_zero_are_resumed_on_other_ranks(spec, made, tmp_path):
     """Each expert rank has an optimizer file of its own; DeepSpeed puts routers and experts after all else in it."""
     folder = made(spec)
@@ -146,15 +143,11 @@ def test_a_lost_file_of_experts_without_zero_is_named(lost, message, made, tmp_p
         zckpt.open(run)
 
 
-@pytest.mark.parametrize(
+@named(
     ("spec", "stage", "world_size", "degree"),
     some([(CUT, 2, 2, None)], [(TWO, 3, 2, 1), (CUT, 1, 4, 4), (CUT, 3, 4, 4), (NONE, 1, 2, None), (NONE, 3, 4, 2)]),
-    ids=lambda one: getattr(one, "name", str(one)),
 )
-def test_deepspeed_resumes_experts_from_another_format(
-    spec, stage, world_size, degree,
-    made, tmp_path,
-):  # fmt: skip
+def test_deepspeed_resumes_experts_from_another_format(spec, stage, world_size, degree, made, tmp_path):
     folder = made(spec)
     zckpt.convert(folder, tmp_path / "dcp", to="dcp")
     cut = {"stage": stage, "world_size": world_size, "expert_parallel_size": degree}
@@ -167,8 +160,7 @@ def test_deepspeed_resumes_experts_from_another_format(
     verdict.assert_goes_on(LOSS_TOLERANCE[spec.dtype])
 
 
-@pytest.mark.parametrize("spec", some([TWO], [FOUR, CUT, SHARDS]),
-                         ids=lambda one: one.name)  # fmt: skip
+@named("spec", some([TWO], [FOUR, CUT, SHARDS]))
 def test_deepspeeds_own_universal_checkpoint_of_experts_is_read(spec, made, tmp_path):
     """Its folders have all experts, its model file the shapes of one rank's, and a shortened list of layers."""
     folder = made(spec)
@@ -182,10 +174,9 @@ def test_deepspeeds_own_universal_checkpoint_of_experts_is_read(spec, made, tmp_
         assert zckpt.open(tmp_path / f"s{stage}").topology.ep == 2
 
 
-@pytest.mark.parametrize(
+@named(
     ("spec", "stage", "world_size", "degree"),
     some([(TWO, 2, 2, 1)], [(TWO, 3, 2, 2), (SHARDS, 1, 2, 2), (CUT, 2, 4, 4)]),
-    ids=lambda one: getattr(one, "name", str(one)),
 )
 def test_deepspeed_loads_experts_from_a_universal_checkpoint(spec, stage, world_size, degree, made, tmp_path):
     folder = made(spec)
