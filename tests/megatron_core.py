@@ -64,21 +64,14 @@ class Live:
     """What a rank trains."""
 
     def __init__(self, spec: Spec) -> None:
-        patch()
-        from megatron.core import parallel_state
+        self.spec, self.state = spec, grid(spec)
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer import get_megatron_optimizer
 
-        if parallel_state.is_initialized():
-            parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(spec.tp, spec.pp, expert_model_parallel_size=spec.ep)
-        torch.manual_seed(3)
-        self.spec, self.state = spec, parallel_state
         self.model = self._model()
         cut = DistributedDataParallelConfig(use_distributed_optimizer=spec.distributed, grad_reduce_in_fp32=True)
         self.ddp = DistributedDataParallel(self.model.config, cut, self.model)
-        options = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1, bf16=spec.bf16, clip_grad=0.0,
-                                  params_dtype=spec.dtype, use_distributed_optimizer=spec.distributed)  # fmt: skip
+        options = settings(spec, use_distributed_optimizer=spec.distributed)
         self.optimizer = get_megatron_optimizer(options, [self.ddp])
         self._step(lambda _: None)  # makes the state that is loaded into
 
@@ -287,6 +280,26 @@ class Live:
         return {}
 
 
+def grid(spec: Spec) -> Any:
+    """Spread the ranks; return Megatron-Core's state of them."""
+    patch()
+    from megatron.core import parallel_state
+
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(spec.tp, spec.pp, expert_model_parallel_size=spec.ep)
+    torch.manual_seed(3)
+    return parallel_state
+
+
+def settings(spec: Spec, **more: Any) -> Any:
+    """Return the optimizer's."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    return OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1, bf16=spec.bf16, clip_grad=0.0,
+                           params_dtype=spec.dtype, **more)  # fmt: skip
+
+
 def filed(name: str) -> str:
     """Return the name that `torch_dist` has for a parameter."""
     name = re.sub(r"(layers\.\d+)\.input_layernorm\.", r"\1.self_attention.linear_qkv.layer_norm_", name)
@@ -356,34 +369,30 @@ def writers() -> Iterator[None]:
 # --- what ranks run
 
 
-def saved(rank: int, world: int, spec: Spec, run: Path) -> None:
-    """Train a model and save it."""
+def saved(rank: int, world: int, spec: Spec, run: Path, legacy: bool = False) -> None:
+    """Train a model and save it; in legacy files where it is asked for, of which `run` is the iteration."""
     live = Live(spec)
     live.train_at_random(2)
-    live.save(run)
+    (live.save_legacy if legacy else live.save)(run)
 
 
-def saved_by_torch(rank: int, world: int, spec: Spec, run: Path) -> dict[str, torch.Tensor]:
-    """Train a model under torch's FSDP2 and save it by torch's DCP (`--ckpt-format torch_dcp`); return what it has."""
-    patch()
-    from megatron.core import parallel_state
+def saved_by_torch(rank: int, world: int, wanted: list[tuple[Spec, Path]]) -> list[dict[str, torch.Tensor]]:
+    """Train each model under FSDP2 and save it by torch's DCP (`--ckpt-format torch_dcp`); return what it has."""
+    return [_saved_by_torch(rank, world, spec, run) for spec, run in wanted]
+
+
+def _saved_by_torch(rank: int, world: int, spec: Spec, run: Path) -> dict[str, torch.Tensor]:
+    live: Any = object.__new__(Live)
+    live.spec, live.state = spec, grid(spec)
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import get_megatron_optimizer
 
-    if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel()
-    torch.manual_seed(3)
-    live: Any = object.__new__(Live)
-    live.spec, live.state = spec, parallel_state
     model = live._model()
     model.config.transformer_impl = "local"  # so that it does not shard linear layers within sharded layers
     with mock.patch.object(fsdp.DeviceMesh, "from_group", return_value=init_device_mesh("cpu", (world,))):
         wrapped = fsdp.TorchFullyShardedDataParallel(model.config, DistributedDataParallelConfig(), model)
-    options = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1, bf16=spec.bf16, clip_grad=0.0,
-                              params_dtype=spec.dtype)  # fmt: skip
-    optimizer = get_megatron_optimizer(options, [wrapped])
+    optimizer = get_megatron_optimizer(settings(spec), [wrapped])
     noise = torch.Generator().manual_seed(5)
     for _ in range(2):
         for one in model.parameters():
@@ -412,26 +421,12 @@ def saved_by_torch(rank: int, world: int, spec: Spec, run: Path) -> dict[str, to
 
 
 def loaded(
-    rank: int, world: int, wanted: list[tuple[Spec, Path]], steps: int = 2
+    rank: int, world: int, wanted: list[tuple[Spec, Path]], legacy: bool = False
 ) -> list[tuple[dict[str, torch.Tensor], list[float]]]:
     """Load each folder into a model of its own; return what that holds on one rank, and its losses as it goes on."""
     found = []
     for spec, folder in wanted:
         live = Live(spec)
-        live.load(folder)
-        found.append((live.tensors() if world == 1 else {}, live.train(steps) if spec.pp == 1 else []))
+        (live.load_legacy if legacy else live.load)(folder)
+        found.append((live.tensors() if world == 1 else {}, live.train(2) if spec.pp == 1 else []))
     return found
-
-
-def legacy_saved(rank: int, world: int, spec: Spec, iteration: Path) -> None:
-    """Train a model and save it in legacy files."""
-    live = Live(spec)
-    live.train_at_random(2)
-    live.save_legacy(iteration)
-
-
-def legacy_loaded(rank: int, world: int, spec: Spec, iteration: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Load legacy files; return what the model then holds on one rank, and its losses as it goes on."""
-    live = Live(spec)
-    live.load_legacy(iteration)
-    return (live.tensors() if world == 1 else {}, live.train(2) if spec.pp == 1 else [])

@@ -15,6 +15,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import zckpt
+from tests.deepspeed_engine.resume import held_against
+from tests.deepspeed_engine.spec import plain_config
+from tests.deepspeed_engine.universal import converted_by_deepspeed
+from tests.fsdp_training import training as verl
+from tests.fsdp_training.training import load_by_dcp, states
+from tests.hf_training.training import Texts, build, reset_accelerate
+from tests.live import whole
 
 STEPS = 3
 RATE = 0.01
@@ -31,32 +41,15 @@ PLACES = {
 }  # fmt: skip
 """Where the checkpoint lies in the folder of its kind."""
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 Parts = dict[str, bool]
 Outcome = Parts | str
 """What is as it was, by the names of resume-check; or what was raised."""
 
 
-class Batches(torch.utils.data.Dataset[Any]):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(0, 67, (6,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def model_of(seed: int) -> Any:
-    from transformers import LlamaForCausalLM
-
-    from tests.hf_training.training import CONFIGS
-
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(CONFIGS["llama"])
-
-
 def loss_of(model: Any, number: int) -> torch.Tensor:
-    one = Batches()[number]
-    loss: torch.Tensor = model(**{key: value[None] for key, value in one.items()}).loss
+    loss: torch.Tensor = model(**{key: value[None] for key, value in Texts()[number].items()}).loss
     return loss
 
 
@@ -73,17 +66,12 @@ def groups_of(model: Any) -> list[dict[str, Any]]:
 def engine_of(stage: int, seed: int, *, universal: bool = False, scheduler: bool = True, groups: bool = False) -> Any:
     import deepspeed
 
-    model = model_of(seed)
+    model = build("llama", seed)
     trained = groups_of(model) if groups else model.parameters()
     optimizer = torch.optim.AdamW(trained, lr=RATE * (seed + 1))
-    config = {
-        "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-        "checkpoint": {"load_universal": universal},
-    }  # fmt: skip
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=config, dist_init_required=False,
-        lr_scheduler=scheduler_of if scheduler else None,
+        model=model, optimizer=optimizer, config=plain_config(stage, checkpoint={"load_universal": universal}),
+        dist_init_required=False, lr_scheduler=scheduler_of if scheduler else None,
     )  # fmt: skip
     return engine
 
@@ -94,25 +82,11 @@ def engine_steps(engine: Any) -> None:
         engine.step()
 
 
-def against(path: Path, engine: Any) -> list[str]:
-    """What an engine holds otherwise than a checkpoint, which all ranks have to ask."""
-    import zckpt
-
-    try:
-        zckpt.assert_restored(path, model=engine, optimizer=engine.optimizer)
-    except zckpt.NotRestoredError as error:
-        return list(error.differences)
-    return []
-
-
 def read_back(place: Path) -> dict[str, torch.Tensor]:
     """What an engine has saved."""
-    import zckpt
-
     one = zckpt.open(place)
-    found = {f"weight/{name}": one.read(name) for name in one.parameters}
-    found |= {f"{slot}/{name}": one.read(name, slot) for slot in ("exp_avg", "exp_avg_sq") for name in one.parameters}
-    return {key: value.reshape(-1) for key, value in found.items()}
+    slots = ("weight", *MOMENTS)
+    return {f"{slot}/{name}": one.read(name, slot).reshape(-1) for slot in slots for name in one.parameters}
 
 
 def held(model: Any, optimizer: Any, front: str = "") -> dict[str, torch.Tensor]:
@@ -120,23 +94,15 @@ def held(model: Any, optimizer: Any, front: str = "") -> dict[str, torch.Tensor]
     found = {}
     for name, one in model.named_parameters():
         name = name.removeprefix("module.").removeprefix(front)  # noqa: PLW2901
-        found[f"weight/{name}"] = _whole(one)
+        found[f"weight/{name}"] = whole(one).reshape(-1)
         state = {} if optimizer is None else optimizer.state.get(one, {})
-        for slot in ("exp_avg", "exp_avg_sq"):
-            if slot in state:
-                found[f"{slot}/{name}"] = _whole(state[slot])
-    return found
-
-
-def _whole(value: Any) -> torch.Tensor:
-    whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-    found: torch.Tensor = whole.detach().clone().reshape(-1)
+        found |= {f"{slot}/{name}": whole(state[slot]).reshape(-1) for slot in MOMENTS if slot in state}
     return found
 
 
 def trained(seed: int = 0, *, sharded: bool = False, steps: int = STEPS) -> tuple[Any, Any, Any]:
     """Return a model, its optimizer and scheduler after some steps."""
-    model = model_of(seed)
+    model = build("llama", seed)
     if sharded:
         from torch.distributed.fsdp import fully_shard
 
@@ -153,10 +119,8 @@ def trained(seed: int = 0, *, sharded: bool = False, steps: int = STEPS) -> tupl
 
 def accelerator_of() -> Any:
     import accelerate
-    from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    reset_accelerate()
     return accelerate.Accelerator(cpu=True, step_scheduler_with_optimizer=False)
 
 
@@ -167,19 +131,13 @@ class _EnoughError(Exception):
 def trainer_of(output: Path, *, seed: int, stage: int | None, seen: dict[str, Any] | None, path: Path = Path()) -> Any:
     """Return a Trainer that stops, when it would take its first step, after it has told what it holds."""
     import transformers
-    from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers import Trainer, TrainingArguments
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # of one before it
     unset_hf_deepspeed_config()
-
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    config = {
-        "zero_optimization": {"stage": stage}, "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
-    }  # fmt: skip
+    reset_accelerate()
+    config = None if stage is None else plain_config(stage, gradient_accumulation_steps=1)
 
     class Stopping(Trainer):
         def training_step(self, model: Any, *given: Any, **named: Any) -> torch.Tensor:
@@ -187,7 +145,7 @@ def trainer_of(output: Path, *, seed: int, stage: int | None, seen: dict[str, An
                 engine = hasattr(model, "load_checkpoint")
                 optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
                 seen.update({
-                    **({"against": against(path, model)} if engine else {"tensors": held(model, optimizer)}),
+                    **({"against": held_against(path, model)} if engine else {"tensors": held(model, optimizer)}),
                     "random": torch.get_rng_state(), "scheduler": self.lr_scheduler.last_epoch,
                     "data": self.state.global_step * dist.get_world_size(),
                     "rate": optimizer.param_groups[0]["initial_lr"],
@@ -198,9 +156,9 @@ def trainer_of(output: Path, *, seed: int, stage: int | None, seen: dict[str, An
     arguments = TrainingArguments(
         output_dir=str(output), per_device_train_batch_size=1, max_steps=STEPS + 2, save_steps=STEPS,
         learning_rate=RATE * (seed + 1), use_cpu=True, ddp_backend="gloo", report_to=[], seed=5 + seed,
-        disable_tqdm=True, dataloader_pin_memory=False, deepspeed=None if stage is None else config,
+        disable_tqdm=True, dataloader_pin_memory=False, deepspeed=config,
     )  # fmt: skip
-    trainer = Stopping(model=model_of(seed), args=arguments, train_dataset=Batches())
+    trainer = Stopping(model=build("llama", seed), args=arguments, train_dataset=Texts())
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
@@ -211,7 +169,7 @@ def module_of(seed: int, seen: dict[str, Any] | None) -> Any:
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = model_of(seed)
+            self.net = build("llama", seed)
 
         def training_step(self, batch: Any, index: int) -> torch.Tensor:
             loss: torch.Tensor = self.net(**batch).loss
@@ -271,39 +229,14 @@ def save(rank: int, world_size: int, kind: str, folder: Path) -> None:
         engine_steps(engine)
         engine.save_checkpoint(str(folder / "run"))
         if kind == "universal" and rank == 0:
-            _to_universal(folder / "run")
+            converted_by_deepspeed(folder / "run" / "global_step3", place)
         tensors = read_back(place) if rank == 0 else {}
-    elif kind == "DCP":
-        from torch.distributed import checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        model, optimizer, _ = trained(sharded=True)
-        tensors = held(model, optimizer)
-        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        dcp.save(states, checkpoint_id=place)
     elif kind.startswith("Trainer"):
         seen: dict[str, Any] = {}
         trainer = trainer_of(folder / "out", seed=0, stage=2 if "DeepSpeed" in kind else None, seen=None)
         _watch_save(trainer, seen)
         trainer.train()
         tensors = seen.get("tensors") or (read_back(place) if rank == 0 else {})
-    elif kind == "Accelerate":
-        accelerator = accelerator_of()
-        model, optimizer, scheduler = trained()
-        prepared = accelerator.prepare(model, optimizer, scheduler)
-        tensors = held(model, optimizer)
-        accelerator.save_state(str(place))
-        del prepared
-    elif kind == "zckpt":
-        import zckpt
-
-        model, optimizer, scheduler = trained()
-        tensors = held(model, optimizer)
-        zckpt.save(place, model=model, optimizer=optimizer, scheduler=scheduler, step=STEPS)
-    elif kind == "weights":
-        model, optimizer, _ = trained()
-        tensors = held(model, optimizer)
-        model.save_pretrained(place)
     elif kind == "Megatron":
         from tests.megatron_core import Live, Spec
 
@@ -311,20 +244,29 @@ def save(rank: int, world_size: int, kind: str, folder: Path) -> None:
         live.train_at_random(2)
         live.save(folder / "run")
         tensors = {key: one.reshape(-1) for key, one in live.tensors().items()}
-    elif kind == "verl":
-        from tests.fsdp_training.training import save as save_as_verl
-
-        model, optimizer, scheduler = trained(sharded=True)
-        tensors = held(model, optimizer)
-        save_as_verl(model, optimizer, scheduler, place, rank, world_size)
-    else:
+    elif kind == "Lightning":
         module = module_of(0, None)
         trainer = lightning_of(
             rank, world_size, "ddp", enable_checkpointing=False, max_steps=STEPS, default_root_dir=folder
         )
-        trainer.fit(module, torch.utils.data.DataLoader(Batches()))
+        trainer.fit(module, torch.utils.data.DataLoader(Texts()))
         trainer.save_checkpoint(place)
         tensors = held(module, trainer.optimizers[0], "net.")
+    else:
+        model, optimizer, scheduler = trained(sharded=kind in ("DCP", "verl"))
+        tensors = held(model, optimizer)
+        if kind == "DCP":
+            dcp.save(states(model, optimizer), checkpoint_id=place)
+        elif kind == "Accelerate":
+            accelerator = accelerator_of()
+            accelerator.prepare(model, optimizer, scheduler)
+            accelerator.save_state(str(place))
+        elif kind == "zckpt":
+            zckpt.save(place, model=model, optimizer=optimizer, scheduler=scheduler, step=STEPS)
+        elif kind == "weights":
+            model.save_pretrained(place)
+        else:
+            verl.save(model, optimizer, scheduler, place, rank, world_size)
     if rank == 0:
         torch.save(truth | {"tensors": tensors}, folder / "truth.pt")
     dist.barrier()
@@ -342,19 +284,6 @@ def _watch_save(trainer: Any, seen: dict[str, Any]) -> None:
                     seen["tensors"] = held(model, optimizer)
 
     trainer.add_callback(Watching())
-
-
-def _to_universal(run: Path) -> None:
-    import argparse
-
-    from deepspeed.checkpoint import ds_to_universal
-
-    ds_to_universal.main(
-        argparse.Namespace(
-            input_folder=str(run / "global_step3"), output_folder=str(run / "universal"), num_extract_workers=1,
-            num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
-        )
-    )  # fmt: skip
 
 
 # What each program does with any of them
@@ -385,7 +314,7 @@ def compared(got: dict[str, Any], truth: dict[str, Any]) -> Parts:
         keys = [key for key in wanted if key.startswith(front)]
         return bool(keys) and all(key in tensors and torch.equal(tensors[key], wanted[key]) for key in keys)
 
-    found = {"weights": same("weight/"), "optimizer state": same("exp_avg/") and same("exp_avg_sq/")}
+    found = {"weights": same("weight/"), "optimizer state": all(same(f"{slot}/") for slot in MOMENTS)}
     for part, key in (("param groups", "rate"), ("scheduler", "scheduler"), ("data position", "data")):
         if key in got:
             found[part] = got[key] == truth[key]
@@ -403,7 +332,7 @@ def _deepspeed(rank: int, world_size: int, kind: str, path: Path) -> dict[str, A
     if loaded is None:
         raise FileNotFoundError("engine.load_checkpoint returns None")
     scheduler = {} if engine.lr_scheduler is None else {"scheduler": engine.lr_scheduler.last_epoch}
-    return {"against": against(path, engine), "rate": _rate(engine.optimizer), **scheduler}
+    return {"against": held_against(path, engine), "rate": _rate(engine.optimizer), **scheduler}
 
 
 def _rate(optimizer: Any) -> float:
@@ -437,13 +366,8 @@ def _accelerate(rank: int, world_size: int, kind: str, path: Path) -> dict[str, 
 
 
 def _fsdp2(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
-    from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
     model, optimizer, _ = trained(1, sharded=True, steps=0)
-    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.load(states, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    load_by_dcp(model, optimizer, checkpoint_id=path)
     return {"tensors": held(model, optimizer), "rate": _rate(optimizer)}
 
 
@@ -458,7 +382,7 @@ def _megatron(rank: int, world_size: int, kind: str, path: Path) -> dict[str, An
             with suppress(KeyError):  # another rank has it
                 state = optimizer._get_main_param_and_optimizer_states(one)
                 start = optimizer._get_model_param_range_map(one)["param"].start
-                mine += [(f"{slot}/{filed(name)}", start, state[slot]) for slot in ("exp_avg", "exp_avg_sq")]
+                mine += [(f"{slot}/{filed(name)}", start, state[slot]) for slot in MOMENTS]
     every: list[Any] = [None] * world_size
     dist.all_gather_object(every, mine)
     pieces: dict[str, list[torch.Tensor]] = {}
@@ -468,10 +392,8 @@ def _megatron(rank: int, world_size: int, kind: str, path: Path) -> dict[str, An
 
 
 def _verl(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
-    from tests.fsdp_training.training import load
-
     model, optimizer, scheduler = trained(1, sharded=True, steps=0)
-    load(model, optimizer, scheduler, path, rank, world_size)
+    verl.load(model, optimizer, scheduler, path, rank, world_size)
     return {"tensors": held(model, optimizer), "rate": _rate(optimizer), "scheduler": scheduler.last_epoch}
 
 
@@ -486,7 +408,7 @@ def _lightning(rank: int, world_size: int, kind: str, path: Path) -> dict[str, A
         default_root_dir=path.parent / f"again{rank}",
     )
     with suppress(_EnoughError):
-        trainer.fit(module_of(1, seen), torch.utils.data.DataLoader(Batches()), ckpt_path=str(path))
+        trainer.fit(module_of(1, seen), torch.utils.data.DataLoader(Texts()), ckpt_path=str(path))
     return seen
 
 
@@ -508,11 +430,7 @@ class Holder(torch.nn.Module):
 def weights_by(rank: int, world_size: int, loads: list[tuple[str, Path]], shapes: dict[str, tuple[int, ...]],
                groups: list[list[str]]) -> list[dict[str, torch.Tensor]]:  # fmt: skip
     """Return the float32 weights that an FSDP2 training has after each load: by stock DCP, zckpt's reader or load."""
-    from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.fsdp import fully_shard
-
-    import zckpt
 
     found = []
     for how, path in loads:
@@ -522,11 +440,10 @@ def weights_by(rank: int, world_size: int, loads: list[tuple[str, Path]], shapes
         optimizer = torch.optim.AdamW([{"params": [live[name] for name in names]} for names in groups], lr=1.0)
         if how == "load":
             zckpt.load(path, model=model, optimizer=optimizer, strict=False)
+        elif how == "reader":
+            load_by_dcp(model, optimizer, storage_reader=zckpt.dcp.Reader(path))
         else:
-            states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-            reader = {"storage_reader": zckpt.dcp.Reader(path)} if how == "reader" else {"checkpoint_id": path}
-            dcp.load(states, **reader)
-            set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+            load_by_dcp(model, optimizer, checkpoint_id=path)
         found.append({name: one.full_tensor().detach().clone() for name, one in model.named_parameters()})
     return found
 
@@ -540,7 +457,7 @@ def trained_vit(rank: int, world_size: int, folder: Path, paths: list[Path]) -> 
             if state.global_step == STEPS:
                 found.append({name: one.detach().clone() for name, one in model.named_parameters()})
 
-    class Pictures(Batches):
+    class Pictures(Texts):
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
             made = torch.Generator().manual_seed(index)
             return {"pixel_values": torch.randn(3, 8, 8, generator=made), "labels": torch.tensor(index % 2)}
@@ -563,8 +480,6 @@ def trained_vit(rank: int, world_size: int, folder: Path, paths: list[Path]) -> 
 
 
 def _zckpt(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
-    import zckpt
-
     model, optimizer, _ = trained(1, steps=0)
     front = ""
     if kind == "Megatron":

@@ -166,7 +166,7 @@ def load(
 
 
 def truth(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return whole tensors of the live model and optimizer, by `slot/name`; every rank has to call it."""
+    """Return whole copies of the live model's and optimizer's tensors, by `slot/name`; every rank has to call it."""
     from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 
     if not isinstance(model, FullyShardedDataParallel):
@@ -180,7 +180,7 @@ def truth(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch
         if not any("_flat_param" in name for name, _ in model.named_parameters()):
             return found | _of_pieces(model, optimizer, found)
         state = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
-    return found | {f"{slot}/{name}": one for name, slots in state.items() for slot, one in slots.items()}
+    return found | {f"{slot}/{name}": one.clone() for name, slots in state.items() for slot, one in slots.items()}
 
 
 def _of_pieces(model: nn.Module, optimizer: torch.optim.Optimizer, known: dict[str, torch.Tensor]) -> Any:
@@ -204,7 +204,7 @@ def _of_pieces(model: nn.Module, optimizer: torch.optim.Optimizer, known: dict[s
             parts = [rank[name][slot] for rank in every if slot in rank[name]]
             shape = known[f"weight/{name}"].shape
             whole = parts[0] if parts[0].dim() == 0 else parts[0] if parts[0].shape == shape else torch.cat(parts)
-            found[f"{slot}/{name}"] = whole if whole.dim() == 0 else whole.reshape(shape)
+            found[f"{slot}/{name}"] = (whole if whole.dim() == 0 else whole.reshape(shape)).clone()
     return found
 
 
@@ -216,7 +216,7 @@ def trained(wrap: str, world_size: int) -> tuple[Any, Any, Any]:
 
 
 def truth_and_losses(model: Any, optimizer: Any, scheduler: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
-    held = {key: one.clone() for key, one in truth(model, optimizer).items()}
+    held = truth(model, optimizer)
     return held, [step(model, optimizer, scheduler, STEPS + number) for number in range(2)]
 
 
@@ -245,5 +245,22 @@ def train_and_save_freely(rank: int, world_size: int, wrap: str, folder: Path) -
     with state_context(model):
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save({**state, "step": STEPS, "args": {"lr": 0.01}}, folder / f"ckpt_rank{rank}.pt")
-    held = {key: one.clone() for key, one in truth(model, optimizer).items()}
+    held = truth(model, optimizer)
     return held if not rank else None
+
+
+def states(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Return what torch's DCP saves and loads, by name."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def load_by_dcp(model: Any, optimizer: Any, **source: Any) -> None:
+    """Load as torch's documentation says, from a `checkpoint_id` or by a `storage_reader`."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    found = states(model, optimizer)
+    dcp.load(found, **source)
+    set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])

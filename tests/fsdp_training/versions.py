@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.fsdp_training import training
-from tests.fsdp_training.training import STEPS, Block, made, step, truth
+from tests.fsdp_training.training import STEPS, Block, load_by_dcp, made, states, step, truth
 
 AFTER = 2
 
@@ -106,12 +106,6 @@ def _steps(model: Any, optimizer: Any, scheduler: Any, numbers: range) -> list[f
     return [step(model, optimizer, scheduler, number) for number in numbers]
 
 
-def _states(model: Any, optimizer: Any) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-
-
 def saved(rank: int, world_size: int, wrap: str, folder: Path) -> Any:
     """Train and save; return the truth, and the losses of the steps after it."""
     import torch.distributed.checkpoint as dcp
@@ -124,15 +118,14 @@ def saved(rank: int, world_size: int, wrap: str, folder: Path) -> Any:
         zckpt.save(folder, model=model, optimizer=optimizer, scheduler=scheduler, step=STEPS)
         held = {f"weight/{name}": one.detach().clone() for name, one in model.state_dict().items()}
     else:
-        dcp.save(_states(model, optimizer), storage_writer=dcp.FileSystemWriter(folder))
-        held = {key: one.clone() for key, one in truth(model, optimizer).items()}
+        dcp.save(states(model, optimizer), storage_writer=dcp.FileSystemWriter(folder))
+        held = truth(model, optimizer)
     return held, _steps(model, optimizer, scheduler, range(STEPS, STEPS + AFTER))
 
 
 def resumed(rank: int, world_size: int, wrap: str, folder: Path) -> list[float]:
     """Load into a model and an optimizer that differ in everything; return the losses of the steps after it."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import set_state_dict
 
     model, optimizer, scheduler = _made(wrap, world_size, 1)
     if wrap == "zckpt":
@@ -140,9 +133,7 @@ def resumed(rank: int, world_size: int, wrap: str, folder: Path) -> list[float]:
 
         zckpt.load(folder, model=model, optimizer=optimizer, scheduler=scheduler)
     else:
-        states = _states(model, optimizer)
-        dcp.load(states, storage_reader=dcp.FileSystemReader(folder))
-        set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+        load_by_dcp(model, optimizer, storage_reader=dcp.FileSystemReader(folder))
         if scheduler is not None:
             scheduler.last_epoch = STEPS
     return _steps(model, optimizer, scheduler, range(STEPS, STEPS + AFTER))

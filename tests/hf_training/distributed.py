@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.distributed import DistributedConfig, save_optimizer_distributed
 
 import zckpt
+from tests.fsdp_training.training import truth
 from tests.hf_training.training import CONFIGS
 
 
@@ -31,7 +32,7 @@ def train_and_save(rank: int, world_size: int, sizes: dict[str, int], folder: Pa
         optimizer.zero_grad()
     model.save_pretrained(folder, distributed_checkpoint=True)
     save_optimizer_distributed(model, optimizer, str(folder / "optimizer"))
-    found = _state(model, optimizer)
+    found = truth(model, optimizer)
     return found if not rank else None
 
 
@@ -42,17 +43,5 @@ def load_elsewhere(rank: int, world_size: int, sizes: dict[str, int], source: Pa
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, foreach=False)
     assert zckpt.load(source, model=model, optimizer=optimizer).step == 2
     assert {group["lr"] for group in optimizer.param_groups} == {0.01}
-    found = _state(model, optimizer)
+    found = truth(model, optimizer)
     return found if not rank else None
-
-
-def _state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    found = {f"weight/{name}": _whole(one) for name, one in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        found |= {f"{slot}/{name}": _whole(one) for slot, one in optimizer.state[parameter].items()}
-    return found
-
-
-def _whole(value: Any) -> torch.Tensor:
-    found: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value.detach().clone()
-    return found

@@ -25,8 +25,10 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 import zckpt
 from tests import gloo
+from tests.deepspeed_engine.spec import plain_config
 from tests.fsdp_training import training as verl
-from tests.hf_training.training import Texts, build, same
+from tests.hf_training.training import Texts, build, reset_accelerate, same, shard_by_accelerate
+from tests.logical import assert_same_tree
 from tests.pairwise import some
 from zckpt.errors import UnsupportedError, UsageError
 
@@ -65,10 +67,26 @@ def scheduler_of(optimizer: Any) -> Any:
     return get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=2 * STEPS)
 
 
+def write_config(folder: Path) -> None:
+    build("llama").config.save_pretrained(folder)  # type: ignore[operator, union-attr]
+
+
 def held(model: nn.Module, optimizer: Any) -> Found:
     """What a model and its optimizer hold, whole, whatever has wrapped them."""
     found = verl.truth(model, getattr(optimizer, "optimizer", optimizer))
-    return {key: one.detach().clone() for key, one in found.items() if not key.startswith("step/")}
+    return {key: one.detach() for key, one in found.items() if not key.startswith("step/")}
+
+
+def goes_on(model: nn.Module, optimizer: Any, scheduler: Any) -> Run:
+    """What is held after the step that is saved, and the losses of the steps that follow."""
+    found = held(model, optimizer)
+    return Run(found, [step_of(model, optimizer, scheduler, number) for number in range(SAVED, STEPS)])
+
+
+def loaded_on_ranks(function: Callable[..., Run], ranks: int, *args: Any) -> Run:
+    runs: list[Run] = gloo.run(function, ranks, *args)
+    assert all(run.losses == runs[0].losses for run in runs)
+    return runs[0]
 
 
 # --- the Trainer
@@ -92,18 +110,21 @@ class Recorded(Trainer):
 
 @dataclass
 class Look(TrainerCallback):
-    """What the Trainer holds when it has loaded, or when it saves."""
+    """What the Trainer holds when it has loaded, or else when it saves; it ends after `STEPS` of a longer schedule."""
 
-    at: str
+    resumes: bool
     found: Found = field(default_factory=dict)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.at == "begin":
+        if self.resumes:
             self.found = held(kwargs["model"], kwargs["optimizer"])
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.at == "save" and state.global_step == SAVED:
+        if not self.resumes and state.global_step == SAVED:
             self.found = held(kwargs["model"], kwargs["optimizer"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == STEPS
 
 
 def train(output: Path, *, resume: Path | None = None) -> Run:
@@ -112,21 +133,14 @@ def train(output: Path, *, resume: Path | None = None) -> Run:
         weight_decay=0.0, warmup_steps=2, save_steps=SAVED, max_grad_norm=0.0, report_to=[], use_cpu=True,
         disable_tqdm=True, adam_epsilon=1e-8,
     )  # fmt: skip
-    look = Look("save" if resume is None else "begin")
-    trainer = Recorded(model=build("llama", 0 if resume is None else 9), args=arguments, train_dataset=Texts(),
-                       callbacks=[look, Stop()])  # fmt: skip
+    look = Look(resume is not None)
+    model = build("llama", 9 if look.resumes else 0)
+    trainer = Recorded(model=model, args=arguments, train_dataset=Texts(), callbacks=[look])
     trainer.remove_callback(transformers.PrinterCallback)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        trainer.train(resume_from_checkpoint=resume and str(resume))
     return Run(look.found, trainer.losses[SAVED - STEPS :])
-
-
-class Stop(TrainerCallback):
-    """End after `STEPS` of a schedule that is longer."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == STEPS
 
 
 def save_trainer(folder: Path) -> Run:
@@ -152,25 +166,19 @@ def accelerated(seed: int, *, groups: int = 2, version: int | None = None, full:
     groups : {1, 2}
         Two: parameters decayed or not, as in transformers' examples.
     version : {1, 2}, optional
-        Of FSDP. Accelerate has it on CPUs, too, and never chooses it there by itself.
+        Of FSDP.
     """
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-    from accelerate.utils import DistributedType
+    from accelerate import Accelerator
 
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    reset_accelerate()
     accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False)
     model = build("llama", seed)
     decayed = set(get_parameter_names(model, [nn.LayerNorm], ["bias", "norm"]))
     if version is not None:
-        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=version, state_dict_type="FULL_STATE_DICT" if full else "SHARDED_STATE_DICT",
+        shard_by_accelerate(
+            accelerator, version, state_dict_type="FULL_STATE_DICT" if full else "SHARDED_STATE_DICT",
             auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            cpu_ram_efficient_loading=False,
         )  # fmt: skip
-        for state in (PartialState(), accelerator.state):
-            state.distributed_type, state.device = DistributedType.FSDP, torch.device("cpu")
     if version == 1:  # which wants the optimizer's parameters to be those of the wrapped model
         model = accelerator.prepare(model)
     named = {name.replace("_fsdp_wrapped_module.", ""): one for name, one in model.named_parameters()}
@@ -181,50 +189,38 @@ def accelerated(seed: int, *, groups: int = 2, version: int | None = None, full:
     return accelerator, *accelerator.prepare(model, optimizer, scheduler_of(optimizer))
 
 
-def save_accelerate(folder: Path, version: int | None = None) -> Run:
+def save_accelerate(rank, world_size, version: int | None, folder: Path) -> Run:
     accelerator, model, optimizer, scheduler = accelerated(0, version=version)
     for number in range(SAVED):
         step_of(model, optimizer, scheduler, number)
     accelerator.save_state(str(folder / "saved"))
     if accelerator.is_main_process:
-        build("llama").config.save_pretrained(folder / "saved")  # type: ignore[operator, union-attr]
-    found = held(model, optimizer)
-    return Run(found, [step_of(model, optimizer, scheduler, number) for number in range(SAVED, STEPS)])
+        write_config(folder / "saved")
+    return goes_on(model, optimizer, scheduler)
 
 
-def resume_accelerate(target: Path, version: int | None = None, *, full: bool = False) -> Run:
+def resume_accelerate(rank, world_size, version: int | None, full: bool, target: Path) -> Run:
     accelerator, model, optimizer, scheduler = accelerated(9, groups=1, version=version, full=full)
     if version == 1 and not full:  # it looks for state of parameters that have some in memory (Accelerate 1.15)
         step_of(model, optimizer, scheduler, 0)
     accelerator.load_state(str(target))
-    found = held(model, optimizer)
-    return Run(found, [step_of(model, optimizer, scheduler, number) for number in range(SAVED, STEPS)])
+    return goes_on(model, optimizer, scheduler)
 
 
 def load_accelerate(source: Path, folder: Path, ranks: int) -> Run:
     zckpt.convert(source, folder / "state", to="accelerate", groups="one", verify=True)
-    return resume_accelerate(folder / "state")
-
-
-def save_accelerate_rank(rank, world_size, version: int, folder: Path) -> Run:
-    return save_accelerate(folder, version)
-
-
-def load_accelerate_rank(rank, world_size, version: int, full: bool, target: Path) -> Run:
-    return resume_accelerate(target, version, full=full)
+    return resume_accelerate(0, 1, None, False, folder / "state")
 
 
 def save_sharded(version: int, folder: Path) -> Run:
-    run: Run = gloo.run(save_accelerate_rank, 2, version, folder)[0]
+    run: Run = gloo.run(save_accelerate, 2, version, folder)[0]
     return run
 
 
 def load_sharded(version: int, source: Path, folder: Path, ranks: int, *, full: bool = False) -> Run:
     form = {"fsdp": "full"} if full else {"fsdp": "sharded", "world_size": 2}
     zckpt.convert(source, folder / "state", to="accelerate", groups="one", verify=True, **form)
-    runs: list[Run] = gloo.run(load_accelerate_rank, ranks, version, full, folder / "state")
-    assert all(run.losses == runs[0].losses for run in runs)
-    return runs[0]
+    return loaded_on_ranks(resume_accelerate, ranks, version, full, folder / "state")
 
 
 # --- DeepSpeed, ZeRO-2
@@ -236,9 +232,7 @@ def save_deepspeed_rank(rank, world_size, folder: Path) -> list[float]:
     torch.set_num_threads(1)
     model = build("llama", 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    config = {"train_micro_batch_size_per_gpu": BATCH, "zero_optimization": {"stage": 2},
-              "gradient_clipping": 0.0,
-              "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}  # fmt: skip
+    config = plain_config(2, train_micro_batch_size_per_gpu=BATCH, gradient_clipping=0.0)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config,
                                   lr_scheduler=scheduler_of(optimizer))[0]  # fmt: skip
     losses = []
@@ -255,7 +249,7 @@ def save_deepspeed_rank(rank, world_size, folder: Path) -> list[float]:
 def save_deepspeed(folder: Path) -> Run:
     """What was in memory is taken from the checkpoint, of which other tests hold every bit against the engine."""
     losses = gloo.run(save_deepspeed_rank, 2, folder, fresh=True)[0]
-    build("llama").config.save_pretrained(folder / "saved")  # type: ignore[operator, union-attr]
+    write_config(folder / "saved")
     checkpoint = zckpt.open(folder / "saved")
     found = {f"weight/{name}": checkpoint.read(name) for name in [*checkpoint.parameters, *checkpoint.buffers]}
     for name, one in checkpoint.parameters.items():
@@ -291,16 +285,14 @@ def save_rank(rank, world_size, version: int, folder: Path) -> Run:
         step_of(model, optimizer, scheduler, number)
     verl.save(model, optimizer, scheduler, folder, rank, world_size)
     if not rank:
-        build("llama").config.save_pretrained(folder / "huggingface")  # type: ignore[operator, union-attr]
-    found = held(model, optimizer)
-    return Run(found, [step_of(model, optimizer, scheduler, number) for number in range(SAVED, STEPS)])
+        write_config(folder / "huggingface")
+    return goes_on(model, optimizer, scheduler)
 
 
 def load_rank(rank, world_size, version: int, folder: Path) -> Run:
     model, optimizer, scheduler = sharded(version, world_size, 9)
     verl.load(model, optimizer, scheduler, folder, rank, world_size)
-    found = held(model, optimizer)
-    return Run(found, [step_of(model, optimizer, scheduler, number) for number in range(SAVED, STEPS)])
+    return goes_on(model, optimizer, scheduler)
 
 
 def save_verl(version: int, folder: Path) -> Run:
@@ -314,15 +306,13 @@ def load_verl(version: int, source: Path, folder: Path, ranks: int) -> Run:
     units = {"units": "model.layers.*"} if version == 1 else {}
     zckpt.convert(source, folder / "target", to="fsdp-rank-files", world_size=ranks, fsdp_version=version,
                   groups="one", device="cpu", verify=True, **units)  # fmt: skip
-    runs: list[Run] = gloo.run(load_rank, ranks, version, folder / "target")
-    assert all(run.losses == runs[0].losses for run in runs)
-    return runs[0]
+    return loaded_on_ranks(load_rank, ranks, version, folder / "target")
 
 
 SAVES: dict[str, Callable[[Path], Run]] = {
     "deepspeed": save_deepspeed,
     "trainer": save_trainer,
-    "accelerate": save_accelerate,
+    "accelerate": lambda folder: save_accelerate(0, 1, None, folder),
     "accelerate-fsdp1": lambda folder: save_sharded(1, folder),
     "accelerate-fsdp2": lambda folder: save_sharded(2, folder),
     "verl": lambda folder: save_verl(2, folder),
@@ -339,35 +329,20 @@ LOADS: dict[str, Callable[[Path, Path, int], Run]] = {
     "fsdp1": lambda *args: load_verl(1, *args),
 }
 ALONE = ("trainer", "accelerate")
-QUICK = [
-    ("trainer", "accelerate"),
-    ("accelerate", "verl"),
-    ("verl", "fsdp1"),
-    ("fsdp1", "trainer"),
-    ("deepspeed", "accelerate-fsdp2"),
-    ("trainer", "accelerate-fsdp1"),
-    ("accelerate-fsdp1", "accelerate"),
-]
+KEPT = [("deepspeed", "accelerate-fsdp2", 3), ("accelerate-fsdp1", "accelerate", 1)]
+EVERY = [(one, other, 1 if other in ALONE else 3) for one, other in itertools.product(SAVES, LOADS)]
+EVERY += [(one, other, 2) for one, other in itertools.product(SAVES, LOADS) if other not in ALONE]
+"""Every program to every other and itself, at the ranks that it was saved at, too."""
 
 
-def cases() -> list[Any]:
-    """`QUICK`; the rest `nightly`: every program to every other and itself, at the ranks that it was saved at, too."""
-    every = [(one, other, 1 if other in ALONE else 3) for one, other in itertools.product(SAVES, LOADS)]
-    every += [(one, other, 2) for one, other in itertools.product(SAVES, LOADS) if other not in ALONE]
-    quick = [one for one in every if one[:2] in QUICK and one[2] != 2]
-    return some(quick, [one for one in every if one not in quick])
-
-
-@pytest.mark.parametrize(("one", "other", "ranks"), cases())
-@pytest.mark.every(4)
+@pytest.mark.parametrize(("one", "other", "ranks"), some(KEPT, [one for one in EVERY if one not in KEPT]))
 def test_one_program_goes_on_where_another_left_off(one, other, ranks, shared, tmp_path):
     def make(folder: Path) -> tuple[Path, Run]:
         return folder / "saved", SAVES[one](folder)
 
     source, saved = shared(f"everyday-{one}", make)
     resumed = LOADS[other](source, tmp_path, ranks)
-    assert resumed.found.keys() == saved.found.keys()
-    assert [key for key, tensor in saved.found.items() if not same(resumed.found[key], tensor)] == []
+    assert_same_tree(resumed.found, saved.found)
     assert len(saved.losses) == STEPS - SAVED
     assert resumed.losses == pytest.approx(saved.losses, rel=LAST_BITS)
 

@@ -12,7 +12,7 @@ import torch
 
 import zckpt
 from tests import gloo
-from tests.fsdp_training.training import STEPS, made, step, truth
+from tests.fsdp_training.training import trained, truth
 from tests.interop.test_fsdp_rank_files import assert_is
 from tests.pairwise import some
 from zckpt.errors import UnsupportedError
@@ -34,9 +34,7 @@ def save(rank, world_size, wrap: str, kind: str, folder: Path) -> Any:
 
     fsdp_utils.logger = logging.getLogger(__name__)  # its own wants an Accelerator
     torch.set_num_threads(1)
-    model, optimizer, scheduler = made(wrap, world_size)
-    for number in range(STEPS):
-        step(model, optimizer, scheduler, number)
+    model, optimizer, _ = trained(wrap, world_size)
     local = kind == "LOCAL_STATE_DICT"
     plugin = SimpleNamespace(
         fsdp_version=2 if "fsdp2" in wrap else 1,
@@ -48,7 +46,7 @@ def save(rank, world_size, wrap: str, kind: str, folder: Path) -> Any:
     fsdp_utils.save_fsdp_model(plugin, accelerator, model, str(folder), use_dcp=False)
     if not local:
         fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder), use_dcp=False)
-    held = {key: one.clone() for key, one in truth(model, optimizer).items()}
+    held = truth(model, optimizer)
     return held if not rank else None
 
 
@@ -82,13 +80,11 @@ def save_full(rank, world_size, file: Path) -> Any:
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
     torch.set_num_threads(1)
-    model, optimizer, scheduler = made("fsdp1", world_size)
-    for number in range(STEPS):
-        step(model, optimizer, scheduler, number)
+    model, optimizer, _ = trained("fsdp1", world_size)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         whole = model.state_dict()
         state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
-    held = {key: one.clone() for key, one in truth(model, optimizer).items()}
+    held = truth(model, optimizer)
     if rank:
         return None
     assert any(getattr(one, "_has_been_cloned", False) for one in whole.values())

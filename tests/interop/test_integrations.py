@@ -16,9 +16,13 @@ from torch import nn
 
 import zckpt
 from tests.cli.console import ROOT
+from tests.deepspeed_engine.spec import plain_config
+from tests.folders import files_in, names_in
 from tests.fsdp_training.training import truth
-from tests.gloo import run
+from tests.gloo import on_ranks, run
+from tests.hf_training.training import reset_accelerate, shard_by_accelerate
 from tests.interop.test_accelerate import Counter
+from tests.logical import assert_same_tree
 from tests.pairwise import some
 from tests.training.test_hf import SAVED, STEPS, trainer_of
 from zckpt.errors import SourceError, UnsupportedError
@@ -47,29 +51,20 @@ def last_step(directory: Path) -> Path:
 
 def accelerator_of(form: str, *, stock: bool = False) -> Any:
     import accelerate
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-    from accelerate.utils import DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.utils import DeepSpeedPlugin
 
     import zckpt.accelerate
 
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    reset_accelerate()
     options: dict[str, Any] = {"cpu": True, "step_scheduler_with_optimizer": False}
     if form == "deepspeed":
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-        config = {
-            "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False, "gradient_accumulation_steps": 1,
-            "train_micro_batch_size_per_gpu": BATCH // torch.distributed.get_world_size(),
-        }  # fmt: skip
+        rows = BATCH // torch.distributed.get_world_size()
+        config = plain_config(2, train_micro_batch_size_per_gpu=rows, gradient_accumulation_steps=1)
         options = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config)}
     accelerator = accelerate.Accelerator(**options) if stock else zckpt.accelerate.Accelerator(**options, async_=True)
     if form == "fsdp2":
-        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
-        )
-        for one in (PartialState(), accelerator.state):
-            one.distributed_type, one.device = DistributedType.FSDP, torch.device("cpu")
+        shard_by_accelerate(accelerator, 2, auto_wrap_policy="no_wrap")
     return accelerator
 
 
@@ -117,22 +112,30 @@ def accelerated(rank, world_size, form: str, path: Path, source: Path | None, st
         counter.count += 1
         if source is None and step + 1 == SAVED:
             accelerator.save_state(str(path))
-            done.held = {key: one.clone() for key, one in held().items()}
+            done.held = held()
     if not stock:
         accelerator.wait_for_save()
     done.rate, done.count = scheduler.get_last_lr()[0], counter.count
     return done
 
 
-def assert_accelerates(form: str, other: str, path: Path, *, stock: bool = False) -> None:
-    whole = run(accelerated, 2, form, path, None, stock)[0]
+def accelerated_by_contexts(rank, world_size, form: str, path: Path, source: Path | None, stock: bool) -> Accelerated:
+    """The same with Accelerate's own class, where zckpt saves and loads for every engine of DeepSpeed."""
+    with zckpt.deepspeed.durable_saves() as saves, zckpt.deepspeed.any_world_size() as loading:
+        done = accelerated(rank, world_size, form, path, source, True)
+    assert (len(loading.in_place), len(saves.saved)) == ((1, 0) if source else (0, 1))
+    return done
+
+
+def assert_accelerates(form: str, other: str, path: Path, *, stock: bool = False, by: Any = accelerated) -> None:
+    whole = run(by, 2, form, path, None, stock, fresh=form == "deepspeed")[0]
     if not stock:
         opened = zckpt.open(path)
         assert opened.format == ("deepspeed" if form == "deepspeed" else "zckpt")
-    resumed = run(accelerated, 3, other, path, path, False)[0]
-    assert resumed.held.keys() == whole.held.keys()
-    for key, value in whole.held.items():
-        assert torch.equal(resumed.held[key], value), key
+    files = files_in(path)
+    resumed = run(by, 3, other, path, path, False, fresh=form == "deepspeed")[0]
+    assert files_in(path) == files
+    assert_same_tree(resumed.held, whole.held)
     assert len(whole.losses) == STEPS
     assert resumed.losses == pytest.approx(whole.losses[SAVED:], rel=1e-5)
     assert (resumed.rate, resumed.count) == (whole.rate, STEPS - SAVED if stock else STEPS)
@@ -143,56 +146,51 @@ def test_accelerate_goes_on_at_another_number_of_processes(form, tmp_path):
     assert_accelerates(form, form, tmp_path / "state")
 
 
+def test_accelerates_own_class_goes_on_where_every_engine_is_served(tmp_path):
+    assert_accelerates("deepspeed", "deepspeed", tmp_path / "state", by=accelerated_by_contexts)
+
+
 @pytest.mark.nightly
 def test_accelerate_goes_on_with_what_it_saved_itself(tmp_path):
     assert_accelerates("plain", "fsdp2", tmp_path / "state", stock=True)
 
 
-def numbered(rank, world_size, directory: Path) -> list[str]:
-    """Let Accelerate make the names; return what is there, and what was refused."""
+@pytest.mark.nightly
+@on_ranks(1)
+def test_accelerate_makes_names_and_what_cannot_be_saved_is_refused(rank, world_size, tmp_path):
     from accelerate.utils import ProjectConfiguration
 
     accelerator = accelerator_of("plain")
     accelerator.project_configuration = ProjectConfiguration(
-        str(directory), automatic_checkpoint_naming=True, total_limit=2
+        str(tmp_path), automatic_checkpoint_naming=True, total_limit=2
     )
-    first = accelerator.prepare(nn.Linear(2, 2))
-    left = directory / "checkpoints" / ".checkpoint_7.zckpt-partial"
+    model = accelerator.prepare(nn.Linear(2, 2))
+    there = tmp_path / "checkpoints"
+    left = there / ".checkpoint_7.zckpt-partial"
     left.mkdir(parents=True)  # as a killed save leaves it
     os.utime(left, (0, 0))
     for _ in range(3):
         accelerator.save_state()
     accelerator.wait_for_save()
-    assert accelerator.load_state().path == str(directory / "checkpoints" / "checkpoint_2")
-    said = sorted(path.name for path in (directory / "checkpoints").iterdir())
-    (directory / "checkpoints" / "checkpoint_0").symlink_to(directory)  # what cannot be removed stops no process
+    assert accelerator.load_state().path == str(there / "checkpoint_2")
+    assert names_in(there) == ["checkpoint_1", "checkpoint_2"]
+    (there / "checkpoint_0").symlink_to(tmp_path)  # what cannot be removed stops no process
     accelerator.save_state()
     with pytest.warns(UserWarning, match="exceeds total_limit"):
         accelerator.wait_for_save()
-    (directory / "checkpoints" / "checkpoint_0").unlink()
-    zckpt.save(directory / "other", model=first, extra={"accelerate": 3})
-    assert accelerator.load_state(directory / "other").extra == {"accelerate": 3}
+    (there / "checkpoint_0").unlink()
+    zckpt.save(tmp_path / "other", model=model, extra={"accelerate": 3})
+    assert accelerator.load_state(tmp_path / "other").extra == {"accelerate": 3}
     handle = accelerator.register_save_state_pre_hook(lambda *_: None)
-    with pytest.raises(UnsupportedError) as hooks:
+    with pytest.raises(UnsupportedError, match="registered hooks"):
         accelerator.save_state()
     handle.remove()
     accelerator.register_for_checkpointing(Counter())
-    with pytest.raises(SourceError) as objects:
+    with pytest.raises(SourceError, match="expected 1, found 0"):
         accelerator.load_state()
     accelerator.prepare(nn.Linear(2, 2))
-    with pytest.raises(UnsupportedError) as models:
+    with pytest.raises(UnsupportedError, match="2 prepared models"):
         accelerator.save_state()
-    assert first is not None
-    return [*said, str(hooks.value), str(objects.value), str(models.value)]
-
-
-@pytest.mark.nightly
-def test_accelerate_makes_names_and_what_cannot_be_saved_is_refused(tmp_path):
-    *names, hooks, objects, models = run(numbered, 1, tmp_path)[0]
-    assert names == ["checkpoint_1", "checkpoint_2"]
-    assert "registered hooks" in hooks
-    assert "expected 1, found 0" in objects
-    assert "2 prepared models" in models
 
 
 def trained(rank, world_size, output: Path, directory: Path | None) -> list[float]:

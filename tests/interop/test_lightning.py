@@ -14,6 +14,7 @@ from torch import nn
 import zckpt
 from tests.fsdp_training.training import truth
 from tests.gloo import on_ranks, run
+from tests.logical import assert_same_tree
 from tests.resuming import lightning_of
 from zckpt.errors import TargetError, UnsupportedError, UsageError
 
@@ -78,7 +79,7 @@ def module_of(world_size: int, kind: str) -> Any:
         def held(self) -> Slots:
             model = self.trainer.strategy.model if kind == "fsdp1" else self
             found = {} if kind == "deepspeed" else truth(model, self.trainer.optimizers[0])
-            return {key.replace("_forward_module.", ""): one.clone() for key, one in found.items()}
+            return {key.replace("_forward_module.", ""): one for key, one in found.items()}
 
         def on_train_start(self) -> None:
             self.began = self.held()
@@ -148,9 +149,7 @@ def assert_goes_on(source: str, kind: str, directory: Path, *, stock: bool = Fal
         assert (opened.format, opened.step) == ("deepspeed" if source == "deepspeed" else "zckpt", PER_EPOCH)
     resumed = run(fit, world_size, kind, directory / "resumed", saved, False, world_size == 3, 1)[0]
     assert resumed.names == ["step=6.ckpt"], "the earlier one is removed, and nothing else is left"
-    assert resumed.began.keys() == whole.saved.keys()
-    for key, value in whole.saved.items():
-        assert torch.equal(resumed.began[key], value), key
+    assert_same_tree(resumed.began, whole.saved)
     assert resumed.losses == pytest.approx(whole.losses[PER_EPOCH:], rel=1e-5)
     assert (resumed.rate, resumed.steps) == (whole.rate, whole.steps)
 
@@ -171,32 +170,30 @@ def test_lightning_goes_on_with_what_its_own_strategies_saved(source, kind, worl
     assert_goes_on(source, kind, tmp_path, stock=True, world_size=world_size)
 
 
-def lose(rank, world_size, directory: Path) -> list[str]:
-    """Train until a save fails, after which Lightning would have but one checkpoint; return what is there."""
+@pytest.mark.nightly
+@on_ranks(1, fresh=True)
+def test_a_checkpoint_stays_whose_successor_was_not_saved(rank, world_size, tmp_path):
+    """The save fails after which Lightning would have but one checkpoint."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from zckpt.lightning import SingleDeviceStrategy
 
-    (directory / ".step=4.ckpt.zckpt-partial").write_text("in the way")
-    keeps = ModelCheckpoint(directory, filename="{step}", save_top_k=1, every_n_epochs=1)
+    (tmp_path / ".step=4.ckpt.zckpt-partial").write_text("in the way")
+    keeps = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=1, every_n_epochs=1)
     strategy = SingleDeviceStrategy(device="cpu", async_=True)
     trainer = lightning_of(rank, world_size, strategy, max_epochs=3, callbacks=[keeps])
     with pytest.raises(TargetError, match="cannot be created"):
         trainer.fit(module_of(world_size, "ddp"), torch.utils.data.DataLoader(Rows(), batch_size=BATCH))
-    return [path.name for path in directory.glob("*.ckpt")]
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=2.ckpt"]
 
 
 @pytest.mark.nightly
-def test_a_checkpoint_stays_whose_successor_was_not_saved(tmp_path):
-    assert run(lose, 1, tmp_path, fresh=True) == [["step=2.ckpt"]]
-
-
-def several(rank, world_size, directory: Path) -> list[str]:
-    """Take what another program saved; refuse what cannot be kept; return what was said."""
+@on_ranks(2, fresh=True)
+def test_lightning_takes_what_other_programs_saved_and_says_what_it_cannot_keep(rank, world_size, tmp_path):
     from zckpt.lightning import DDPStrategy
 
     other = module_of(7, "ddp")
-    given = directory / "other"
+    given = tmp_path / "other"
     optimizer = torch.optim.AdamW(other.parameters())
     other.net(torch.ones(2, 5)).sum().backward()
     optimizer.step()
@@ -210,27 +207,16 @@ def several(rank, world_size, directory: Path) -> list[str]:
         trainer.fit(module, rows, ckpt_path=str(given))
     assert any("Lightning counts from 0" in str(one.message) for one in warned) == (rank == 0)
     assert trainer.global_step == PER_EPOCH
-    for name, value in other.state_dict().items():
-        assert torch.equal(module.began[f"weight/{name}"], value), name
-    trainer.save_checkpoint(directory / "bare.ckpt", weights_only=True)
-    assert zckpt.open(directory / "bare.ckpt").param_groups == []
-    said = []
-    with pytest.raises(UsageError) as error:
-        trainer.save_checkpoint(directory / "x.ckpt", storage_options={})
-    said.append(str(error.value))
+    weights = {f"weight/{name}": value for name, value in other.state_dict().items()}
+    assert_same_tree({name: module.began[name] for name in weights}, weights)
+    trainer.save_checkpoint(tmp_path / "bare.ckpt", weights_only=True)
+    assert zckpt.open(tmp_path / "bare.ckpt").param_groups == []
+    with pytest.raises(UsageError, match="CheckpointIO"):
+        trainer.save_checkpoint(tmp_path / "x.ckpt", storage_options={})
     module.hparams["scale"] = object()
-    with pytest.raises(UnsupportedError) as refused:
-        trainer.save_checkpoint(directory / "x.ckpt")
-    said.append(str(refused.value))
-    assert not (directory / "x.ckpt").exists()
-    return said
-
-
-@pytest.mark.nightly
-def test_lightning_takes_what_other_programs_saved_and_says_what_it_cannot_keep(tmp_path):
-    for options, kept in run(several, 2, tmp_path, fresh=True):
-        assert "CheckpointIO" in options
-        assert "scale" in kept
+    with pytest.raises(UnsupportedError, match="scale"):
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+    assert not (tmp_path / "x.ckpt").exists()
 
 
 def average(rank, world_size, directory: Path, averages: bool, stock: bool) -> list[Slots]:
@@ -274,6 +260,4 @@ def test_the_average_of_weights_that_lightning_keeps_comes_back(rank, world_size
     saved = average(rank, world_size, directory, averages, stock)
     assert averages != all(torch.equal(saved[0][key], saved[1][key]) for key in saved[0])
     resumed = average(rank, world_size, directory, True, False)
-    for before, after in zip(saved, resumed, strict=True):
-        assert before.keys() == after.keys()
-        assert all(torch.equal(value, after[key]) for key, value in before.items())
+    assert_same_tree(resumed, saved)

@@ -11,6 +11,7 @@ import torch
 
 import zckpt
 from tests import gloo
+from tests.logical import assert_same_tree
 from tests.megatron_core import VOCABULARY, Live, Spec
 from tests.megatron_families import FAMILIES, LENGTH, expected_logits, write_huggingface
 from zckpt.naming.apply import sorted_names
@@ -112,9 +113,6 @@ def test_it_says_the_same_in_megatron_core_trains_there_and_returns(family, tmp_
     assert not zckpt.diff(tmp_path / "run", tmp_path / "again").changed
     folders = [tmp_path / "run" / STEP, tmp_path / "again" / STEP]
     [[(state, first, on), (other, second, anew)]] = gloo.run(gone_on, 1, spec, folders, fresh=True)
-    assert state.keys() == other.keys()
-    assert all(torch.equal(other[key], value) for key, value in state.items())
-    assert all(map(torch.equal, first, second))
-    assert on == anew
+    assert_same_tree([other, second, anew], [state, first, on])
     if not about.settings.get("mtp_num_layers"):  # whose loss transformers has not
         assert gone_on_in_transformers(tmp_path / "run", tmp_path / "hf", names) == pytest.approx(on, rel=1e-4)

@@ -9,7 +9,8 @@ import torch
 
 import zckpt
 from tests import gloo
-from tests.megatron_core import Spec, filed, legacy_loaded, legacy_saved, loaded, saved, saved_by_torch
+from tests.logical import assert_same_tree
+from tests.megatron_core import Spec, filed, loaded, saved, saved_by_torch
 from tests.truth import Truth, assert_same
 
 pytestmark = pytest.mark.interop
@@ -20,10 +21,14 @@ LLAMA = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 4, "num_
          "num_key_value_heads": 2, "intermediate_size": 24, "vocab_size": 64, "padded_vocab_size": 64}  # fmt: skip
 
 
-def assert_equal_state(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert_same(found[key], value, key)
+def slots_of(checkpoint: zckpt.OpenedCheckpoint) -> dict[str, torch.Tensor]:
+    return {f"{slot}/{one.name}": checkpoint.read(one.name, slot) for one in checkpoint.tensors() for slot in one.slots}
+
+
+def filed_keys(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Give tensors the names that they have in files, steps left out."""
+    parts = [(*key.partition("/"), one) for key, one in tensors.items()]
+    return {f"{slot}/{filed(name)}": one for slot, _, name, one in parts if slot != "step"}
 
 
 def test_what_another_version_and_other_ranks_wrote_is_loaded(tmp_path):
@@ -37,8 +42,10 @@ def test_what_another_version_and_other_ranks_wrote_is_loaded(tmp_path):
     wanted = [(spec, tmp_path / name / "iter_0000004") for name, spec in specs.items()]
     [results] = gloo.run(loaded, 1, wanted, fresh=True)
     for name, (state, losses) in zip(specs, results, strict=True):
-        truth = Truth(OTHER / name).tensors
-        assert_equal_state(state, {key: one for key, one in truth.items() if not key.startswith("step/")})
+        truth = {key: one for key, one in Truth(OTHER / name).tensors.items() if not key.startswith("step/")}
+        assert state.keys() == truth.keys()
+        for key, value in truth.items():
+            assert_same(state[key], value, key)
         assert all(0 < one < 10 for one in losses)
 
 
@@ -48,22 +55,23 @@ def test_an_optimizer_without_masters_is_none_within_another(tmp_path):
     zckpt.convert(tmp_path / "run", tmp_path / "again", to="megatron", verify=True, world_size=2)
     folders = [tmp_path / name / STEP for name in ("run", "again")]
     [[(theirs, before), (ours, after)]] = gloo.run(loaded, 1, [(spec, one) for one in folders], fresh=True)
-    assert_equal_state(ours, theirs)
+    assert_same_tree(ours, theirs)
     assert after == before
 
 
-@pytest.mark.parametrize("spec", [Spec(), Spec(llama=False, groups=4)], ids=["llama", "gpt"])
-def test_what_its_fsdp2_saved_by_torchs_dcp_is_loaded_as_its_own_format(spec, tmp_path):
+def test_what_its_fsdp2_saved_by_torchs_dcp_is_loaded_as_its_own_format(tmp_path):
     """Masters lie in lists beside an optimizer that numbers its parameters; norms alike are told by what these are."""
-    truth = gloo.run(saved_by_torch, 2, spec, tmp_path / "run", fresh=True)[0]
-    source = zckpt.open(tmp_path / "run")
-    found = {f"{slot}/{one.name}": source.read(one.name, slot) for one in source.tensors() for slot in one.slots}
-    assert_equal_state(found, truth)
-    zckpt.convert(source, tmp_path / "again", to="megatron", verify=True)
-    [[(state, losses)]] = gloo.run(loaded, 1, [(spec, tmp_path / "again" / STEP)], fresh=True)
-    kept = {f"{slot}/{filed(name)}": one for key, one in truth.items() for slot, _, name in [key.partition("/")]}
-    assert_equal_state(state, {key: one for key, one in kept.items() if not key.startswith("step/")})
-    assert all(0 < one < 10 for one in losses)
+    specs = {"llama": Spec(), "gpt": Spec(llama=False, groups=4)}
+    wanted = [(spec, tmp_path / name) for name, spec in specs.items()]
+    truths = gloo.run(saved_by_torch, 2, wanted, fresh=True)[0]
+    for (_, run), truth in zip(wanted, truths, strict=True):
+        source = zckpt.open(run)
+        assert_same_tree(slots_of(source), truth)
+        zckpt.convert(source, run / "again", to="megatron", verify=True)
+    [found] = gloo.run(loaded, 1, [(spec, run / "again" / STEP) for spec, run in wanted], fresh=True)
+    for (state, losses), truth in zip(found, truths, strict=True):
+        assert_same_tree(state, filed_keys(truth))
+        assert all(0 < one < 10 for one in losses)
 
 
 @pytest.mark.nightly
@@ -76,7 +84,7 @@ def test_a_run_goes_to_hugging_face_and_back_to_one_rank(tmp_path):
     assert zckpt.diff(tmp_path / "run", tmp_path / "back").equal
     folders = [tmp_path / "run" / STEP, tmp_path / "back" / STEP]
     [[(theirs, before), (ours, after)]] = gloo.run(loaded, 1, [(spec.alone(), one) for one in folders], fresh=True)
-    assert_equal_state(ours, theirs)
+    assert_same_tree(ours, theirs)
     assert after == before
     for other in (spec, spec.alone(tp=2, dp=2)):
         results = gloo.run(loaded, 4, [(other, one) for one in folders], fresh=True)
@@ -89,11 +97,10 @@ def test_experts_of_two_ranks_are_loaded_by_one(moe_layers, tmp_path):
     spec = Spec(dp=2, ep=2, experts=4, moe_layers=moe_layers)
     gloo.run(saved, 2, spec, tmp_path / "run", fresh=True)
     source = zckpt.open(tmp_path / "run")
-    expected = {f"{slot}/{one.name}": source.read(one.name, slot) for one in source.tensors() for slot in one.slots}
     for size in (1, 2):
         zckpt.convert(source, tmp_path / str(size), to="megatron", verify=True, expert_parallel_size=size)
     [[(state, losses)]] = gloo.run(loaded, 1, [(spec.alone(), tmp_path / "1" / STEP)], fresh=True)
-    assert_equal_state(state, expected)
+    assert_same_tree(state, slots_of(source))
     assert all(0 < one < 10 for one in losses)
     folders = [tmp_path / "run" / STEP, tmp_path / "2" / STEP]
     for [(_, before), (_, after)] in gloo.run(loaded, 2, [(spec, one) for one in folders], fresh=True):
@@ -105,15 +112,13 @@ def test_experts_of_two_ranks_are_loaded_by_one(moe_layers, tmp_path):
 @pytest.mark.parametrize("spec", [Spec(tp=2, pp=2), Spec(tp=2, pp=2, llama=False, groups=4, distributed=False)])
 def test_legacy_files_of_other_ranks_are_loaded(spec, tmp_path):
     run = tmp_path / "run" / STEP
-    gloo.run(legacy_saved, 4, spec, run, fresh=True)
-    for name, tp in (("one", 1), ("two", 2)):
+    gloo.run(saved, 4, spec, run, True, fresh=True)
+    for tp in (1, 2):
         zckpt.reshard(
-            run, tmp_path / name, world_size=1, verify=True, tensor_parallel_size=tp, pipeline_parallel_size=1
+            run, tmp_path / f"tp{tp}", world_size=1, verify=True, tensor_parallel_size=tp, pipeline_parallel_size=1
         )
-    [(state, losses)] = gloo.run(legacy_loaded, 1, spec.alone(), tmp_path / "one" / STEP, fresh=True)
-    source = zckpt.open(run)
-    expected = {f"{slot}/{filed(one.name)}": source.read(one.name, slot=slot)
-                for one in source.tensors() for slot in one.slots if slot != "step"}  # fmt: skip
-    assert_equal_state(state, expected)
-    sliced = gloo.run(legacy_loaded, 2, spec.alone(tp=2), tmp_path / "two" / STEP, fresh=True)
-    assert all(one == pytest.approx(losses, rel=1e-2) for _, one in sliced)
+    wanted = {tp: [(spec.alone(tp=tp), tmp_path / f"tp{tp}" / STEP)] for tp in (1, 2)}
+    [[(state, losses)]] = gloo.run(loaded, 1, wanted[1], True, fresh=True)
+    assert_same_tree(state, filed_keys(slots_of(zckpt.open(run))))
+    for [(_, sliced)] in gloo.run(loaded, 2, wanted[2], True, fresh=True):
+        assert sliced == pytest.approx(losses, rel=1e-2)

@@ -14,6 +14,7 @@ from torch import nn
 
 import zckpt
 from tests.gloo import run
+from tests.logical import assert_same_tree
 from zckpt.errors import UnsupportedError
 
 pytestmark = [pytest.mark.interop, pytest.mark.nightly]
@@ -99,8 +100,7 @@ def test_torchtitan_goes_on_at_another_number_of_processes(mode, tmp_path):
         shutil.rmtree(tmp_path / "run" / "step-4")
         shutil.rmtree(tmp_path / "run" / "step-6")
     found, loaded = run(train, 3, tmp_path / "run", how, SAVED, False, fresh=True)[0]
-    for key, value in weights.items():
-        assert torch.equal(loaded[key], value), key
+    assert_same_tree(loaded, weights)
     assert found == pytest.approx(losses[SAVED:], rel=1e-5)
 
 
