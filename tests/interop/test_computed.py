@@ -10,18 +10,14 @@ import torch
 from safetensors.torch import save_file
 
 import zckpt
+from tests.hf_training.training import build
 
 pytestmark = pytest.mark.interop
-
-SIZES = {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
 
 
 def gpt2(path: Path, seed: int) -> dict[str, torch.Tensor]:
     """Save a small GPT-2, whose layers are transposed and whose embedding is tied, and return its weights."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(seed)
-    model = GPT2LMHeadModel(GPT2Config(**SIZES))
+    model = build("gpt2", seed)
     model.save_pretrained(path)
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 

@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM
 import zckpt
 from tests import gloo
 from tests.cli.console import refused, succeeded
+from tests.deepspeed_engine.spec import plain_config
 from tests.hf_training.training import SAVED, STEPS, Run, Truth, build, same, train, unbroken
+from tests.logical import assert_same_tree
 from tests.pairwise import each, some
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.account import take_inventory
@@ -49,6 +51,15 @@ def run(tmp_path_factory) -> Callable[..., Run]:
         return made[kind]
 
     return get
+
+
+@pytest.fixture
+def unknown(run, tmp_path) -> tuple[Path, Truth]:
+    """A directory that does not say of which type the model is, and the truth about it."""
+    one = run("llama")
+    directory = shutil.copytree(one.directory, tmp_path / "unknown")
+    (directory / "config.json").unlink()
+    return directory, one.truth
 
 
 def assert_is_truth(checkpoint: zckpt.Checkpoint, truth: Truth, *, aliases: bool = False) -> None:
@@ -90,27 +101,23 @@ def test_shards_are_read_with_their_index(size, loaded, run, tmp_path):
     assert_is_truth(zckpt.open(directory), one.truth)
 
 
-def test_without_a_known_type_of_model_parameters_that_are_alike_keep_their_numbers(run, tmp_path):
-    one = run("llama")
-    directory = shutil.copytree(one.directory, tmp_path / "unknown")
-    (directory / "config.json").unlink()
+def test_without_a_known_type_of_model_parameters_that_are_alike_keep_their_numbers(unknown, tmp_path):
+    directory, truth = unknown
     checkpoint = zckpt.open(directory)
     assert checkpoint.unnamed
-    known = [(n, m) for mine, its in zip(checkpoint.param_groups, one.truth.groups, strict=True)
+    known = [(n, m) for mine, its in zip(checkpoint.param_groups, truth.groups, strict=True)
              for n, m in zip(mine.parameters, its, strict=True) if not n.isdecimal()]  # fmt: skip
-    assert all(name == truth for name, truth in known)
+    assert all(name == own for name, own in known)
     assert "--names FILE" in " ".join(checkpoint.warnings)
     refused(5, "convert", directory, tmp_path / "t", "--to", "transformers-trainer", words=("--names FILE",))
 
 
 @pytest.mark.parametrize("order", ["the optimizer's", "the model's"])
-def test_names_are_taken_in_either_order(order, run, tmp_path):
-    one = run("llama")
-    directory = shutil.copytree(one.directory, tmp_path / "unknown")
-    (directory / "config.json").unlink()
+def test_names_are_taken_in_either_order(order, unknown):
+    directory, truth = unknown
     names = list(dict(build("llama").named_parameters()))
-    given = names if order == "the model's" else [name for group in one.truth.groups for name in group]
-    assert_is_truth(zckpt.open(directory, names=given), one.truth)
+    given = names if order == "the model's" else [name for group in truth.groups for name in group]
+    assert_is_truth(zckpt.open(directory, names=given), truth)
 
 
 def test_names_that_do_not_fit_are_refused(run):
@@ -156,12 +163,7 @@ def with_adapter(seed: int = 0) -> nn.Module:
 
 def under_deepspeed(rank: int, world_size: int, kind: str, output: Path, source: Path) -> list[float]:
     """Go on with a Trainer that uses DeepSpeed; return the losses of all steps."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for one in (AcceleratorState, GradientState, PartialState):
-        one._reset_state()
-    config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto",
-              "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}  # fmt: skip
+    config = plain_config(2, train_micro_batch_size_per_gpu="auto")
     model = with_adapter(9) if kind == "adapter" else build(kind, seed=9)
     return train(model, output, resume=source, batch=2 // world_size, ddp_backend="gloo", deepspeed=config)[0]
 
@@ -207,7 +209,7 @@ def test_a_tied_output_layer_gets_its_name_for_programs_that_look_for_it(kind, r
     assert any("files lack lm_head.weight" in note for note in done.notes)
     state = {"model": build(kind, seed=9).state_dict()}
     dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert [key for key, value in state["model"].items() if not same(value, one.truth.tensors[f"weight/{key}"])] == []
+    assert_same_tree(state["model"], {key: one.truth.tensors[f"weight/{key}"] for key in state["model"]})
     for program in ("deepspeed", "fsdp2"):
         [command] = zckpt.resume_check(one.directory, program=program).commands
         assert command.endswith("--map transformers")
@@ -288,6 +290,12 @@ def test_without_a_step_it_is_refused(run, tmp_path):
 # --- ready to use
 
 
+def assert_loads(model: Path, truth: Truth) -> None:
+    """Let `from_pretrained` load a model, and hold its weights against the truth."""
+    loaded = {f"weight/{name}": one for name, one in AutoModelForCausalLM.from_pretrained(model).state_dict().items()}
+    assert_same_tree(loaded, {key: value for key, value in truth.tensors.items() if key.startswith("weight/")})
+
+
 def test_consolidated_model_loads_from_pretrained(run, tmp_path):
     one = run("qwen2")
     target = tmp_path / "model"
@@ -295,9 +303,7 @@ def test_consolidated_model_loads_from_pretrained(run, tmp_path):
     zckpt.consolidate(one.directory, target)
     names = {path.name for path in target.iterdir()}
     assert names == {"model.safetensors", "config.json", "generation_config.json", "tokenizer_config.json"}
-    loaded = AutoModelForCausalLM.from_pretrained(target).state_dict()
-    assert all(same(loaded[key.removeprefix("weight/")], value)
-               for key, value in one.truth.tensors.items() if key.startswith("weight/"))  # fmt: skip
+    assert_loads(target, one.truth)
     zckpt.consolidate(one.directory, target, overwrite=True)
 
 
@@ -311,9 +317,7 @@ def test_configuration_goes_along_from_where_each_kind_of_source_keeps_it(kind, 
     home.mkdir(exist_ok=True)
     shutil.copy(one.directory / "config.json", home)
     zckpt.consolidate(source, tmp_path / "model")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
-    weights = {key: value for key, value in one.truth.tensors.items() if key.startswith("weight/")}
-    assert all(same(loaded[key.removeprefix("weight/")], value) for key, value in weights.items())
+    assert_loads(tmp_path / "model", one.truth)
 
 
 def test_configuration_can_be_anywhere_else(run, tmp_path):

@@ -25,15 +25,11 @@ _spec = importlib.util.spec_from_file_location("transformers_families", SCRIPT)
 families = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(families)
 
-ONE_OF_EACH = ["gpt_neox", "deepseek_v3", "vit_mae", "paligemma", "marian", "wav2vec2", "mamba2", "nemotron_h"]
-"""The kinds; a head that is tied away, an order that is not the file's, buffers that are computed, infinite limits."""
+KEPT = ["qwen3_moe", "vit_mae", "llava", "mamba2", "jamba"]
+"""Experts that are one tensor in memory, an order that is not the file's, parts that are models, and a hybrid."""
 
 
-@pytest.mark.parametrize(
-    "family",
-    some(ONE_OF_EACH, sorted({*chain(*families.FAMILIES.values())} - {*ONE_OF_EACH})),
-)
-@pytest.mark.every(4, 2)
+@pytest.mark.parametrize("family", some(KEPT, sorted({*chain(*families.FAMILIES.values())} - {*KEPT})))
 def test_a_family_loads_and_trains_on_under_both_names(family):
     row = families.row(family)
     assert {proof: row[proof] for proof in families.PROOFS} == dict.fromkeys(families.PROOFS, "yes")
