@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,15 +33,18 @@ def small(name: str, **changes: Any) -> Spec:
 
 @dataclass(frozen=True)
 class Cut:
-    """A source, the options of `reshard`, and what else the training that goes on has otherwise."""
+    """A source, the options of `reshard`, what else the training that goes on has otherwise, and a format between."""
 
     source: Spec
     options: Mapping[str, Any]
     training: Mapping[str, Any] = field(default_factory=dict)
+    through: str = ""
 
     def __str__(self) -> str:
         ranks, *others = self.options.items()
-        return "-".join([f"{self.source.name}-to-{ranks[1]}", *(f"{key}={value}" for key, value in others)])
+        through = [self.through] if self.through else []
+        names = [f"{self.source.name}-to-{ranks[1]}", *through, *(f"{key}={value}" for key, value in others)]
+        return "-".join(names)[:90]
 
     @property
     def resumed(self) -> Spec:
@@ -50,15 +53,21 @@ class Cut:
         its = self.source.at(0, **same, **self.training)
         return its.at(self.options["world_size"] * its.tensor_parallel * its.pipeline_parallel)
 
-    def assert_goes_on(
-        self, folder: Path, target: Path, within: float | None = None, reshard: Callable[..., Any] = zckpt.reshard
-    ) -> None:
+    def assert_goes_on(self, folder: Path, target: Path, within: float | None = None, **options: Any) -> None:
         """Write the target, and hold all that DeepSpeed loads of it and the next losses against the truth."""
-        reshard(folder, target, **self.options)
+        options = {**self.options, **options}
+        if self.through:
+            between = target.with_name("between")
+            zckpt.convert(folder, between, to=self.through)
+            zckpt.convert(between, target, to="deepspeed", **{"stage": self.source.stage, **options})
+        else:
+            zckpt.reshard(folder, target, **options)
         verdict = resume(target, self.resumed, folder)
         verdict.assert_goes_on(TOLERANCE[self.source.dtype] if within is None else within)
         assert len(verdict.losses) == self.source.steps_after
 
 
-def cut(source: Spec, world_size: int, training: Mapping[str, Any] | None = None, **options: Any) -> Cut:
-    return Cut(source, {"world_size": world_size, **options}, training or {})
+def cut(
+    source: Spec, world_size: int, training: Mapping[str, Any] | None = None, *, through: str = "", **options: Any
+) -> Cut:
+    return Cut(source, {"world_size": world_size, **options}, training or {}, through)

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import zckpt
 from tests.cli.console import refused
-from tests.hf_training.training import same
+from tests.hf_training.training import Truth, reset_accelerate, same
 from zckpt.formats.account import take_inventory
 
 pytestmark = pytest.mark.interop
@@ -56,12 +55,9 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Acc
 
 
 def truth_of(model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = "") -> dict[str, torch.Tensor]:
-    name_of = {id(p): name for name, p in model.named_parameters()}
-    found = {f"weight/{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
-    for parameter, state in optimizer.state.items():
-        values = {key: one for key, one in state.items() if isinstance(one, torch.Tensor) and one.dim()}
-        found |= {f"{key}/{prefix}{name_of[id(parameter)]}": one for key, one in values.items()}
-    return found
+    truth = Truth()
+    truth.take(model, optimizer)
+    return {key.replace("/", f"/{prefix}", 1): one for key, one in truth.tensors.items()}
 
 
 def assert_is(directory: Path, truth: dict[str, torch.Tensor], *, names: list[str] | None = None) -> Any:
@@ -78,8 +74,7 @@ def assert_is(directory: Path, truth: dict[str, torch.Tensor], *, names: list[st
 
 
 def prepared(tmp_path: Path) -> Accelerator:
-    AcceleratorState._reset_state()
-    PartialState._reset_state()
+    reset_accelerate()
     torch.manual_seed(0)
     return Accelerator(cpu=True, project_dir=str(tmp_path))
 
@@ -124,22 +119,28 @@ class Counter:
         self.count = state["count"]
 
 
-def two_models(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    accelerator = prepared(tmp_path)
-    models = [
+def pair() -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+    """Return two models and their optimizers, which differ."""
+    models: list[nn.Module] = [
         nn.Sequential(nn.Linear(7, 16), nn.ReLU(), nn.Linear(16, 5)),
         nn.Sequential(nn.Linear(5, 11), nn.Linear(11, 1)),
     ]
-    optimizers: list[torch.optim.Optimizer] = [
+    return models, [
         torch.optim.AdamW(models[0].parameters()), torch.optim.SGD(models[1].parameters(), lr=0.1, momentum=0.9)
     ]  # fmt: skip
-    truth: dict[str, torch.Tensor] = {}
+
+
+def truth_of_pair(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    return truth_of(models[0], optimizers[0], "model.") | truth_of(models[1], optimizers[1], "model_1.")
+
+
+def two_models(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    accelerator = prepared(tmp_path)
+    models, optimizers = pair()
     for model, optimizer, width in zip(models, optimizers, (7, 5), strict=True):
         trained(model, optimizer, accelerator, torch.rand(4, width))
     accelerator.save_state(str(tmp_path / "state"))
-    for model, optimizer, prefix in zip(models, optimizers, ("model.", "model_1."), strict=True):
-        truth |= truth_of(model, optimizer, prefix)
-    return tmp_path / "state", truth
+    return tmp_path / "state", truth_of_pair(models, optimizers)
 
 
 def test_several_models_and_optimizers_are_paired_in_their_order(tmp_path):
@@ -188,16 +189,22 @@ def test_full_state_dicts_of_fsdp_go_by_names_and_the_copy_is_not_read_twice(tmp
     assert any("equal bit for bit" in one for one in zckpt.open(state).warnings)
 
 
-def test_random_states_of_accelerate_become_the_trainers(tmp_path):
+def drawn() -> tuple[float, ...]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_random_states_become_the_trainers_and_accelerates_again(tmp_path):
     accelerator = prepared(tmp_path)
-    model = nn.Sequential(nn.Linear(3, 4))
-    optimizer = torch.optim.AdamW(model.parameters())
-    trained(model, optimizer, accelerator, torch.rand(2, 3))
-    accelerator.save_state(str(tmp_path / "state"), safe_serialization=False)
-    expected = random.random(), float(np.random.rand()), float(torch.rand(()))
+    model = nn.Linear(3, 4)
+    trained(model, torch.optim.AdamW(model.parameters()), accelerator, torch.rand(2, 3))
+    accelerator.save_state(str(tmp_path / "state"))
+    expected = drawn()
     zckpt.convert(tmp_path / "state", tmp_path / "t", to="transformers-trainer", train_batch_size=1)
     states = torch.load(tmp_path / "t" / "rng_state.pth", weights_only=False)
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.random.set_rng_state(states["cpu"])
-    assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == expected
+    assert drawn() == expected
+    zckpt.convert(tmp_path / "t", tmp_path / "back", to="accelerate", groups="one")
+    accelerator.load_state(str(tmp_path / "back"))
+    assert drawn() == expected

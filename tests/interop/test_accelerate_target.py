@@ -14,8 +14,18 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 import zckpt
 from tests import live
 from tests.cli.console import FIXTURES, refused
-from tests.interop.test_accelerate import Counter, Odd, assert_is, prepared, trained, truth_of, two_models
-from tests.logical import assert_same_state
+from tests.interop.test_accelerate import (
+    Counter,
+    Odd,
+    assert_is,
+    pair,
+    prepared,
+    trained,
+    truth_of,
+    truth_of_pair,
+    two_models,
+)
+from tests.logical import assert_same_state, assert_same_tree
 from tests.pairwise import each
 from zckpt.formats.accelerate.writer import DEFAULTS
 
@@ -48,20 +58,11 @@ def test_several_models_stay_apart_and_keep_their_names(form, tmp_path):
         assert_is(tmp_path / "again", truth)
     if not form:
         accelerator = prepared(tmp_path / "new")
-        models = [
-            nn.Sequential(nn.Linear(7, 16), nn.ReLU(), nn.Linear(16, 5)),
-            nn.Sequential(nn.Linear(5, 11), nn.Linear(11, 1)),
-        ]
-        made = [
-            torch.optim.AdamW(models[0].parameters()), torch.optim.SGD(models[1].parameters(), lr=1.0)
-        ]  # fmt: skip
-        for model, optimizer in zip(models, made, strict=True):
+        models, optimizers = pair()
+        for model, optimizer in zip(models, optimizers, strict=True):
             accelerator.prepare(model, optimizer)
         accelerator.load_state(str(tmp_path / "again"))
-        held = {key: tensor for model, optimizer, prefix in zip(models, made, ("model.", "model_1."), strict=True)
-                for key, tensor in truth_of(model, optimizer, prefix).items()}  # fmt: skip
-        assert held.keys() == truth.keys()
-        assert all(torch.equal(held[key], truth[key]) for key in truth)
+        assert_same_tree(truth_of_pair(models, optimizers), truth)
 
 
 def test_models_of_another_program_are_paired_with_their_optimizers(tmp_path):
@@ -106,9 +107,7 @@ def test_ties_buffers_and_all_that_accelerate_keeps_go_along(tmp_path):
     assert counter.count == 7
     assert scheduler.state_dict() == last
     assert random.random() == expected
-    held = truth_of(model, optimizer)
-    assert held.keys() == truth.keys()
-    assert all(torch.equal(held[key], truth[key]) for key in truth)
+    assert_same_tree(truth_of(model, optimizer), truth)
 
 
 def test_folders_hold_the_keys_that_torch_looks_for(tmp_path):
@@ -121,21 +120,6 @@ def test_folders_hold_the_keys_that_torch_looks_for(tmp_path):
     steps = _load_state_dict_from_keys("optimizer.state", checkpoint_id=tmp_path / "state" / "optimizer_0")
     found = [slots["step"] for slots in steps["optimizer"]["state"].values()]
     assert {(type(step), step.dtype) for step in found} == {(torch.Tensor, torch.float32)}
-
-
-def test_random_states_of_the_trainer_become_accelerates(tmp_path):
-    accelerator = prepared(tmp_path)
-    model = nn.Sequential(nn.Linear(3, 4))
-    optimizer = torch.optim.AdamW(model.parameters())
-    trained(model, optimizer, accelerator, torch.rand(2, 3))
-    accelerator.save_state(str(tmp_path / "state"))
-    zckpt.convert(tmp_path / "state", tmp_path / "t", to="transformers-trainer", train_batch_size=1)
-    zckpt.convert(tmp_path / "t", tmp_path / "back", to="accelerate", groups="one")
-    expected = random.random(), float(torch.rand(()))
-    random.seed(5)
-    torch.manual_seed(5)
-    accelerator.load_state(str(tmp_path / "back"))
-    assert (random.random(), float(torch.rand(()))) == expected
 
 
 def test_what_accelerate_could_not_take_is_refused_by_name(tmp_path):
@@ -154,10 +138,8 @@ def test_what_accelerate_could_not_take_is_refused_by_name(tmp_path):
 
 def test_a_scheduler_of_a_source_without_a_step_begins_at_zero(tmp_path):
     model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(torch.ones(3)).sum().backward()
-    optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    _, optimizer = live.trained(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    live.save_both(model, optimizer, tmp_path / "c.pt")
     done = zckpt.convert(tmp_path / "c.pt", tmp_path / "state", to="accelerate")
     assert any("a LambdaLR after 0 steps" in note for note in done.notes)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)

@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zckpt
+from tests.deepspeed_engine.spec import plain_config
 from tests.gloo import run
+from tests.pairwise import some
 from tests.refusals import refusing
 
 pytestmark = pytest.mark.interop
@@ -59,11 +61,7 @@ def _by_deepspeed(rank: int, _world_size: int, folder: Path, kind: str, stage: i
 
     adapted = _adapted(folder, kind, torch.float32)
     trained = [one for one in adapted.parameters() if one.requires_grad]
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-    }
+    config = plain_config(stage, train_micro_batch_size_per_gpu=2)
     engine, *_ = deepspeed.initialize(model=adapted, optimizer=torch.optim.AdamW(trained, lr=0.1), config=config)
     for _ in range(2):
         engine.backward(_step(engine, rank))
@@ -119,19 +117,13 @@ def _check(folder: Path, source: Path, tmp_path: Path, *, base: Path | None = No
 
 @pytest.mark.parametrize(
     ("kind", "stage", "excluded"),
-    [
-        ("lora", 3, False),
-        *(
-            pytest.param(*each, marks=pytest.mark.nightly)
-            for each in [
-                ("lora", 1, False), ("lora", 2, True), ("dora", 2, False), ("dora", 3, True), ("tokens", 1, False),
-                ("tokens", 2, False), ("dora", 3, False),
-            ]
-        ),
-    ],
+    some(
+        [("lora", 3, False)],
+        [("lora", 1, False), ("lora", 2, True), ("dora", 2, False), ("dora", 3, True), ("tokens", 1, False),
+         ("tokens", 2, False), ("dora", 3, False)],
+    ),
 )  # fmt: skip
 def test_what_deepspeed_saves(kind, stage, excluded, tmp_path):
-
     run(_by_deepspeed, 2, tmp_path, kind, stage, excluded)
     _check(tmp_path, tmp_path / "run", tmp_path, base=tmp_path / "base" if excluded else None)
 
@@ -139,7 +131,6 @@ def test_what_deepspeed_saves(kind, stage, excluded, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_what_fsdp2_saves(kind, tmp_path):
-
     run(_by_fsdp, 2, tmp_path, kind)
     for number, source in enumerate(("run", "ranks")):
         (tmp_path / str(number)).mkdir()

@@ -91,15 +91,8 @@ def test_numbers_of_the_trainer_become_names_again_and_never_wrong_ones(kind):
         read_back(model, kind)
 
 
-@pytest.mark.parametrize("kind", USUAL)
-@pytest.mark.every(2)
-def test_order_of_usual_models(kind):
-    hold(kind)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", sorted(set(architectures()) - set(USUAL)))
-def test_order_of_all_models(kind):
+@pytest.mark.parametrize("kind", some(USUAL[::2], sorted({*architectures(), *USUAL} - {*USUAL[::2]})))
+def test_order_of_models(kind):
     if kind not in CONFIG_MAPPING:
         pytest.skip("not in this version")
     hold(kind)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,14 @@ import torch
 
 import zckpt
 from tests.deepspeed_engine import SPECS, Spec
-from tests.gloo import WorkerError, run
+from tests.folders import files_in, names_in
+from tests.gloo import WorkerError, on_ranks, run
 from tests.pairwise import some
 from tests.storage.test_naming import kill_before, killed
 from zckpt.deepspeed import saving
 from zckpt.deepspeed.native import Held, names_of, sent
 from zckpt.deepspeed.pickled import capture
-from zckpt.errors import TargetExistsError, UnsupportedError
+from zckpt.errors import TargetExistsError, UnsupportedError, ZckptError
 from zckpt.optim.ranks import ALONE, Ranks
 
 pytestmark = pytest.mark.interop
@@ -34,10 +36,6 @@ EVERY = (
 )  # fmt: skip
 FEW = 2
 """Client state, scheduler and ZeRO-2, and experts; the rest is nightly."""
-
-
-def files_in(directory: Path) -> dict[str, Path]:
-    return {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -59,14 +57,15 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def assert_same_files(found: Path, expected: Path, *, padded: bool = False) -> None:
     """Hold all that is in files against others; `padded` leaves out the values of tensors in which ZeRO-3 pads."""
-    ours, stock = files_in(found), files_in(expected)
-    assert ours.keys() == stock.keys()
-    for name, path in stock.items():
+    paths = files_in(expected)
+    names = [path.relative_to(expected) for path in paths]
+    assert [path.relative_to(found) for path in files_in(found)] == names
+    for name, path in zip(names, paths, strict=True):
         if path.suffix != ".pt":
-            assert ours[name].read_bytes() == path.read_bytes(), name
-            assert ours[name].stat().st_mode == path.stat().st_mode
+            assert (found / name).read_bytes() == path.read_bytes(), name
+            assert (found / name).stat().st_mode == path.stat().st_mode
             continue
-        loaded = [dict(leaves(torch.load(one, weights_only=False))) for one in (ours[name], path)]
+        loaded = [dict(leaves(torch.load(one, weights_only=False))) for one in (found / name, path)]
         for told in loaded if padded else ():
             for where, one in told.items():
                 if any(key in where for key in ("/frozen_param_fragments/", "/optimizer_state_dict/")):
@@ -164,16 +163,9 @@ def write(here: Path, tag: str, value: int) -> None:
     saving.write(Ranks(purpose=ALONE), here, tag, found, save_latest=True)
 
 
-def first(here: Path) -> None:
-    write(here, "one", 1)
-
-
-def second(here: Path) -> None:
-    write(here, "two", 2)
-
-
-def first_again(here: Path) -> None:
-    write(here, "one", 2)
+first = partial(write, tag="one", value=1)
+second = partial(write, tag="two", value=2)
+first_again = partial(write, tag="one", value=2)
 
 
 @pytest.mark.parametrize("act", some(["second"], ["first_again"]))
@@ -230,54 +222,38 @@ def test_a_rank_that_is_killed_leaves_the_checkpoint_before(victim, calls, writt
 # --- failures
 
 
-def refuse(rank, world_size, directory: Path) -> dict[str, str]:
-    """Save what cannot be; what was said, and whether training goes on."""
+@on_ranks(2)
+def test_what_cannot_be_saved_is_said_on_all_ranks_and_leaves_what_was_there(rank, world_size, tmp_path):
     from tests.deepspeed_engine import training
 
-    told: dict[str, str] = {}
-    spec = SPECS["s2_bf16_dp2"]
+    here, spec = tmp_path / "run", SPECS["s2_bf16_dp2"]
+    (here / "taken").mkdir(parents=True, exist_ok=True)
+    (here / "taken" / "notes.txt").write_text("mine")
     engine = training.build_engine(spec)
 
-    def attempt(kind: str, run: Path, *, async_: bool = False, written: str = "deepspeed", **given: Any) -> None:
+    def attempt(tag: str, *, async_: bool = False, written: str = "deepspeed", **given: Any) -> None:
         stock = engine.checkpoint_engine
         try:
             with zckpt.deepspeed.durable_saves(engine, async_=async_, format=written):
-                engine.save_checkpoint(str(run), **given)
+                engine.save_checkpoint(str(here), tag=tag, **given)
                 training.train_step(engine, spec, 1)
-        except Exception as error:
-            told[kind] = f"{type(error).__name__}: {error}"
-        assert engine.checkpoint_engine is stock
+        finally:
+            assert engine.checkpoint_engine is stock
 
-    here = directory / "run"
-    attempt("sound", here, tag="before")
+    attempt("before")
     for async_ in (False, True):
-        how = "async" if async_ else "sync"
-        client_state = {"lock": threading.Lock()} if rank == 0 else {}
-        attempt(f"pickle {how}", here, tag="x", async_=async_, client_state=client_state)
-        attempt(f"others {how}", here, tag="taken", async_=async_)
-    for written in ("zckpt", "dcp"):
-        attempt(f"format {written}", here, tag="x", written=written, client_state={"a": Fraction(1, 2)})
+        with pytest.raises(Exception, match="cannot pickle"):
+            attempt("x", async_=async_, client_state={"lock": threading.Lock()} if rank == 0 else {})
+        with pytest.raises(TargetExistsError):
+            attempt("taken", async_=async_)
+    for written, words in (("zckpt", "fractions.Fraction"), ("dcp", "unknown format dcp")):
+        with pytest.raises(ZckptError, match=words):
+            attempt("x", written=written, client_state={"a": Fraction(1, 2)})
     engine.checkpoint_engine = SimpleNamespace()
-    attempt("own engine", here)
-    return told
-
-
-def test_what_cannot_be_saved_is_said_on_all_ranks_and_leaves_what_was_there(tmp_path):
-    (tmp_path / "run" / "taken").mkdir(parents=True)
-    (tmp_path / "run" / "taken" / "notes.txt").write_text("mine")
-    for told in run(refuse, 2, tmp_path):
-        assert "sound" not in told
-        for how in ("sync", "async"):
-            assert "cannot pickle" in told[f"pickle {how}"]
-            assert told[f"others {how}"].startswith(TargetExistsError.__name__)
-        assert "fractions.Fraction" in told["format zckpt"]
-        assert "unknown format dcp" in told["format dcp"]
-        assert told["own engine"].startswith(UnsupportedError.__name__)
-        assert "SimpleNamespace" in told["own engine"]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.suffix != ".py") == [
-        "before", "latest", "taken",
-    ]  # fmt: skip
-    assert (tmp_path / "run" / "latest").read_text() == "before"
+    with pytest.raises(UnsupportedError, match="SimpleNamespace"):
+        attempt("x")
+    assert [one for one in names_in(here) if not one.endswith(".py")] == ["before", "latest", "taken"]
+    assert (here / "latest").read_text() == "before"
 
 
 def test_pickles_are_sent_however_long_and_tensors_are_not():

@@ -13,6 +13,7 @@ import pytest
 import zckpt
 from tests import gloo
 from tests.deepspeed_engine import Spec, resume, train
+from tests.formats.deepspeed.contents import run_of
 from tests.truth import Truth, assert_consolidated
 
 pytestmark = [pytest.mark.interop, pytest.mark.nightly]
@@ -95,3 +96,33 @@ class _Handle:
 
     def wait(self) -> int:
         return 1
+
+
+# --- ZenFlow, with its optimizer's C++ extension replaced
+
+TRANSPOSED = run_of("versions/ds0189_zenflow_s2_bf16_dp2")
+OFFLOAD = {"device": "cpu", "pin_memory": False}
+SELECTED = {"topk_ratio": 0.2, "select_strategy": "step", "select_interval": 4, "update_interval": 2,
+            "overlap_step": False}  # fmt: skip
+
+
+def zenflow(stage: int, **options: Any) -> Spec:
+    zero = {"offload_optimizer": OFFLOAD, **({"zenflow": {**SELECTED, **options}} if options else {})}
+    return Spec(f"zenflow_s{stage}", stage, model="tiny", optimizer="adamw_offloaded", groups=1, zero=zero,
+                config={"zero_force_ds_cpu_optimizer": True})  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "warm_up"), [(2, 0), (3, 100)])
+def test_deepspeed_resumes_zenflow_at_other_ranks(stage, warm_up, tmp_path):
+    """At ZeRO-3 it selects on CUDA only, so that all rounds are those before."""
+    spec = zenflow(stage, full_warm_up_rounds=warm_up)
+    made = train(spec, tmp_path)
+    assert_consolidated(made, Truth(made), tmp_path)
+    zckpt.reshard(made, tmp_path / "cut", world_size=3, verify=True)
+    assert resume(tmp_path / "cut", spec.at(3), made).differences == []
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_engine_without_zenflow_loads_it_in_place(world_size):
+    """Also at the same ranks, where its files would load as they are, with matrices transposed."""
+    assert resume(TRANSPOSED, zenflow(2).at(world_size), TRANSPOSED, in_place=True).differences == []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
-from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 
 import zckpt
 from tests.deepspeed_engine import SPECS, Spec, resume
-from tests.gloo import run
+from tests.gloo import on_ranks, run
 from tests.interop.cut import TOLERANCE, cut
 from tests.interop.test_reshard_pipeline import FEW, MANY, TWO
+from tests.logical import assert_same_tree
 from tests.pairwise import pairwise, some
 from tests.test_safety import MODEL, called, named, poison, shell
 from tests.training.test_live_checksums import FLIPPED_NBYTES, flipped, records
@@ -27,11 +29,9 @@ pytestmark = pytest.mark.interop
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SOURCES = ("s0_fp32_dp2", "s1_fp32_dp3", "s2_bf16_dp4", "s3_bf16_dp3")
-FAST = {
-    ("s0_fp32_dp2", 2, 3), ("s1_fp32_dp3", 3, 2), ("s2_bf16_dp4", 0, 3), ("s2_bf16_dp4", 3, 1),
-    ("s3_bf16_dp3", 1, 4), ("s3_bf16_dp3", 0, 1),
-}  # fmt: skip
-"""Every source, every stage and every number of ranks; the whole product is nightly."""
+CASES = list(product(SOURCES, range(4), (1, 2, 3, 4)))
+"""A source, and the stage and ranks of the engine that loads it."""
+KEPT = [("s0_fp32_dp2", 2, 3), ("s2_bf16_dp4", 0, 3), ("s3_bf16_dp3", 0, 1)]
 
 
 def assert_resumes(run_directory: Path, spec: Spec, truth: Path) -> None:
@@ -41,26 +41,22 @@ def assert_resumes(run_directory: Path, spec: Spec, truth: Path) -> None:
     verdict.assert_goes_on(TOLERANCE[spec.dtype])
 
 
-@pytest.mark.parametrize(
-    ("source", "stage", "world_size"),
-    [
-        pytest.param(*case, marks=[] if case in FAST else pytest.mark.nightly)
-        for case in ((s, stage, n) for s in SOURCES for stage in range(4) for n in (1, 2, 3, 4))
-    ],
-)
-@pytest.mark.every(2)
+@pytest.mark.parametrize(("source", "stage", "world_size"), some(KEPT, [one for one in CASES if one not in KEPT]))
 def test_engine_goes_on_at_any_stage_and_number_of_ranks(source, stage, world_size):
     spec = SPECS[source].at(world_size, stage=stage)
     assert_resumes(FIXTURES / source, spec, FIXTURES / source)
 
 
+FORMS = [
+    ("s1_bf16_dp2_bf16opt", {"world_size": 3}),
+    ("s3_bf16_dp2", {"stage": 1, "bf16_optimizer": True, "world_size": 3}),
+    ("s2_bf16_dp2_elastic", {"elastic": False, "world_size": 1}),
+]
 OTHERS = [
     ("s2_bf16_dp2_rr", {"stage": 1, "world_size": 3}),
     ("s1_fp32_dp3_palign", {"stage": 2, "world_size": 2}),
     ("s2_bf16_dp2", {"round_robin": True, "world_size": 3}),
-    ("s1_bf16_dp2_bf16opt", {"world_size": 3}),
     ("s1_bf16_dp2_bf16opt", {"stage": 2, "bf16_optimizer": False, "world_size": 1}),
-    ("s3_bf16_dp2", {"stage": 1, "bf16_optimizer": True, "world_size": 3}),
     ("s0_bf16_dp2", {"stage": 1, "bf16_optimizer": True, "world_size": 1}),
     ("s2_bf16_dp2_frozengroup", {"stage": 0, "world_size": 1}),
     ("s2_bf16_dp2_zerodim", {"stage": 1, "world_size": 3}),
@@ -68,20 +64,15 @@ OTHERS = [
     ("s2_bf16_dp2_lion", {"stage": 3, "world_size": 1}),
     ("s2_bf16_dp2_sgdm", {"stage": 0, "world_size": 3}),
     ("s2_bf16_dp2_client", {"stage": 3, "world_size": 1}),
-    ("s2_bf16_dp2_elastic", {"elastic": False, "world_size": 1}),
     ("s2_bf16_dp2_elastic", {"world_size": 2}),
     ("s2_bf16_dp2_elastic", {"stage": 3, "world_size": 3}),
     ("s2_bf16_dp2_elastic_fused", {"world_size": 3}),
 ]
 
 
-@pytest.mark.parametrize(
-    ("source", "changes"),
-    [pytest.param(*case, marks=[] if n in (3, 5, 13) else pytest.mark.nightly) for n, case in enumerate(OTHERS)],
-)
+@pytest.mark.parametrize(("source", "changes"), some(FORMS, OTHERS))
 def test_engine_goes_on_with_other_forms_of_state(source, changes):
-    changes = dict(changes)
-    spec = SPECS[source].at(changes.pop("world_size"), **changes)
+    spec = dataclasses.replace(SPECS[source], **changes)
     assert_resumes(FIXTURES / source, spec, FIXTURES / source)
 
 
@@ -100,13 +91,16 @@ def test_weights_of_an_engine_in_float32_are_the_masters(source):
     assert resume(FIXTURES / source, spec, FIXTURES / source, in_place=True).slots == []
 
 
+FORMATS = ("zckpt", "dcp", "universal", "consolidated")
+STAGES = ((0, 1), (1, 2), (2, 1), (3, 3))
+
+
 @pytest.mark.parametrize(
     ("target", "stage", "world_size"),
-    [
-        pytest.param(to, stage, n, marks=[] if (to, stage) in (("zckpt", 0), ("dcp", 2)) else pytest.mark.nightly)
-        for to in ("zckpt", "dcp", "universal", "consolidated")
-        for stage, n in ((0, 1), (1, 2), (2, 1), (3, 3))
-    ],
+    some(
+        [("zckpt", 0, 1), ("dcp", 2, 1)],
+        [(to, *at) for to in FORMATS[1:] for at in STAGES if (to, *at) != ("dcp", 2, 1)],
+    ),
 )
 def test_engine_goes_on_with_other_formats(target, stage, world_size, tmp_path):
     source = "s2_bf16_dp4"
@@ -122,38 +116,26 @@ SLICED = Spec(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("world_size", "changes"),
-    [
-        pytest.param(*case, marks=pytest.mark.nightly if n else [])
-        for n, case in enumerate(
-            [
-                (1, {"tensor_parallel": 1}), (4, {"tensor_parallel": 4, "stage": 1}), (2, {}), (6, {"stage": 3}),
-                (3, {"tensor_parallel": 1, "stage": 3}), (4, {"stage": 1}), (4, {"stage": 3}),
-            ]
-        )
-    ],
-)  # fmt: skip
-def test_engine_goes_on_with_slices_of_another_degree(world_size, changes, made):
-    source = made(SLICED)
-    assert_resumes(source, SLICED.at(world_size, **changes), source)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("source", ["tp2_s1_bf16_dp2", "tp2_s3_bf16_dp2"])
-@pytest.mark.parametrize("world_size", [2, 6])
-def test_engine_goes_on_with_slices_in_16_bits(source, world_size):
-    assert_resumes(FIXTURES / source, SPECS[source].at(world_size), FIXTURES / source)
-
-
+DEGREES = [
+    (4, {"tensor_parallel": 4, "stage": 1}), (2, {}), (6, {"stage": 3}), (3, {"tensor_parallel": 1, "stage": 3}),
+    (4, {"stage": 1}), (4, {"stage": 3}),
+]  # fmt: skip
 PIPELINES = [case for case in (*FEW, *MANY) if "elastic" not in case.source.name and case.source.expert_parallel == 1]
-FEWEST = cut(TWO, 1)
+IN_16_BITS = [SPECS[name] for name in ("tp2_s1_bf16_dp2", "tp2_s3_bf16_dp2")]
+CUTS = some(
+    [(SLICED, SLICED.at(1, tensor_parallel=1)), (TWO, cut(TWO, 1).resumed)],
+    [
+        *((SLICED, SLICED.at(world_size, **changes)) for world_size, changes in DEGREES),
+        *((spec, spec.at(world_size)) for spec in IN_16_BITS for world_size in (2, 6)),
+        *((case.source, case.resumed) for case in PIPELINES),
+    ],
+)
 
 
-@pytest.mark.parametrize("case", some([FEWEST], PIPELINES), ids=str)
-def test_engine_goes_on_with_pipelines_of_other_stages(case, made):
-    source = made(case.source)
-    assert_resumes(source, case.resumed, source)
+@pytest.mark.parametrize(("source", "target"), CUTS, ids=lambda one: f"{one.name}-{one.world_size}")
+def test_engine_goes_on_with_other_slices_and_stages(source, target, made):
+    folder = made(source)
+    assert_resumes(folder, target, folder)
 
 
 # --- every stage at every number of ranks, to every other
@@ -201,95 +183,54 @@ def weights_of(engine: Any) -> dict[str, torch.Tensor]:
     import deepspeed
 
     parameters = dict(engine.module.named_parameters())
-    held: AbstractContextManager[Any] = nullcontext()
-    if engine.zero_optimization_stage() == 3:
-        held = deepspeed.zero.GatheredParameters(list(parameters.values()))
-    with held:
+    with deepspeed.zero.GatheredParameters(list(parameters.values()), enabled=engine.zero_optimization_stage() == 3):
         return {name: one.detach().clone() for name, one in parameters.items()}
 
 
-def ask(rank, world_size, source: Path) -> dict[str, Any]:
-    """Load in several ways, at the stages in which they differ; return what there was then."""
-    told: dict[str, Any] = {}
-    spec = SPECS["s2_bf16_dp2_client"]
+HOW: dict[str, dict[str, bool]] = {
+    "module": {"load_module_only": True}, "without state": {"load_optimizer_states": False}, "all": {}
+}  # fmt: skip
+
+
+@on_ranks(1, each=list(product((2, 3), HOW)))  # the stages in which they differ
+def test_parts_of_a_checkpoint_are_loaded_as_asked(rank, world_size, stage, how):
+    spec, source = SPECS["s2_bf16_dp2_client"], FIXTURES / "s2_bf16_dp2_client"
     before = set(Path("/dev/shm").glob("zckpt-names-*"))
-    for stage in (2, 3):
-        for name, how in (
-            ("module", {"load_module_only": True}),
-            ("without state", {"load_optimizer_states": False}),
-            ("all", {}),
-        ):
-            engine = engine_of(spec.at(world_size, stage=stage))
-            method = engine.load_checkpoint
-            with zckpt.deepspeed.any_world_size(engine) as loading:
-                path, client = engine.load_checkpoint(str(source), **how)
-                assert Path(path) == source
-                assert len(loading.in_place) == 1
-                assert loading.read_nbytes > 0
-                assert engine.load_checkpoint(str(source / "absent")) == (None, None)
-            assert engine.load_checkpoint == method
-            told[f"{name} {stage}"] = (
-                weights_of(engine), engine.global_steps, client,
-                engine.lr_scheduler.state_dict() if engine.lr_scheduler else None,
-            )  # fmt: skip
+    engine = engine_of(spec.at(world_size, stage=stage))
+    method = engine.load_checkpoint
+    with zckpt.deepspeed.any_world_size(engine) as loading:
+        path, client = engine.load_checkpoint(str(source), **HOW[how])
+        assert Path(path) == source
+        assert len(loading.in_place) == 1
+        assert loading.read_nbytes > 0
+        assert engine.load_checkpoint(str(source / "absent")) == (None, None)
+    assert engine.load_checkpoint == method
+    truth = Truth(source).kind("module")
+    for name, value in weights_of(engine).items():
+        assert_same(value, truth[name], name)
+    assert client.keys() & spec.client_state.keys()
+    assert engine.global_steps == (0 if how == "module" else 5)
+    assert how == "module" or engine.lr_scheduler.state_dict()["last_batch_iteration"] == 4
     assert set(Path("/dev/shm").glob("zckpt-names-*")) == before
-    return told
 
 
-def test_parts_of_a_checkpoint_are_loaded_as_asked():
-    source = FIXTURES / "s2_bf16_dp2_client"
-    truth = Truth(source)
-    for name, (weights, steps, client, scheduler) in run(ask, 1, source)[0].items():
-        for parameter, value in truth.kind("module").items():
-            if parameter in weights:
-                assert_same(weights[parameter], value, f"{name}: {parameter}")
-        assert steps == (0 if name.startswith("module") else 5), name
-        assert "note" in client or client.keys() & SPECS["s2_bf16_dp2_client"].client_state.keys(), name
-        if not name.startswith("module"):
-            assert scheduler["last_batch_iteration"] == 4, name
-
-
-def refuse(rank, world_size, sources: dict[str, Path]) -> dict[str, str]:
-    """Load what cannot be; return the errors, and whether the engine is as it was."""
-    told = {}
-    for kind, source in sources.items():
-        spec = SPECS["moe_ep1_s2_bf16_dp2"] if kind == "experts" else Spec("mine", stage=2)
-        if kind == "experts":
-            spec = spec.at(1)
-        if kind == "other groups":
-            spec = spec.at(1, groups=2)
-        engine = engine_of(spec.at(world_size))
-        before, stock = weights_of(engine), engine.checkpoint_engine
-        try:
-            with zckpt.deepspeed.any_world_size(engine):
-                engine.load_checkpoint(str(source))
-        except ZckptError as error:
-            told[kind] = f"{type(error).__name__}: {error}"
-        assert engine.checkpoint_engine is stock
-        assert all(torch.equal(value, before[name]) for name, value in weights_of(engine).items())
-    return told
-
-
-def test_what_cannot_be_loaded_is_refused_and_nothing_changed():
-    told = run(
-        refuse,
-        1,
-        {
-            "other model": FIXTURES / "hf_llama_s2_bf16_dp2",
-            "other groups": FIXTURES / "s2_bf16_dp2",
-            "experts": FIXTURES / "moe_ep1_s2_bf16_dp2",
-            "each rank's own": FIXTURES / "own_lamb_s2_fp32_dp2",
-            "file": FIXTURES / "README.md",
-        },
-    )[0]
-    assert told["other model"].startswith(UsageError.__name__)
-    assert "has no parameters" in told["other model"]
-    assert "load_module_only=True" in told["other model"]
-    assert "no param group" in told["other groups"]
-    assert told["experts"].startswith(UnsupportedError.__name__)
-    assert "zckpt reshard" in told["experts"]
-    assert told["each rank's own"].startswith(UnsupportedError.__name__)
-    assert "cannot be read: expected a directory" in told["file"]
+@on_ranks(
+    1,
+    each=[
+        ("hf_llama_s2_bf16_dp2", Spec("mine"), UsageError, "has no parameters.*load_module_only=True"),
+        ("s2_bf16_dp2", Spec("mine", groups=2), ZckptError, "no param group"),
+        ("moe_ep1_s2_bf16_dp2", SPECS["moe_ep1_s2_bf16_dp2"], UnsupportedError, "zckpt reshard"),
+        ("own_lamb_s2_fp32_dp2", Spec("mine"), UnsupportedError, ""),
+        ("README.md", Spec("mine"), ZckptError, "cannot be read: expected a directory"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_and_nothing_changed(rank, world_size, source, spec, kind, words):
+    engine = engine_of(spec.at(world_size))
+    before, stock = weights_of(engine), engine.checkpoint_engine
+    with zckpt.deepspeed.any_world_size(engine), pytest.raises(kind, match=words):
+        engine.load_checkpoint(str(FIXTURES / source))
+    assert engine.checkpoint_engine is stock
+    assert_same_tree(weights_of(engine), before)
 
 
 def trust_little(rank, world_size, source: Path, evil: Path, sentinel: Path) -> dict[str, str]:
@@ -328,58 +269,3 @@ def test_only_data_is_unpickled_unless_more_is_asked_for_and_damage_is_refused(w
     for told in run(trust_little, world_size, source, evil, sentinel):
         for key in (*SPECS["s2_bf16_dp2_client"].client_state, "nothing"):
             assert told[key] == repr(expected[key])
-
-
-# --- programs that make the engine themselves
-
-
-def accelerated(rank, world_size, directory: Path, resumes: bool) -> tuple[list[float], float]:
-    """Train with Accelerate and DeepSpeed: three steps and a state, or from that state on; the next losses and lr."""
-    import os
-
-    from accelerate import Accelerator, DeepSpeedPlugin
-    from accelerate.state import AcceleratorState, PartialState
-
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    AcceleratorState._reset_state()
-    PartialState._reset_state()
-    config = {
-        "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-        "train_micro_batch_size_per_gpu": 12 // world_size, "gradient_accumulation_steps": 1,
-    }  # fmt: skip
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
-    torch.manual_seed(int(resumes))
-    model: Any = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-
-    def step(number: int) -> float:
-        rows = torch.randn(12, 5, generator=torch.Generator().manual_seed(number)).chunk(world_size)[rank]
-        loss = model(rows).square().mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        total = loss.detach().clone()
-        torch.distributed.all_reduce(total)
-        return float(total / world_size)
-
-    with zckpt.deepspeed.durable_saves() as saves, zckpt.deepspeed.any_world_size() as loading:
-        if resumes:
-            accelerator.load_state(str(directory))
-        else:
-            for number in range(3):
-                step(number)
-            accelerator.save_state(str(directory))
-    assert (len(loading.in_place), len(saves.saved)) == ((1, 0) if resumes else (0, 1))
-    return [step(number) for number in range(3, 6)], optimizer.param_groups[0]["lr"]
-
-
-def test_accelerate_saves_and_resumes_at_another_number_of_processes(tmp_path):
-    losses, rate = run(accelerated, 2, tmp_path / "state", False, fresh=True)[0]
-    files = {path for path in tmp_path.rglob("*") if path.is_file()}
-    found, its = run(accelerated, 3, tmp_path / "state", True, fresh=True)[0]
-    assert found == pytest.approx(losses, rel=1e-5)
-    assert its == pytest.approx(rate)
-    assert {path for path in tmp_path.rglob("*") if path.is_file()} == files

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from safetensors.torch import load_file
 
 import zckpt
 from tests import gloo
@@ -21,11 +20,10 @@ from tests.deepspeed_engine.gpt_pipe import FRONT, HEADS, HIDDEN, METHOD, kind_o
 from tests.deepspeed_engine.models import SEQUENCE, VOCABULARY
 from tests.interop.cut import TOLERANCE
 from tests.pairwise import some
+from tests.truth import Truth, assert_same, assert_state
 from zckpt.errors import UnsupportedError, UsageError
 
 pytestmark = pytest.mark.interop
-
-SLOTS = {"fp32": "master", "module": "weight"}
 
 MakeIt = Callable[[Spec], Path]
 
@@ -70,12 +68,11 @@ MANY = [
 
 def assert_is(folder: Path) -> None:
     """Hold every slot against the truth."""
-    checkpoint = zckpt.open(folder)
-    truth = load_file(folder / "truth.safetensors")
-    assert {key.partition("/")[2] for key in truth} == set(checkpoint.parameters)
-    for key, expected in truth.items():
-        slot, _, name = key.partition("/")
-        assert torch.equal(checkpoint.read(name, SLOTS.get(slot, slot)), expected), key
+    checkpoint, truth = zckpt.open(folder), Truth(folder)
+    assert truth.weights.keys() == checkpoint.parameters.keys()
+    assert_state(checkpoint, truth)
+    for name, value in truth.weights.items():
+        assert_same(checkpoint.read(name, "weight"), value, name)
 
 
 @pytest.mark.parametrize("case", some(FEW[:1], [*FEW[1:], *MANY]), ids=str)
@@ -88,8 +85,7 @@ def test_models_of_megatron_deepspeed_are_read_and_cut_for_other_ranks(case, mad
     assert found.equal, found.settings
     assert not zckpt.verify(tmp_path / "cut", deep=True).findings
     at = case.source.at(stages * degree * dp, pipeline_parallel=stages, tensor_parallel=degree)
-    verdict = resume(tmp_path / "cut", at, folder)
-    verdict.assert_goes_on(TOLERANCE[case.source.dtype])
+    resume(tmp_path / "cut", at, folder).assert_goes_on(TOLERANCE[case.source.dtype])
     for file in (tmp_path / "cut").glob("*/mp_rank_*_model_states.pt"):
         arguments = vars(torch.load(file, weights_only=False)["args"])
         assert (arguments["pipeline_model_parallel_size"], arguments["tensor_model_parallel_size"]) == (stages, degree)

@@ -7,13 +7,17 @@ is the exact comparison. The losses of the steps that follow are compared as wel
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 import zckpt
-from tests.deepspeed_engine import resume
+from tests.cli.console import FIXTURES
+from tests.deepspeed_engine import SPECS, resume
 from tests.deepspeed_engine.catalogue import odd_client_state
 from tests.interop.cut import TOLERANCE, cut, small, spec
 from tests.pairwise import some
+from tests.truth import Truth
 
 pytestmark = pytest.mark.interop
 
@@ -30,8 +34,7 @@ ALIGNED = small("s2_palign", parameter_alignment=True)
 CASES = [
     cut(small("s2_fp16", dtype="fp16"), 2),
     cut(small("s2_frozengroup", frozen_in_group=True), 2, stage=3),
-    cut(small("s3_bf16", stage=3), 2, stage=1),
-    cut(small("s3_sgdm", stage=3, optimizer="sgdm"), 2),
+    cut(small("s3_subgroup", stage=3, sub_group_size=50), 2, stage=1),
     cut(small("s1_rr_palign", stage=1, round_robin=True, parameter_alignment=True), 2),
     cut(small("s1_bf16opt_rr", stage=1, bf16_optimizer=True, round_robin=True), 2),
     cut(small("s2_client", client_state=odd_client_state(), scheduler=True, clip=1.0), 2),
@@ -50,10 +53,11 @@ MORE = [
     cut(S2_FP32, 2, stage=1),
     cut(S3_FP32, 3, stage=2),
     cut(S3_FP32, 4, stage=1),
+    cut(small("s3_bf16", stage=3), 2, stage=1),
     # optimizers
     cut(small("s2_adagrad", optimizer="adagrad", groups=1), 2),
     *(cut(small(f"s2_{kind}", optimizer=kind), 2) for kind in ("sgdm", "lion", "fused_layout")),
-    *(cut(small(f"s3_{kind}", stage=3, optimizer=kind), 2) for kind in ("lion", "fused_layout")),
+    *(cut(small(f"s3_{kind}", stage=3, optimizer=kind), 2) for kind in ("sgdm", "lion", "fused_layout")),
     cut(spec("s3_sgdm_fp32", stage=3, dtype="fp32", optimizer="sgdm"), 6),
     cut(small("s2_fused_layout", optimizer="fused_layout"), 2, stage=3),
     # order and alignment: kept, switched on, switched off
@@ -85,9 +89,19 @@ def test_deepspeed_resumes_what_was_resharded(case, made, tmp_path):
 
 def test_stages_one_after_the_other_lose_nothing(made, tmp_path):
     """1 -> 2 -> 3 -> 1, each at another number of ranks, and DeepSpeed resumes the last."""
-    at = folder = made(S1_FP32)
-    for number, (stage, world_size) in enumerate([(2, 3), (3, 6)]):
+    source = small("s1_fp32", stage=1, dtype="fp32")
+    at = folder = made(source)
+    for number, (stage, world_size) in enumerate([(2, 4), (3, 6), (1, 2)]):
         zckpt.reshard(at, tmp_path / str(number), world_size=world_size, stage=stage)
         at = tmp_path / str(number)
-    zckpt.reshard(at, tmp_path / "last", world_size=2, stage=1)
-    resume(tmp_path / "last", S1_FP32.at(2), folder).assert_goes_on(TOLERANCE["fp32"])
+    resume(at, source.at(2), folder).assert_goes_on(TOLERANCE["fp32"])
+
+
+def test_deepspeed_goes_on_from_the_rigid_form_of_an_elastic_checkpoint(tmp_path):
+    """Hyperparameters are from a file."""
+    source = FIXTURES / "s2_bf16_dp2_elastic"
+    (tmp_path / "groups.json").write_text(json.dumps(Truth(source).facts["param_groups"]))
+    given = str(tmp_path / "groups.json")
+    zckpt.reshard(source, tmp_path / "cut", world_size=3, elastic=False, hyperparameters=given)
+    verdict = resume(tmp_path / "cut", SPECS["s2_bf16_dp2"].at(3), source)
+    assert verdict.ok, verdict

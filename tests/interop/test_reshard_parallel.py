@@ -39,33 +39,6 @@ EP1, EP2 = moe("ep1_fp32", dtype="fp32"), moe("ep2_fp32", expert_parallel=2, dty
 EP2_BF16 = moe("ep2_bf16", expert_parallel=2)
 EP4 = moe("ep4_s1", expert_parallel=4, stage=1)
 
-MOE = [
-    cut(EP2, 6),
-    cut(EP2_BF16, 2),
-    cut(EP1, 2, expert_parallel_size=2),
-    cut(EP4, 2, expert_parallel_size=2, stage=2),
-    cut(EP4, 3, expert_parallel_size=1),
-    cut(moe("ep2_rr", expert_parallel=2, round_robin=True, world_size=2), 4, expert_parallel_size=4),
-    cut(moe("ep2_palign", expert_parallel=2, parameter_alignment=True), 3, expert_parallel_size=1),
-]
-MORE_MOE = [
-    cut(EP2, 4, expert_parallel_size=4),
-    cut(EP2, 4, expert_parallel_size=2, round_robin=True),
-    cut(moe("ep2_sgdm", expert_parallel=2, optimizer="sgdm"), 2, expert_parallel_size=1),
-    *(cut(EP2, world) for world in (2, 4)),
-    cut(EP2, 4, expert_parallel_size=1),
-    cut(EP1, 4, expert_parallel_size=2),
-    cut(EP1, 6, expert_parallel_size=1, stage=1),
-    cut(EP2_BF16, 6, expert_parallel_size=1),
-]
-
-
-@pytest.mark.parametrize("case", some(MOE, MORE_MOE), ids=str)
-@pytest.mark.every(4, 1)
-def test_deepspeed_resumes_experts(case, made, tmp_path):
-    case.assert_goes_on(made(case.source), tmp_path / "cut", MOE_TOLERANCE[case.source.dtype])
-
-
 LAYERS = ((3, 1, True), (6, 3, False))
 """Experts over one rank and over three: odd numbers, and more ranks than elements of some biases."""
 
@@ -81,48 +54,75 @@ SEVERAL = moe("layers", model="moe_layers", expert_layers=LAYERS, dtype="fp32", 
 SLICED_EXPERTS = both("tp2_sliced_experts", sliced_experts=True)
 EVERY_THIRD = {"expert_layers": ((3, 3, True), (6, 3, False))}
 
-EXPERTS = [
-    cut(BOTH, 2, tensor_parallel_size=2, expert_parallel_size=4),
-    cut(DATA_FIRST, 6),
-    cut(SEVERAL, 3, EVERY_THIRD, expert_parallel_size=3),
-]
-MORE_EXPERTS = [
-    cut(BOTH, 2, tensor_parallel_size=2, expert_parallel_size=1),
-    cut(BOTH, 3, tensor_parallel_size=2, expert_parallel_size=2),
-    cut(BOTH, 2, tensor_parallel_size=1, expert_parallel_size=1),
-    cut(BOTH, 1, tensor_parallel_size=4, expert_parallel_size=4),
-    cut(
-        both("tp2_ep4_bf16", expert_parallel=4, stage=2, dtype="bf16"),
-        2,
-        tensor_parallel_size=2,
-        expert_parallel_size=2,
-    ),
-    cut(both("tp1_ep2", tensor_parallel=1, world_size=2), 1, tensor_parallel_size=2, expert_parallel_size=2),
-    cut(SLICED_EXPERTS, 2, tensor_parallel_size=2, expert_parallel_size=1),
-    cut(SLICED_EXPERTS, 2, tensor_parallel_size=1, expert_parallel_size=2),
-    cut(DATA_FIRST, 2),
-    cut(DATA_FIRST, 4, expert_parallel_size=4),
-    cut(DATA_FIRST, 3, expert_parallel_size=1),
-    cut(SEVERAL, 6),
-    cut(SEVERAL, 2, {"expert_layers": ((3, 1, True), (6, 1, False))}, expert_parallel_size=1),
-]
-
-
-@pytest.mark.parametrize("case", some(EXPERTS, MORE_EXPERTS), ids=str)
-@pytest.mark.every(3)
-def test_deepspeed_resumes_experts_that_are_spread_otherwise(case, made, tmp_path):
-    """Over tensor-parallel ranks as well, data-parallel first, or of each layer over a number of its own."""
-    case.assert_goes_on(made(case.source), tmp_path / "cut", MOE_TOLERANCE[case.source.dtype])
-
-
 MIXTRAL = spec("mixtral_s3", stage=3, model="mixtral", dtype="fp32", world_size=2)
+"""Transformers' own, whose experts are ordinary parameters in leaf modules of ZeRO-3."""
+
+TP2 = {stage: sliced(f"tp2_s{stage}", 2, stage=stage, dtype="fp32") for stage in (1, 2, 3)}
+TP1 = sliced("tp1_s1", 1, stage=1, dtype="fp32")
+TP2_BF16 = sliced("tp2_bf16", 2, universal_version=0.4)
+
+ELSEWHERE = {"stage": 2, "expert_parallel_size": 3}
+
+CASES = [
+    cut(EP2_BF16, 2),
+    cut(moe("ep2_rr", expert_parallel=2, round_robin=True, world_size=2), 4, expert_parallel_size=4),
+    cut(BOTH, 2, tensor_parallel_size=2, expert_parallel_size=4),
+    cut(SEVERAL, 3, EVERY_THIRD, through="dcp", **ELSEWHERE),
+    cut(TP2[1], 2, tensor_parallel_size=1),
+    cut(sliced("tp1_bf16", 1, world_size=2, stage=3, universal_version=0.4), 2, tensor_parallel_size=2),
+]
+MORE = [
+    # experts
+    *(cut(EP2, ranks) for ranks in (2, 4, 6)),
+    *(cut(EP2, 4, expert_parallel_size=degree) for degree in (1, 4)),
+    cut(EP2, 4, expert_parallel_size=2, round_robin=True),
+    *(cut(EP1, ranks, expert_parallel_size=2) for ranks in (2, 4)),
+    cut(EP1, 6, expert_parallel_size=1, stage=1),
+    cut(EP2_BF16, 6, expert_parallel_size=1),
+    cut(EP4, 2, expert_parallel_size=2, stage=2),
+    cut(EP4, 3, expert_parallel_size=1),
+    cut(moe("ep2_palign", expert_parallel=2, parameter_alignment=True), 3, expert_parallel_size=1),
+    cut(moe("ep2_sgdm", expert_parallel=2, optimizer="sgdm"), 2, expert_parallel_size=1),
+    *(cut(MIXTRAL, ranks, stage=stage) for ranks, stage in ((3, 3), (2, 2))),
+    # over tensor-parallel ranks as well, data-parallel first, or of each layer over a number of its own
+    *(cut(BOTH, ranks, tensor_parallel_size=tp, expert_parallel_size=ep)
+      for ranks, tp, ep in ((2, 2, 1), (3, 2, 2), (2, 1, 1), (1, 4, 4))),
+    cut(both("tp2_ep4_bf16", expert_parallel=4, stage=2, dtype="bf16"), 2, tensor_parallel_size=2,
+        expert_parallel_size=2),
+    cut(both("tp1_ep2", tensor_parallel=1, world_size=2), 1, tensor_parallel_size=2, expert_parallel_size=2),
+    *(cut(SLICED_EXPERTS, 2, tensor_parallel_size=tp, expert_parallel_size=ep) for tp, ep in ((2, 1), (1, 2))),
+    *(cut(DATA_FIRST, ranks) for ranks in (2, 6)),
+    *(cut(DATA_FIRST, ranks, expert_parallel_size=ep) for ranks, ep in ((4, 4), (3, 1))),
+    cut(SEVERAL, 6),
+    cut(SEVERAL, 3, EVERY_THIRD, expert_parallel_size=3),
+    cut(SEVERAL, 2, {"expert_layers": ((3, 1, True), (6, 1, False))}, expert_parallel_size=1),
+    # of another format; sliced experts as slices again, which it says, or spread over the ranks of the slices
+    *(cut(SEVERAL, 3, EVERY_THIRD, through=to, **ELSEWHERE) for to in ("zckpt", "consolidated")),
+    *(cut(SLICED_EXPERTS, 2, {"sliced_experts": spread is None}, through=to, tensor_parallel_size=2,
+          expert_parallel_size=2, sliced_experts=spread)
+      for to in ("zckpt", "consolidated") for spread in (None, False)),
+    # slices: each stage merged, split and spread
+    *(cut(TP2[stage], 2, tensor_parallel_size=1) for stage in (2, 3)),
+    *(cut(TP2[stage], 1, tensor_parallel_size=4) for stage in (1, 2, 3)),
+    *(cut(TP2[stage], 3, tensor_parallel_size=2) for stage in (1, 3)),
+    cut(TP2[2], 1, tensor_parallel_size=2),
+    cut(TP2[1], 4, tensor_parallel_size=1, stage=3),
+    cut(TP2[3], 2, tensor_parallel_size=1, stage=2),
+    cut(TP1, 2, tensor_parallel_size=2),
+    cut(TP1, 1, tensor_parallel_size=4, stage=3),
+    cut(TP2_BF16, 3, tensor_parallel_size=1),
+    cut(TP2_BF16, 1, tensor_parallel_size=2),
+    cut(sliced("drift_s2", 2, invariant=False, dtype="fp32", world_size=2), 2),  # copies stay as far apart
+    cut(sliced("tp4_palign", 4, parameter_alignment=True), 2, tensor_parallel_size=2),
+    cut(sliced("tp2_rr", 2, round_robin=True), 2, tensor_parallel_size=1),
+    cut(sliced("tp2_sgdm", 2, optimizer="sgdm", stage=3, world_size=2), 1, tensor_parallel_size=4),
+]  # fmt: skip
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", [cut(MIXTRAL, 3), cut(MIXTRAL, 2, stage=2)], ids=str)
-def test_deepspeed_resumes_leaf_modules(case, made, tmp_path):
-    """Transformers' Mixtral under ZeRO-3, whose experts are ordinary parameters."""
-    case.assert_goes_on(made(MIXTRAL), tmp_path / "cut")
+@pytest.mark.parametrize("case", some(CASES, MORE), ids=str)
+def test_deepspeed_resumes_experts_and_slices(case, made, tmp_path):
+    within = MOE_TOLERANCE[case.source.dtype] if "moe" in case.source.model else None
+    case.assert_goes_on(made(case.source), tmp_path / "cut", within)
 
 
 def test_ranks_may_have_their_groups_in_orders_of_their_own(made, tmp_path):
@@ -150,16 +150,6 @@ def test_ranks_may_have_their_groups_in_orders_of_their_own(made, tmp_path):
         zckpt.strip(run, tmp_path / "lean", padding=True)
 
 
-@pytest.mark.parametrize("to", some(["dcp"], ["zckpt", "consolidated"]))
-def test_deepspeed_resumes_experts_of_another_format(to, made, tmp_path):
-    folder = made(SEVERAL)
-    zckpt.convert(folder, tmp_path / "other", to=to)
-    options = {"world_size": 3, "stage": 2, "expert_parallel_size": 3}
-    zckpt.convert(tmp_path / "other", tmp_path / "run", to="deepspeed", **options)
-    verdict = resume(tmp_path / "run", SEVERAL.at(3, **EVERY_THIRD), folder)
-    verdict.assert_goes_on(MOE_TOLERANCE["fp32"])
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("degree", [2, 1])
 def test_deepspeed_resumes_frozen_experts(degree, made, tmp_path):
@@ -179,61 +169,12 @@ def test_deepspeed_resumes_frozen_experts(degree, made, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("sliced_experts", [None, False])
-@pytest.mark.parametrize("to", ["zckpt", "consolidated"])
-def test_deepspeed_resumes_sliced_experts_of_another_format(to, sliced_experts, made, tmp_path):
-    """As slices again, which the other format says, or spread over the ranks of the slices."""
-    folder = made(SLICED_EXPERTS)
-    zckpt.convert(folder, tmp_path / "other", to=to)
-    options = {"world_size": 2, "stage": 1, "tensor_parallel_size": 2, "expert_parallel_size": 2}
-    zckpt.convert(tmp_path / "other", tmp_path / "run", to="deepspeed", sliced_experts=sliced_experts, **options)
-    spec = SLICED_EXPERTS.at(4, sliced_experts=sliced_experts is None)
-    verdict = resume(tmp_path / "run", spec, folder)
-    verdict.assert_goes_on(MOE_TOLERANCE["fp32"])
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("degree", [2, 1])
 def test_deepspeed_resumes_experts_in_groups_that_it_splits_by_size(degree, made, tmp_path, monkeypatch):
     spec = moe("split", expert_parallel=2, dtype="fp32", world_size=2, expert_group_size=200)
     monkeypatch.setattr("zckpt.formats.deepspeed.target_groups.EXPERT_GROUP_NUMEL", spec.expert_group_size)
-    zckpt.convert(made(spec), tmp_path / "other", to="zckpt")
-    options = {"world_size": 2, "stage": 2, "expert_parallel_size": degree}
-    zckpt.convert(tmp_path / "other", tmp_path / "run", to="deepspeed", **options)
-    verdict = resume(tmp_path / "run", spec.at(2, expert_parallel=degree), made(spec))
-    verdict.assert_goes_on(MOE_TOLERANCE["fp32"])
-
-
-TP2 = {stage: sliced(f"tp2_s{stage}", 2, stage=stage, dtype="fp32") for stage in (1, 2, 3)}
-TP1 = sliced("tp1_s1", 1, stage=1, dtype="fp32")
-TP2_BF16 = sliced("tp2_bf16", 2, universal_version=0.4)
-
-SLICES = [  # together, each stage merged, split and spread
-    cut(TP2[1], 2, tensor_parallel_size=1),
-    cut(TP2[2], 1, tensor_parallel_size=2),
-    cut(TP2[3], 1, tensor_parallel_size=4),
-    cut(TP2[1], 4, tensor_parallel_size=1, stage=3),
-    cut(sliced("tp1_bf16", 1, world_size=2, stage=3, universal_version=0.4), 2, tensor_parallel_size=2),
-    cut(sliced("tp4_palign", 4, parameter_alignment=True), 2, tensor_parallel_size=2),
-    cut(sliced("tp2_sgdm", 2, optimizer="sgdm", stage=3, world_size=2), 1, tensor_parallel_size=4),
-]
-MORE_SLICES = [
-    cut(TP1, 2, tensor_parallel_size=2),
-    cut(TP2[3], 2, tensor_parallel_size=1, stage=2),
-    cut(TP2_BF16, 3, tensor_parallel_size=1),
-    cut(sliced("tp2_rr", 2, round_robin=True), 2, tensor_parallel_size=1),
-    *(cut(TP2[stage], 2, tensor_parallel_size=1) for stage in (2, 3)),
-    *(cut(TP2[stage], 3, tensor_parallel_size=2) for stage in (1, 3)),
-    *(cut(TP2[stage], 1, tensor_parallel_size=4) for stage in (1, 2)),
-    cut(TP1, 1, tensor_parallel_size=4, stage=3),
-    cut(TP2_BF16, 1, tensor_parallel_size=2),
-]
-
-
-@pytest.mark.parametrize("case", some(SLICES, MORE_SLICES), ids=str)
-@pytest.mark.every(4)
-def test_deepspeed_resumes_slices(case, made, tmp_path):
-    case.assert_goes_on(made(case.source), tmp_path / "cut")
+    case = cut(spec, 2, through="zckpt", expert_parallel_size=degree)
+    case.assert_goes_on(made(spec), tmp_path / "cut", MOE_TOLERANCE["fp32"])
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -253,9 +194,3 @@ def test_copies_that_drifted_apart_become_their_mean(stage, made, tmp_path):
         assert torch.equal(bits(found.read(name, "master")), bits(master))
         if stage == 1:
             assert torch.equal(bits(found.read(name, "weight")), bits(master.bfloat16()))
-
-
-@pytest.mark.nightly
-def test_copies_that_drifted_apart_stay_apart_at_the_same_degree(made, tmp_path):
-    source = sliced("drift_s2", 2, invariant=False, dtype="fp32", world_size=2)
-    cut(source, 2).assert_goes_on(made(source), tmp_path / "cut")

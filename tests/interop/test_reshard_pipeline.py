@@ -6,7 +6,6 @@ Compared as in `test_reshard_parallel`. And the bounds of stages against DeepSpe
 from __future__ import annotations
 
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +59,9 @@ BY_WEIGHT = pipeline("pp2_parameters", 2, partition_method="parameters")
 BY_BIG_WEIGHT = sliced("pp2_tp1_parameters", 2, 1, partition_method="parameters")
 SLICED = sliced("pp2_tp2", 2, 2)
 
+MEGATRON_LAYERS = "Embedding=embed,Layer*2,LayerNorm,Embedding=embed"
+SLICED_EXPERT_LAYERS = "Embedding=embed,_Experts,Layer,_Experts,LayerNorm,Embedding=embed"
+ONE_GROUP = pipeline("pp2_one_group", 2, 2, groups=1)
 EXPERT_LAYERS = "Embedding=embed,_Experts,_FeedForward,_Experts,LayerNorm,Embedding=embed"
 
 SLICED_BF16 = sliced("pp2_tp2_bf16", 2, 2, dtype="bf16")
@@ -99,64 +101,24 @@ MANY = [
     cut(with_sliced_experts(2, 2), 1, tensor_parallel_size=1, expert_parallel_size=1),
     cut(with_sliced_experts(2, 2, sliced_experts=True), 1, expert_parallel_size=1, tensor_parallel_size=1,
         pipeline_parallel_size=1),
-    to(sliced("pp1_tp4", 1, 4), 1, 2, tensor_parallel_size=2, pipeline_layers="Embedding=embed,Layer*2,LayerNorm,Embedding=embed"),  # noqa: E501
+    to(sliced("pp1_tp4", 1, 4), 1, 2, tensor_parallel_size=2, pipeline_layers=MEGATRON_LAYERS),
+]  # fmt: skip
+ELSEWHERE = [
+    to(TWO, 1, 2, through="dcp", pipeline_layers=LAYERS),
+    to(TWO, 1, 3, through="consolidated", pipeline_layers=LAYERS),
+    to(with_experts(2, 2), 2, 2, through="zckpt", pipeline_layers=EXPERT_LAYERS),
+    to(with_experts(2, 2), 1, 2, through="universal", pipeline_layers=EXPERT_LAYERS, expert_parallel_size=1),
+    to(SLICED, 1, 2, through="dcp", pipeline_layers=MEGATRON_LAYERS, tensor_parallel_size=4),
+    to(with_sliced_experts(1, 2), 1, 2, through="consolidated", pipeline_layers=SLICED_EXPERT_LAYERS,
+       tensor_parallel_size=2, expert_parallel_size=2),
+    # weights before biases, back to the stages that had them
+    *(to(ONE_GROUP, 3, 2, through=form, pipeline_layers=LAYERS) for form in ("dcp", "universal")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", some(FEW, MANY), ids=str)
+@pytest.mark.parametrize("case", some(FEW, MANY + ELSEWHERE), ids=str)
 def test_deepspeed_resumes_pipelines(case, made, tmp_path):
     case.assert_goes_on(made(case.source), tmp_path / "cut")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("sliced", [False, True])
-def test_experts_in_the_stages_of_a_sliced_pipeline_are_read(sliced, made, tmp_path):
-    """Spread over the ranks of their stage, tensor-parallel ones included, or sliced with all else."""
-    folder = made(with_sliced_experts(2, 2, sliced_experts=True) if sliced else with_sliced_experts(1, 2))
-    checkpoint, truth = zckpt.open(folder), Truth(folder)
-    assert (checkpoint.topology.tp, checkpoint.topology.pp, checkpoint.topology.ep) == (2, 2, 2)
-    for slot, expected in [("master", truth.masters), *((slot, truth.kind(slot)) for slot in truth.slots)]:
-        for name, value in expected.items():
-            assert_same(checkpoint.read(name, slot), value, f"{slot}/{name}")
-    assert zckpt.verify(folder, deep=True).sound
-
-
-MEGATRON_LAYERS = "Embedding=embed,Layer*2,LayerNorm,Embedding=embed"
-SLICED_EXPERT_LAYERS = "Embedding=embed,_Experts,Layer,_Experts,LayerNorm,Embedding=embed"
-
-ELSEWHERE = [
-    ("dcp", to(TWO, 1, 2, pipeline_layers=LAYERS)),
-    ("consolidated", to(TWO, 1, 3, pipeline_layers=LAYERS)),
-    ("zckpt", to(with_experts(2, 2), 2, 2, pipeline_layers=EXPERT_LAYERS)),
-    ("universal", to(with_experts(2, 2), 1, 2, pipeline_layers=EXPERT_LAYERS, expert_parallel_size=1)),
-    ("dcp", to(SLICED, 1, 2, pipeline_layers=MEGATRON_LAYERS, tensor_parallel_size=4)),
-    ("consolidated", to(with_sliced_experts(1, 2), 1, 2, pipeline_layers=SLICED_EXPERT_LAYERS,
-                        tensor_parallel_size=2, expert_parallel_size=2)),
-]  # fmt: skip
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("form", "case"), ELSEWHERE, ids=str)
-def test_deepspeed_resumes_pipelines_of_another_format(form, case, made, tmp_path):
-    folder = made(case.source)
-    zckpt.convert(folder, tmp_path / "between", to=form)
-
-    def back(_: Path, target: Path, **options: Any) -> None:
-        zckpt.convert(tmp_path / "between", target, to="deepspeed", stage=1, **options)
-
-    case.assert_goes_on(folder, tmp_path / "back", reshard=back)
-
-
-@pytest.mark.nightly
-def test_weights_before_biases_in_one_group_are_not_dealt_to_other_stages(made, tmp_path):
-    """The training lists them so in each stage; of one stage all weights are before all biases."""
-    source = made(pipeline("pp2_one_group", 2, 2, groups=1))
-    with pytest.raises(zckpt.UnsupportedError, match="not in the order of the stage's modules"):
-        zckpt.reshard(source, tmp_path / "cut", world_size=1, pipeline_parallel_size=1)
-    zckpt.convert(source, tmp_path / "between", to="zckpt")
-    with pytest.raises(zckpt.UnsupportedError, match="the stages that it was saved in"):
-        zckpt.convert(tmp_path / "between", tmp_path / "cut", to="deepspeed", stage=1, world_size=1,
-                      pipeline_parallel_size=3, pipeline_layers=LAYERS, partition_method="uniform")  # fmt: skip
 
 
 RECOMPUTED = [
@@ -175,46 +137,37 @@ def test_wrapped_modules_have_weights_and_masters_under_one_name(case, made, tmp
     assert {*checkpoint.parameters} == {name.replace("_checkpoint_wrapped_module.", "") for name in truth.weights}
     for name, expected in truth.masters.items():
         assert_same(checkpoint.read(name.replace("_checkpoint_wrapped_module.", ""), "master"), expected, name)
-    case.assert_goes_on(folder, tmp_path / "cut", reshard=partial(zckpt.reshard, verify=True))
+    case.assert_goes_on(folder, tmp_path / "cut", verify=True)
     zckpt.convert(folder, tmp_path / "dcp", to="dcp", verify=True)
     assert zckpt.diff(folder, tmp_path / "dcp").equal
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("form", ["dcp", "universal"])
-def test_weights_before_biases_come_back_to_the_stages_that_had_them(form, made, tmp_path):
-    source = pipeline("pp2_one_group", 2, 2, groups=1)
-    zckpt.convert(made(source), tmp_path / "between", to=form)
-    zckpt.convert(tmp_path / "between", tmp_path / "back", to="deepspeed", stage=1, world_size=3, verify=True,
-                  pipeline_parallel_size=2, pipeline_layers=LAYERS, partition_method="uniform")  # fmt: skip
-    verdict = resume(tmp_path / "back", source.at(6), made(source))
-    verdict.assert_goes_on(TOLERANCE[source.dtype])
 
 
 UNSTAGED = [("tied_modules.embed.*", "embed.*"), ("1.*", "block.*"), ("3.*", "feed.*"), ("4.*", "norm.*")]
 
 
-@pytest.mark.parametrize(("stage", "ranks"), some([(2, 2)], [(3, 1)]))
-def test_deepspeed_resumes_one_model_from_a_pipeline(stage, ranks, made, tmp_path):
-    folder = made(TWO)
-    with pytest.raises(zckpt.UnsupportedError, match="or --rename"):
-        zckpt.convert(folder, tmp_path / "one", to="deepspeed", stage=stage, world_size=ranks, rename=UNSTAGED[1:])
-    zckpt.convert(folder, tmp_path / "one", to="deepspeed", stage=stage, world_size=ranks, rename=UNSTAGED, verify=True)
-    assert zckpt.open(tmp_path / "one").topology.pp == 1
-    truth = renamed_truth(folder, tmp_path / "truth")
-    verdict = resume(tmp_path / "one", TWO.at(ranks, model="unstaged", stage=stage, pipeline_parallel=1), truth)
-    verdict.assert_goes_on(TOLERANCE[TWO.dtype])
+PLAIN_BF16 = pipeline("pp2_bf16opt", 2, 2, dtype="bf16", bf16_optimizer=True)
 
 
-@pytest.mark.nightly
-def test_one_model_from_a_pipeline_has_the_optimizer_that_it_had(made, tmp_path):
-    source = pipeline("pp2_bf16opt", 2, 2, dtype="bf16", bf16_optimizer=True)
+@pytest.mark.parametrize(
+    ("source", "verb", "ranks", "options"),
+    some(
+        [(TWO, zckpt.convert, 2, {"to": "deepspeed", "stage": 2})],
+        [(TWO, zckpt.convert, 1, {"to": "deepspeed", "stage": 3}), (PLAIN_BF16, zckpt.reshard, 3, {})],
+    ),
+    ids=lambda one: getattr(one, "name", None),
+)
+def test_deepspeed_resumes_one_model_from_a_pipeline(source, verb, ranks, options, made, tmp_path):
+    """With the optimizer that it had, where no other is asked for."""
     folder = made(source)
-    zckpt.reshard(folder, tmp_path / "one", world_size=3, rename=UNSTAGED, verify=True)
-    assert zckpt.open(tmp_path / "one").details["bf16_optimizer"] is True
-    truth = renamed_truth(folder, tmp_path / "truth")
-    verdict = resume(tmp_path / "one", source.at(3, model="unstaged", pipeline_parallel=1), truth)
-    verdict.assert_goes_on(TOLERANCE["bf16"])
+    with pytest.raises(zckpt.UnsupportedError, match="--rename"):
+        verb(folder, tmp_path / "one", world_size=ranks, rename=UNSTAGED[1:], **options)
+    verb(folder, tmp_path / "one", world_size=ranks, rename=UNSTAGED, verify=True, **options)
+    one = zckpt.open(tmp_path / "one")
+    assert one.topology.pp == 1
+    assert bool(one.details.get("bf16_optimizer")) == source.bf16_optimizer
+    truth, stage = renamed_truth(folder, tmp_path / "truth"), options.get("stage", source.stage)
+    verdict = resume(tmp_path / "one", source.at(ranks, model="unstaged", stage=stage, pipeline_parallel=1), truth)
+    verdict.assert_goes_on(TOLERANCE[source.dtype])
 
 
 def renamed_truth(folder: Path, target: Path) -> Path:

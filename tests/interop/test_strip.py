@@ -7,6 +7,7 @@ number of ranks on the same machine, the same losses to the last digit.
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from safetensors.torch import load_file
 from tests import gloo
 from tests.deepspeed_engine import Spec, resume
 from tests.interop.cut import small as spec
+from tests.logical import assert_same_tree
 from tests.pairwise import some
+from tests.truth import Truth
 from zckpt.operations.convert import convert
 from zckpt.operations.sanitize import sanitize
 from zckpt.operations.strip import strip
@@ -54,9 +57,8 @@ def test_deepspeed_resumes_without_padding(wanted, lean, made, tmp_path):
     state = optimizer_content(tmp_path / "thin")["base_optimizer_state"]
     assert isinstance(state, list) is lean
     verdict = resume(tmp_path / "thin", wanted, made(wanted))
-    assert verdict.differences == []
+    verdict.assert_goes_on(0.0)
     assert len(verdict.losses) == 2
-    assert verdict.loss_difference == 0.0
 
 
 class Progress:
@@ -73,16 +75,12 @@ def test_deepspeed_resumes_what_was_sanitized(wanted, made, tmp_path):
     assert sanitize(source, tmp_path / "clean").removed != []
     for file in (tmp_path / "clean").rglob("*model_states.pt"):
         assert "progress" not in torch.load(file, weights_only=False)
-    verdict = resume(tmp_path / "clean", wanted, made(wanted))
-    assert verdict.differences == []
-    assert verdict.loss_difference == 0.0
+    resume(tmp_path / "clean", wanted, made(wanted)).assert_goes_on(0.0)
 
 
 def test_deepspeed_resumes_zero3_without_unused_bytes(made, tmp_path):
     strip(made(STAGE3), tmp_path / "thin", unreferenced=True, padding=True)
-    verdict = resume(tmp_path / "thin", STAGE3, made(STAGE3))
-    assert verdict.differences == []
-    assert verdict.loss_difference == 0.0
+    resume(tmp_path / "thin", STAGE3, made(STAGE3)).assert_goes_on(0.0)
 
 
 # --- the optimizer's state is taken away
@@ -104,26 +102,18 @@ def test_deepspeed_loads_the_model_without_the_optimizer(wanted, options, made, 
     strip(made(wanted), tmp_path / "model", optimizer=True)
     loaded = load(tmp_path / "model", wanted, options)
     truth = load_file(made(wanted) / "truth.safetensors")
-    assert loaded.weights
-    for name, value in loaded.weights.items():
-        assert torch.equal(value, truth[f"module/{name}"]), name
-    for name, slots in loaded.slots.items():
-        if wanted.stage == 3 and not options:
-            assert torch.equal(slots["fp32"], truth[f"fp32/{name}"]), name
-        else:
-            assert torch.equal(slots["fp32"], truth[f"module/{name}"].float()), name
-    assert loaded.fresh
-    assert loaded.steps == 2
+    assert_same_tree(loaded.weights, {name: truth[f"module/{name}"] for name in loaded.weights})
+    exact = wanted.stage == 3 and not options
+    masters = {name: truth[f"fp32/{name}" if exact else f"module/{name}"].float() for name in loaded.masters}
+    assert_same_tree(loaded.masters, masters)
+    loaded.assert_trains_anew()
 
 
 def test_deepspeed_keeps_exact_masters_and_starts_an_optimizer_afresh(made, tmp_path):
     strip(made(ADAMW), tmp_path / "masters", keep_slots=["master"])
     loaded = load(tmp_path / "masters", ADAMW, {})
-    truth = load_file(made(ADAMW) / "truth.safetensors")
-    for name, slots in loaded.slots.items():
-        assert torch.equal(slots["fp32"], truth[f"fp32/{name}"]), name
-    assert loaded.fresh
-    assert loaded.steps == 2
+    assert_same_tree(loaded.masters, Truth(made(ADAMW)).masters)
+    loaded.assert_trains_anew()
 
 
 @pytest.mark.parametrize("wanted", some([STAGE3], [ADAMW]), ids=lambda one: one.name)
@@ -132,9 +122,7 @@ def test_deepspeed_loads_the_slots_that_were_kept(wanted, made, tmp_path):
     loaded = load(tmp_path / "some", wanted, {}, train=False)
     truth = load_file(made(wanted) / "truth.safetensors")
     for name, slots in loaded.slots.items():
-        assert set(slots) == {"fp32", "exp_avg"}
-        for slot, value in slots.items():
-            assert torch.equal(value, truth[f"{slot}/{name}"]), f"{slot}/{name}"
+        assert_same_tree(slots, {slot: truth[f"{slot}/{name}"] for slot in ("fp32", "exp_avg")}, name)
 
 
 @pytest.mark.parametrize(
@@ -150,28 +138,36 @@ def test_deepspeed_loads_a_universal_checkpoint_without_the_optimizer(wanted, op
     strip(source.parent, tmp_path / "model", optimizer=True)
     universal = wanted.at(1, config={**wanted.config, "checkpoint": {"load_universal": True}})
     loaded = load(tmp_path / "model", universal, options)
-    truth = load_file(made(wanted) / "truth.safetensors")
-    assert loaded.slots
-    for name, slots in loaded.slots.items():
-        assert torch.equal(loaded.weights[name], truth[f"module/{name}"]), name
-        assert torch.equal(slots["fp32"], truth[f"fp32/{name}"]), name
-    assert loaded.fresh
-    assert loaded.steps == 2
+    truth = Truth(made(wanted))
+    assert_same_tree(loaded.masters, truth.masters)
+    assert_same_tree(*({name: one[name] for name in truth.masters} for one in (loaded.weights, truth.weights)))
+    loaded.assert_trains_anew()
 
 
 # --- how it is loaded
 
 
+@dataclass
 class Loaded:
     """What a rank holds after `load_checkpoint`: weights, slots, whether the optimizer is new, steps it then took."""
 
-    def __init__(self, live: Any, *, fresh: bool, steps: int) -> None:
-        self.weights, self.slots, self.fresh, self.steps = live.weights, live.slots, fresh, steps
+    weights: dict[str, torch.Tensor]
+    slots: dict[str, dict[str, torch.Tensor]]
+    fresh: bool
+    steps: int
+
+    @property
+    def masters(self) -> dict[str, torch.Tensor]:
+        assert self.slots
+        return {name: slots["fp32"] for name, slots in self.slots.items()}
+
+    def assert_trains_anew(self) -> None:
+        assert self.fresh
+        assert self.steps == 2
 
 
 def load(run: Path, wanted: Spec, options: dict[str, bool], *, train: bool = True) -> Loaded:
-    loaded = gloo.run(_load, wanted.world_size, wanted, run, options, train)[0]
-    assert isinstance(loaded, Loaded)
+    loaded: Loaded = gloo.run(_load, wanted.world_size, wanted, run, options, train)[0]
     return loaded
 
 
@@ -186,7 +182,7 @@ def _load(rank, world_size, wanted: Spec, run: Path, options: dict[str, bool], t
     live = read_live(engine, wanted)
     fresh = all(not value.any() for slots in live.slots.values() for key, value in slots.items() if key != "fp32")
     losses = [train_step(engine, wanted, 3 + i)[0] for i in range(2)] if train else []
-    return Loaded(live, fresh=fresh, steps=sum(loss == loss and loss < 10 for loss in losses))
+    return Loaded(live.weights, live.slots, fresh, steps=sum(loss == loss and loss < 10 for loss in losses))
 
 
 def optimizer_content(run: Path) -> Any:

@@ -15,23 +15,15 @@ import pytest
 import torch
 from torch import nn
 
+import zckpt
 from tests import gloo
 from tests.deepspeed_engine.catalogue import SPECS
 from tests.deepspeed_engine.models import build_model, param_groups
+from tests.gloo import on_ranks
 from tests.live import Words, groups_of, save_both, train
+from tests.logical import assert_same_tree
 from tests.pairwise import each
-from tests.plans import write_directory
 from tests.truth import Truth, bits
-from zckpt.engine.plan import plan
-from zckpt.engine.targets import TargetFile
-from zckpt.formats.deepspeed.directory import find as find_deepspeed
-from zckpt.formats.deepspeed.reader import read as read_deepspeed
-from zckpt.formats.format import Job, Search
-from zckpt.formats.options import choose
-from zckpt.formats.torch_files.reader import read as read_torch_file
-from zckpt.formats.zero_redundancy import Options, reader, writer
-from zckpt.formats.zero_redundancy.directory import find
-from zckpt.state import Checkpoint
 from zckpt.state.partition import greedy_partition
 
 pytestmark = pytest.mark.interop
@@ -67,7 +59,9 @@ def build(kind: str, *, doubtful: bool, seed: int, options: dict[str, Any]) -> t
 
 
 def state_by_name(model: nn.Module, state: Any) -> dict[str, dict[str, Any]]:
-    return {name: dict(state[p]) for name, p in model.named_parameters() if state.get(p)}
+    """Copies of what a rank has of each parameter."""
+    kept = {name: state[p] for name, p in model.named_parameters() if state.get(p)}
+    return {name: {key: value.clone() for key, value in slots.items()} for name, slots in kept.items()}
 
 
 # --- what runs on ranks ---------------------------------------------------------------------------------------------
@@ -82,8 +76,7 @@ def save_and_go_on(rank, world_size, kind: str, doubtful: bool, folder: Path) ->
     if rank == 0:
         torch.save(model.state_dict(), folder / "model.pt")
         save_both(model, optimizer, folder / "all.pt")
-    state = state_by_name(model, optimizer.optim.state)
-    saved = {name: {k: v.clone() for k, v in slots.items()} for name, slots in state.items()}
+    saved = state_by_name(model, optimizer.optim.state)
     return train(model, optimizer, range(STEPS, STEPS + STEPS_AFTER)), saved
 
 
@@ -92,8 +85,7 @@ def load_and_go_on(rank, world_size, kind: str, doubtful: bool, folder: Path) ->
     model, optimizer = build(kind, doubtful=doubtful, seed=2, options={**OPTIONS[kind], "lr": 9.0, "weight_decay": 0.7})
     model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     load(rank, optimizer, folder)
-    state = state_by_name(model, optimizer.optim.state)
-    loaded = {name: {k: v.clone() for k, v in slots.items()} for name, slots in state.items()}
+    loaded = state_by_name(model, optimizer.optim.state)
     return train(model, optimizer, range(STEPS, STEPS + STEPS_AFTER)), loaded
 
 
@@ -126,30 +118,14 @@ def load_fixture(rank, world_size, name: str, folder: Path) -> tuple[Any, list[A
         group.update(lr=0.5, weight_decay=0.5)
     optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=1.0)
     load(rank, optimizer, folder)
-    state = state_by_name(model, optimizer.optim.state)
-    loaded = {parameter: {k: v.clone() for k, v in slots.items()} for parameter, slots in state.items()}
+    loaded = state_by_name(model, optimizer.optim.state)
     about = [{"lr": g["lr"], "weight_decay": g["weight_decay"], "betas": g["betas"]} for g in optimizer.param_groups]
     for p in model.parameters():
         p.grad = torch.ones_like(p) if p.requires_grad else None
     optimizer.step()
-    assert all(
-        slots["step"] == loaded[n]["step"] + 1 for n, slots in state_by_name(model, optimizer.optim.state).items()
-    )
+    after = state_by_name(model, optimizer.optim.state)
+    assert all(slots["step"] == loaded[name]["step"] + 1 for name, slots in after.items())
     return loaded, about
-
-
-def partitions(rank, world_size, layouts: list[list[list[tuple[int, ...]]]]) -> list[Any]:
-    """How torch itself assigns parameters of these shapes: for each rank and group, their places in the group."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    found = []
-    for groups in layouts:
-        parameters = [[nn.Parameter(torch.zeros(shape)) for shape in group] for group in groups]
-        optimizer = ZeroRedundancyOptimizer([{"params": group} for group in parameters], torch.optim.SGD, lr=1.0)
-        place = {id(p): at for group in parameters for at, p in enumerate(group)}
-        assigned = optimizer._partition_parameters()
-        found.append([[[place[id(p)] for p in group["params"]] for group in groups] for groups in assigned])
-    return found
 
 
 # --- the tests ------------------------------------------------------------------------------------------------------
@@ -163,13 +139,17 @@ def some_layouts(seed: int, count: int) -> list[list[list[tuple[int, ...]]]]:
     return [groups for groups in made if any(groups)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_parameters_are_assigned_as_torch_assigns_them(world_size):
-    layouts = some_layouts(world_size, 150)
-    for assigned in gloo.run(partitions, world_size, layouts):
-        for groups, expected in zip(layouts, assigned, strict=True):
-            numels = [[torch.Size(shape).numel() for shape in group] for group in groups]
-            assert greedy_partition(numels, world_size) == expected
+@on_ranks(1, 2, 3, 4)
+def test_parameters_are_assigned_as_torch_assigns_them(rank, world_size):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    for groups in some_layouts(world_size, 150):
+        parameters = [[nn.Parameter(torch.zeros(shape)) for shape in group] for group in groups]
+        optimizer = ZeroRedundancyOptimizer([{"params": group} for group in parameters], torch.optim.SGD, lr=1.0)
+        place = {id(p): at for group in parameters for at, p in enumerate(group)}
+        assigned = [[[place[id(p)] for p in group["params"]] for group in its]
+                    for its in optimizer._partition_parameters()]  # fmt: skip
+        assert greedy_partition([[p.numel() for p in group] for group in parameters], world_size) == assigned
 
 
 @pytest.fixture(scope="module")
@@ -191,21 +171,12 @@ def names(kind: str, *, doubtful: bool = True) -> list[str]:
     return names_of(model, groups(model, kind))
 
 
-def lay_out(checkpoint: Checkpoint, *, world_size: int, per_rank: bool) -> list[TargetFile]:
-    options = choose(Options, {"world_size": world_size if per_rank else None}, "zero-redundancy")
-    return list(writer.lay_out(Job(checkpoint, Path("source"), Path("target"), options)).files)
-
-
-def written(checkpoint: Checkpoint, directory: Path, world_size: int, *, per_rank: bool) -> Path:
-    files = lay_out(checkpoint, world_size=world_size, per_rank=per_rank)
-    write_directory(plan(files), directory)
+def written(source: Path, directory: Path, world_size: int, names: list[str] | None, *, per_rank: bool) -> Path:
+    zckpt.convert(
+        source, directory, to="zero-redundancy", names=names, verify=True,
+        world_size=world_size if per_rank else None,
+    )  # fmt: skip
     return directory
-
-
-def read(path: Path, names: list[str] | None = None) -> Checkpoint:
-    directory = find(Search(path))
-    assert directory is not None
-    return reader.read(directory, names=names)
 
 
 def without_consolidated(folder: Path, target: Path) -> Path:
@@ -216,14 +187,8 @@ def without_consolidated(folder: Path, target: Path) -> Path:
 def assert_goes_on(results: list[Any], original: list[Any]) -> None:
     """Every rank's losses and, together, the state of every parameter are those of the run that was not stopped."""
     expected = {name: slots for _, state in original for name, slots in state.items()}
-    found = {name: slots for _, state in results for name, slots in state.items()}
-    assert found.keys() == expected.keys()
+    assert_same_tree({name: slots for _, state in results for name, slots in state.items()}, expected)
     assert sum(len(state) for _, state in results) == len(expected)
-    for name, slots in expected.items():
-        assert found[name].keys() == slots.keys()
-        for key, value in slots.items():
-            assert found[name][key].dtype == value.dtype
-            assert torch.equal(bits(found[name][key]), bits(value)), (name, key)
     for losses, _ in results:
         assert losses == original[0][0]
 
@@ -232,8 +197,7 @@ def assert_goes_on(results: list[Any], original: list[Any]) -> None:
 @pytest.mark.parametrize(("kind", "world_size"), [("adamw", 2), ("sgdm", 3)])
 def test_training_goes_on_from_either_form(kind, world_size, per_rank, saved, tmp_path):
     folder, original = saved(kind, world_size)
-    checkpoint = read_torch_file(folder / "all.pt", names=names(kind))
-    directory = written(checkpoint, tmp_path / "out", world_size, per_rank=per_rank)
+    directory = written(folder / "all.pt", tmp_path / "out", world_size, names(kind), per_rank=per_rank)
     assert_goes_on(gloo.run(load_and_go_on, world_size, kind, True, directory), original)
 
 
@@ -241,9 +205,8 @@ def test_training_goes_on_from_either_form(kind, world_size, per_rank, saved, tm
 def test_ranks_files_are_resharded_to_other_ranks(kind, world_size, saved, tmp_path):
     folder, original = saved(kind, 2)
     directory = without_consolidated(folder, tmp_path / "ranks")
-    checkpoint = read(directory, names=names(kind))
-    assert checkpoint.world_size == 2
-    out = written(checkpoint, tmp_path / "out", world_size, per_rank=True)
+    assert zckpt.open(directory, names=names(kind)).world_size == 2
+    out = written(directory, tmp_path / "out", world_size, names(kind), per_rank=True)
     assert_goes_on(gloo.run(load_and_go_on, world_size, kind, True, out), original)
 
 
@@ -251,32 +214,28 @@ def test_ranks_files_are_resharded_to_other_ranks(kind, world_size, saved, tmp_p
 def test_models_order_tells_the_names_where_nothing_is_doubtful(kind, saved, tmp_path):
     folder, original = saved(kind, 3, doubtful=False)
     directory = without_consolidated(folder, tmp_path / "ranks")
-    checkpoint = read(directory)
-    assert [name for group in checkpoint.param_groups for name in group.parameters] == names(kind, doubtful=False)
-    out = written(checkpoint, tmp_path / "out", 2, per_rank=False)
+    known = [name for group in zckpt.open(directory).param_groups for name in group.parameters]
+    assert known == names(kind, doubtful=False)
+    out = written(directory, tmp_path / "out", 2, None, per_rank=False)
     assert_goes_on(gloo.run(load_and_go_on, 2, kind, False, out), original)
 
 
 def test_names_that_torch_took_over_are_used(saved, tmp_path):
     """Once a consolidated state with names is loaded, torch saves them with every rank's share, all of them."""
     folder, original = saved("adamw", 2)
-    checkpoint = read_torch_file(folder / "all.pt", names=names("adamw"))
-    first = written(checkpoint, tmp_path / "first", 2, per_rank=False)
+    first = written(folder / "all.pt", tmp_path / "first", 2, names("adamw"), per_rank=False)
     again = tmp_path / "again"
     again.mkdir()
     gloo.run(load_and_save_again, 3, "adamw", True, first, again)
-    back = read(again)
-    assert back.warnings == []
-    out = written(back, tmp_path / "out", 2, per_rank=True)
+    assert zckpt.open(again).warnings == []
+    out = written(again, tmp_path / "out", 2, None, per_rank=True)
     assert_goes_on(gloo.run(load_and_go_on, 2, "adamw", True, out), original)
 
 
 @pytest.mark.parametrize(("name", "per_rank"), each(["s1_fp32_dp3", "s3_fp32_dp2", "s2_bf16_dp2_rr"], [True, False]))
 def test_deepspeeds_state_goes_on_in_torch(name, per_rank, tmp_path):
     truth = Truth(FIXTURES / name)
-    directory = find_deepspeed(FIXTURES / name)
-    assert directory is not None
-    out = written(read_deepspeed(directory), tmp_path / "out", 3, per_rank=per_rank)
+    out = written(FIXTURES / name, tmp_path / "out", 3, None, per_rank=per_rank)
     results = gloo.run(load_fixture, 3, name, out)
     found = {parameter: slots for state, _ in results for parameter, slots in state.items()}
     assert found.keys() == truth.kind("exp_avg").keys()
