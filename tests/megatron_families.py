@@ -23,7 +23,8 @@ GROUPED = {**COMMON, "num_key_value_heads": 2, "head_dim": 8}
 MOE = {**GROUPED, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {
     **COMMON, "num_key_value_heads": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_routed_experts": 4,
-    "n_shared_experts": 1, "first_k_dense_replace": 1, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "kv_lora_rank": 10, "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
     "v_head_dim": 5, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 
@@ -39,6 +40,10 @@ OF_LATENT = {
     "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "moe_shared_expert_intermediate_size": 16,
     "moe_layer_freq": [0, 1], "qk_layernorm": True,
 }  # fmt: skip
+
+SHARED = {"moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 16}
+V3 = {**LATENT, "q_lora_rank": 12, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+OF_V3 = {**OF_LATENT, **BY_SIGMOID, "moe_layer_freq": [0, 1], "q_lora_rank": 12}
 
 
 class WholeNorm(torch.nn.RMSNorm):
@@ -78,7 +83,8 @@ class CentredLayerNorm(torch.nn.LayerNorm):
 
 
 def norms(kind: type, *more: str) -> Mapping[str, type]:
-    """Return norms of one kind: before attention and what follows it, behind all layers, and where else it is said."""
+    """Return norms of one kind: before attention and what follows it, behind all layers,
+    and where else it is said."""
     return dict.fromkeys(("input_layernorm", "pre_mlp_layernorm", "layer_norm", *more), kind)
 
 
@@ -107,7 +113,8 @@ def only_behind() -> Mapping[str, type]:
 
 
 def copying_linear() -> Mapping[str, type]:
-    """Return a linear layer whose result may be added to: `MLP.forward` does so with the biases of experts, which torch
+    """Return a linear layer whose result may be added to: `MLP.forward` does so with the biases of experts,
+    which torch
     forbids for a view that megatron-core's own function has made.
     """
     from megatron.core.tensor_parallel.layers import RowParallelLinear
@@ -157,8 +164,10 @@ class Family:
 
     Parameters
     ----------
-    config : callable
-        Makes Hugging Face's configuration, given its library.
+    name : str
+        What Hugging Face's configuration is called, without the ending.
+    sizes : mapping
+        What that gets.
     settings : mapping
         What Megatron-Core's configuration has, besides what every model has.
     model : mapping
@@ -173,13 +182,18 @@ class Family:
         Changes the model, as Megatron-Bridge does.
     """
 
-    config: Callable[[Any], Any]
+    name: str
+    sizes: Mapping[str, Any]
     settings: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     parts: Callable[[], Mapping[str, type]] = dict
     map: str = ""
     further: Mapping[str, str] = field(default_factory=dict)
     wrap: Callable[[Any], None] = lambda _: None
+
+    def config(self, hf: Any) -> Any:
+        """Make Hugging Face's configuration, given its library."""
+        return getattr(hf, f"{self.name}Config")(**self.sizes)
 
 
 def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -198,138 +212,131 @@ OF_GPT = {
 GEMMA = {"layernorm_zero_centered_gamma": True, "activation_func": tanh_gelu}
 
 FAMILIES = {
-    "llama": Family(lambda hf: hf.LlamaConfig(**GROUPED)),
+    "llama": Family("Llama", GROUPED),
     "ministral3": Family(
-        lambda hf: hf.Ministral3Config(
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1,
-                             "original_max_position_embeddings": 64}, **GROUPED),
+        "Ministral3",
+        {**GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1,
+                                        "original_max_position_embeddings": 64}},
         map="llama",
     ),
-    "qwen2": Family(lambda hf: hf.Qwen2Config(**GROUPED | {"head_dim": 4}), {"kv_channels": 4, "add_qkv_bias": True},
+    "qwen2": Family("Qwen2", GROUPED | {"head_dim": 4}, {"kv_channels": 4, "add_qkv_bias": True},
                     map="llama"),
-    "qwen3": Family(lambda hf: hf.Qwen3Config(**GROUPED), {"qk_layernorm": True}, map="llama"),
-    "ernie4.5": Family(lambda hf: hf.Ernie4_5Config(**GROUPED), {"rotary_interleaved": True}),
+    "qwen3": Family("Qwen3", GROUPED, {"qk_layernorm": True}, map="llama"),
+    "ernie4.5": Family("Ernie4_5", GROUPED, {"rotary_interleaved": True}),
     "nemotron": Family(
-        lambda hf: hf.NemotronConfig(norm_eps=1e-6, **GROUPED),
+        "Nemotron", {**GROUPED, "norm_eps": 1e-6},
         {"layernorm_zero_centered_gamma": True, "normalization": "LayerNorm", "gated_linear_unit": False,
          "activation_func": lambda x: functional.relu(x).square()},
         {"rotary_percent": 0.5},
         lambda: norms(CentredLayerNorm),
     ),
     "gpt2": Family(
-        lambda hf: hf.GPT2Config(vocab_size=64, n_embd=24, n_inner=20, n_layer=2, n_head=6, n_positions=LENGTH,
-                                 layer_norm_epsilon=1e-6, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+        "GPT2", {"vocab_size": 64, "n_embd": 24, "n_inner": 20, "n_layer": 2, "n_head": 6, "n_positions": LENGTH,
+                 "layer_norm_epsilon": 1e-6, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
         {**OF_GPT, "activation_func": tanh_gelu}, {**TIED, "position_embedding_type": "learned_absolute"},
     ),
     "gpt-neox": Family(
-        lambda hf: hf.GPTNeoXConfig(vocab_size=64, hidden_size=24, intermediate_size=20, num_hidden_layers=2,
-                                    num_attention_heads=6, rotary_pct=0.5, use_parallel_residual=False,
-                                    layer_norm_eps=1e-6, tie_word_embeddings=False),
+        "GPTNeoX", {"vocab_size": 64, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2,
+                    "num_attention_heads": 6, "rotary_pct": 0.5, "use_parallel_residual": False,
+                    "layer_norm_eps": 1e-6, "tie_word_embeddings": False},
         {**OF_GPT, "activation_func": functional.gelu}, {"rotary_percent": 0.5},
     ),
-    "gemma": Family(lambda hf: hf.GemmaConfig(**GROUPED | {"tie_word_embeddings": True}), GEMMA, TIED,
+    "gemma": Family("Gemma", GROUPED | {"tie_word_embeddings": True}, GEMMA, TIED,
                     lambda: norms(CentredNorm), wrap=scaled_words),
     "gemma2": Family(
-        lambda hf: hf.Gemma2Config(query_pre_attn_scalar=16, sliding_window=64,
-                                   **GROUPED | {"tie_word_embeddings": True}),
+        "Gemma2", {**GROUPED, "tie_word_embeddings": True, "query_pre_attn_scalar": 16, "sliding_window": 64},
         {**GEMMA, "softmax_scale": 0.25}, TIED, capping, wrap=scaled_and_capped,
     ),
     "gemma3": Family(
-        lambda hf: hf.Gemma3TextConfig(query_pre_attn_scalar=16, sliding_window=64, rope_local_base_freq=10000.0,
-                                       **GROUPED | {"tie_word_embeddings": True}),
+        "Gemma3Text", {**GROUPED, "tie_word_embeddings": True, "query_pre_attn_scalar": 16, "sliding_window": 64,
+                       "rope_local_base_freq": 10000.0},
         {**GEMMA, "qk_layernorm": True, "softmax_scale": 0.25}, TIED,
         lambda: {**norms(CentredNorm, "q_layernorm", "k_layernorm"), **norms_behind(CentredNorm)},
         map="gemma2", wrap=scaled_words,
     ),
     "exaone4": Family(
-        lambda hf: hf.Exaone4Config(sliding_window=None, sliding_window_pattern=None,
-                                    layer_types=["full_attention"] * 2, **GROUPED),
+        "Exaone4", {**GROUPED, "sliding_window": None, "sliding_window_pattern": None,
+                    "layer_types": ["full_attention"] * 2},
         {"qk_layernorm": True}, parts=only_behind,
     ),
-    "mixtral": Family(lambda hf: hf.MixtralConfig(num_local_experts=4, **MOE | {"intermediate_size": 16}), EXPERTS),
+    "mixtral": Family("Mixtral", {**MOE, "intermediate_size": 16, "num_local_experts": 4}, EXPERTS),
     "olmoe": Family(
-        lambda hf: hf.OlmoeConfig(num_experts=4, norm_topk_prob=False,
-                                  **MOE | {"intermediate_size": 16, "head_dim": 4}),
+        "Olmoe", {**MOE, "intermediate_size": 16, "head_dim": 4, "num_experts": 4, "norm_topk_prob": False},
         {**EXPERTS, "qk_layernorm": True, "kv_channels": 4, "moe_router_pre_softmax": True},
         parts=lambda: {"q_layernorm": WholeNorm, "k_layernorm": WholeKeysNorm}, map="qwen3-moe",
     ),
     "hy-v3": Family(
-        lambda hf: hf.HYV3Config(num_experts=4, router_scaling_factor=1.5, **MOE),
-        {**BY_SIGMOID, "qk_layernorm": True, "moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 16,
+        "HYV3", {**MOE, "num_experts": 4, "router_scaling_factor": 1.5},
+        {**BY_SIGMOID, "qk_layernorm": True, **SHARED,
          "moe_router_topk_scaling_factor": 1.5, "mtp_num_layers": 1},
         further={"final": f"{LAST}.final_layernorm"},
     ),
     "exaone-moe": Family(
-        lambda hf: hf.ExaoneMoeConfig(num_experts=4, sliding_window=4, layer_types=["sliding_attention"] * 2, **MOE),
-        {**BY_SIGMOID, "qk_layernorm": True, "moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 16,
+        "ExaoneMoe", {**MOE, "num_experts": 4, "sliding_window": 4, "layer_types": ["sliding_attention"] * 2},
+        {**BY_SIGMOID, "qk_layernorm": True, **SHARED,
          "moe_router_topk_scaling_factor": 2.5, "window_size": (3, 0), "mtp_num_layers": 1},
         further={"layer": "mtp.layers.0", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
                  "eh_proj": "mtp.fc", "final": "mtp.norm"},
     ),
     "llama4": Family(
-        lambda hf: hf.Llama4TextConfig(
-            num_local_experts=4, intermediate_size_mlp=20, attn_temperature_tuning=False, use_qk_norm=True,
-            moe_layers=[1], no_rope_layers=[1, 1], attention_chunk_size=64,
-            **MOE | {"num_experts_per_tok": 1, "intermediate_size": 16}),
+        "Llama4Text", {**MOE, "num_experts_per_tok": 1, "intermediate_size": 16, "num_local_experts": 4,
+                       "intermediate_size_mlp": 20, "attn_temperature_tuning": False, "use_qk_norm": True,
+                       "moe_layers": [1], "no_rope_layers": [1, 1], "attention_chunk_size": 64},
         {**EXPERTS, "moe_layer_freq": [0, 1], "moe_router_topk": 1, "moe_router_score_function": "sigmoid",
          "moe_apply_probs_on_input": True, "moe_shared_expert_intermediate_size": 16, "qk_l2_norm": True,
          "rotary_interleaved": True},
     ),
     "glm4-moe-lite": Family(
-        lambda hf: hf.Glm4MoeLiteConfig(q_lora_rank=12, routed_scaling_factor=1.8, norm_topk_prob=True, **LATENT),
-        {**OF_LATENT, **BY_SIGMOID, "moe_layer_freq": [0, 1], "q_lora_rank": 12, "moe_router_topk_scaling_factor": 1.8,
+        "Glm4MoeLite", {**LATENT, "q_lora_rank": 12, "routed_scaling_factor": 1.8, "norm_topk_prob": True},
+        {**OF_V3, "moe_router_topk_scaling_factor": 1.8,
          "mtp_num_layers": 1},
         map="deepseek-mtp",
     ),
     "qwen3-moe": Family(
-        lambda hf: hf.Qwen3MoeConfig(num_experts=4, norm_topk_prob=True, mlp_only_layers=[], **MOE),
+        "Qwen3Moe", {**MOE, "num_experts": 4, "norm_topk_prob": True, "mlp_only_layers": []},
         {**EXPERTS, "qk_layernorm": True},
     ),
     "deepseek-v2": Family(
-        lambda hf: hf.DeepseekV2Config(
-            q_lora_rank=None, routed_scaling_factor=1.0, topk_method="greedy", norm_topk_prob=False, **LATENT
-        ),
+        "DeepseekV2", {**LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.0, "topk_method": "greedy",
+                       "norm_topk_prob": False},
         {**OF_LATENT, "q_lora_rank": None, "moe_router_pre_softmax": True},
         map="deepseek",
     ),
     "deepseek-v3": Family(
-        lambda hf: hf.DeepseekV3Config(q_lora_rank=12, routed_scaling_factor=2.5, norm_topk_prob=True, **LATENT),
-        {**OF_LATENT, **BY_SIGMOID, "moe_layer_freq": [0, 1], "q_lora_rank": 12, "moe_router_topk_scaling_factor": 2.5},
+        "DeepseekV3", V3,
+        {**OF_V3, "moe_router_topk_scaling_factor": 2.5},
         map="deepseek",
     ),
     "qwen2-moe": Family(
-        lambda hf: hf.Qwen2MoeConfig(
-            num_experts=4, shared_expert_intermediate_size=12, norm_topk_prob=False, **{**MOE, "head_dim": 4}
-        ),
+        "Qwen2Moe", {**MOE, "head_dim": 4, "num_experts": 4, "shared_expert_intermediate_size": 12,
+                     "norm_topk_prob": False},
         {**EXPERTS, "kv_channels": 4, "add_qkv_bias": True, "moe_router_pre_softmax": True,
          "moe_shared_expert_intermediate_size": 12, "moe_shared_expert_gate": True},
     ),
     "gpt-oss": Family(
-        lambda hf: hf.GptOssConfig(
-            num_local_experts=4, layer_types=["full_attention", "sliding_attention"], sliding_window=4,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **{**MOE, "intermediate_size": 16}
-        ),
+        "GptOss", {**MOE, "intermediate_size": 16, "num_local_experts": 4, "layer_types": ["full_attention",
+                   "sliding_attention"], "sliding_window": 4, "rope_parameters": {"rope_type": "default",
+                   "rope_theta": 10000.0}},
         {**EXPERTS, "add_bias_linear": True, "add_qkv_bias": True, "softmax_type": "learnable", "window_size": (3, 0),
          "window_attn_skip_freq": [0, 1], "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0,
          "activation_func": lambda x: x * torch.sigmoid(1.702 * x)},
         parts=copying_linear,
     ),
     "deepseek-mtp": Family(
-        lambda hf: hf.DeepseekV3Config(q_lora_rank=12, routed_scaling_factor=2.5, norm_topk_prob=True, **LATENT),
-        {**OF_LATENT, **BY_SIGMOID, "moe_layer_freq": [0, 1], "q_lora_rank": 12, "moe_router_topk_scaling_factor": 2.5,
+        "DeepseekV3", V3,
+        {**OF_V3, "moe_router_topk_scaling_factor": 2.5,
          "mtp_num_layers": 1},
     ),
     "glm4-moe": Family(
-        lambda hf: hf.Glm4MoeConfig(
-            n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1, use_qk_norm=True,
-            attention_bias=True, routed_scaling_factor=1.5, norm_topk_prob=True, **MOE,
-        ),
+        "Glm4Moe", {**MOE, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+                    "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True,
+                    "routed_scaling_factor": 1.5, "norm_topk_prob": True},
         {**BY_SIGMOID, "add_qkv_bias": True, "qk_layernorm": True, "moe_layer_freq": [0, 1],
          "moe_shared_expert_intermediate_size": 16, "moe_router_topk_scaling_factor": 1.5, "mtp_num_layers": 1},
         {"rotary_percent": 0.5},
     ),
     "minimax-m2": Family(
-        lambda hf: hf.MiniMaxM2Config(num_local_experts=4, rotary_dim=4, **{**MOE, "intermediate_size": 16}),
+        "MiniMaxM2", {**MOE, "intermediate_size": 16, "num_local_experts": 4, "rotary_dim": 4},
         {**BY_SIGMOID, "qk_layernorm": True},
         {"rotary_percent": 0.5},
         lambda: {"q_layernorm": WholeNorm, "k_layernorm": WholeKeysNorm},

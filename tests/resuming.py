@@ -341,6 +341,12 @@ def _rate(optimizer: Any) -> float:
     return rate
 
 
+def _told(model: Any, optimizer: Any, scheduler: Any = None, front: str = "") -> dict[str, Any]:
+    """What a program has loaded."""
+    of_scheduler = {} if scheduler is None else {"scheduler": scheduler.last_epoch}
+    return {"tensors": held(model, optimizer, front), "rate": _rate(optimizer), **of_scheduler}
+
+
 def _trainer(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     stage = int(kind[-1]) if kind.startswith("ZeRO") else 2 if "DeepSpeed" in kind else None
@@ -359,16 +365,14 @@ def _accelerate(rank: int, world_size: int, kind: str, path: Path) -> dict[str, 
     accelerator.load_state(str(path))
     file = path / f"random_states_{rank}.pkl"
     saved = torch.load(file, weights_only=False)["torch_manual_seed"] if file.is_file() else torch.zeros(1)
-    return {
-        "tensors": held(model, optimizer.optimizer), "rate": _rate(optimizer), "random": torch.get_rng_state(),
-        "random saved": saved, "scheduler": scheduler.scheduler.last_epoch,
-    }  # fmt: skip
+    told = _told(model, optimizer.optimizer, scheduler.scheduler)
+    return told | {"random": torch.get_rng_state(), "random saved": saved}
 
 
 def _fsdp2(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
     model, optimizer, _ = trained(1, sharded=True, steps=0)
     load_by_dcp(model, optimizer, checkpoint_id=path)
-    return {"tensors": held(model, optimizer), "rate": _rate(optimizer)}
+    return _told(model, optimizer)
 
 
 def _megatron(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
@@ -394,7 +398,7 @@ def _megatron(rank: int, world_size: int, kind: str, path: Path) -> dict[str, An
 def _verl(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
     model, optimizer, scheduler = trained(1, sharded=True, steps=0)
     verl.load(model, optimizer, scheduler, path, rank, world_size)
-    return {"tensors": held(model, optimizer), "rate": _rate(optimizer), "scheduler": scheduler.last_epoch}
+    return _told(model, optimizer, scheduler)
 
 
 def _lightning(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
@@ -495,10 +499,7 @@ def _zckpt(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(groups_of(model), lr=1.0)
     scheduler = None if kind == "Megatron" else scheduler_of(optimizer)
     zckpt.load(path, model=model, optimizer=optimizer, scheduler=scheduler)
-    return {
-        "tensors": held(model, optimizer, front), "rate": _rate(optimizer),
-        **({} if scheduler is None else {"scheduler": scheduler.last_epoch}),
-    }  # fmt: skip
+    return _told(model, optimizer, scheduler, front)
 
 
 PROGRAMS: dict[str, Callable[[int, int, str, Path], dict[str, Any]]] = {

@@ -73,29 +73,3 @@ def test_local_pieces_of_original_parameters_are_refused(tmp_path):
     gloo.run(save, 2, "fsdp1 orig", "LOCAL_STATE_DICT", tmp_path / "state")
     with pytest.raises(UnsupportedError, match=r"one-dimensional.*LOCAL_STATE_DICT.*save it as SHARDED_STATE_DICT"):
         zckpt.open(tmp_path / "state")
-
-
-def save_full(rank, world_size, file: Path) -> Any:
-    """Train, and save what FSDP1 makes of the whole model and optimizer with torch.save; rank 0 returns the truth."""
-    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-
-    torch.set_num_threads(1)
-    model, optimizer, _ = trained("fsdp1", world_size)
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        whole = model.state_dict()
-        state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
-    held = truth(model, optimizer)
-    if rank:
-        return None
-    assert any(getattr(one, "_has_been_cloned", False) for one in whole.values())
-    torch.save({"model": whole, "optimizer": state}, file)
-    return held
-
-
-def test_what_fsdp_leaves_on_whole_tensors_means_nothing(tmp_path):
-    held = gloo.run(save_full, 2, tmp_path / "x.pt")[0]
-    checkpoint = zckpt.open(tmp_path / "x.pt")
-    assert_is(checkpoint, held)
-    assert not take_inventory(checkpoint).left_out
-    zckpt.consolidate(checkpoint, tmp_path / "m.safetensors", slots="all")
-    zckpt.convert(checkpoint, tmp_path / "own", to="zckpt", verify=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import zckpt
-from tests.deepspeed_engine import Spec, resume
+from tests.deepspeed_engine import Spec
 from tests.deepspeed_engine.catalogue import SPECS
 from tests.deepspeed_engine.resume import LOSS_TOLERANCE
 from tests.interop.cut import cut
@@ -20,18 +20,15 @@ pytestmark = pytest.mark.interop
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size", "ranks"),
-    [
-        ("s0_bf16_dp2", 3, 3),
-        ("pp2_s0_fp32_dp2", 1, 2),
-        pytest.param("moe_ep2_s0_fp32_dp4", 2, 2, marks=pytest.mark.nightly),
-    ],
+OF_FIXTURES = some(
+    [cut(SPECS["s0_bf16_dp2"], 3), cut(SPECS["pp2_s0_fp32_dp2"], 1)], [cut(SPECS["moe_ep2_s0_fp32_dp4"], 2)]
 )
-def test_deepspeed_resumes_it(name, world_size, ranks, tmp_path):
-    zckpt.reshard(FIXTURES / name, tmp_path / "cut", world_size=world_size)
-    verdict = resume(tmp_path / "cut", SPECS[name].at(ranks), FIXTURES / name)
-    verdict.assert_goes_on(2e-3 if "moe" in name else verdict.loss_tolerance)
+
+
+@pytest.mark.parametrize("case", OF_FIXTURES, ids=str)
+def test_deepspeed_resumes_it(case, tmp_path):
+    within = 2e-3 if case.source.model == "moe" else LOSS_TOLERANCE[case.source.dtype]
+    case.assert_goes_on(FIXTURES / case.source.name, tmp_path / "cut", within)
 
 
 NAMES = [

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from tests.deepspeed_engine import SPECS, Spec, resume
 from tests.deepspeed_engine.catalogue import odd_client_state
 from tests.deepspeed_engine.universal import converted_by_deepspeed, resume_universal
 from tests.gloo import WorkerError
-from tests.interop.cut import TOLERANCE
+from tests.interop.cut import TOLERANCE, Cut, cut
 from tests.interop.cut import small as spec
 from tests.logical import assert_same_state
 from tests.pairwise import some
@@ -39,22 +38,9 @@ from zckpt.state import Checkpoint
 pytestmark = pytest.mark.interop
 
 
-@dataclass(frozen=True)
-class Case:
-    """A source, and ranks, stage and what else is different of the training that loads it."""
-
-    source: Spec
-    world_size: int
-    stage: int
-    training: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def target(self) -> Spec:
-        """The training that loads the checkpoint."""
-        return dataclasses.replace(self.source, world_size=self.world_size, stage=self.stage, **self.training)
-
-    def __str__(self) -> str:
-        return f"{self.source.name}-to-{self.world_size}-at-stage-{self.stage}"
+def to(source: Spec, world_size: int, stage: int, **training: Any) -> Cut:
+    """A source, and data-parallel ranks, stage and what else is different of the training that loads it."""
+    return cut(source, world_size, training, stage=stage)
 
 
 S1_FP32 = spec("s1_fp32", stage=1, dtype="fp32")
@@ -74,38 +60,38 @@ NO_ZERO = spec("s0_fp32", stage=0, dtype="fp32")
 TENSOR_PARALLEL = SPECS["tp2_s1_bf16_dp2"]
 
 CASES = [
-    Case(S3_ONE_GROUP, 2, 3),
-    Case(S2_SGDM, 2, 2),  # which DeepSpeed's own converter cannot convert
+    to(S3_ONE_GROUP, 2, 3),
+    to(S2_SGDM, 2, 2),  # which DeepSpeed's own converter cannot convert
     # experts spread over two ranks, then all of them on each; stages of a pipeline
-    Case(SPECS["moe_ep2_s2_bf16_dp2"], 3, 2, {"expert_parallel": 1}),
-    Case(SPECS["pp2_s1_fp32_dp2"], 2, 1),
+    to(SPECS["moe_ep2_s2_bf16_dp2"], 3, 2, expert_parallel=1),
+    to(SPECS["pp2_s1_fp32_dp2"], 1, 1),
 ]
 MORE = [
-    Case(CLIENT, 2, 2),
+    to(CLIENT, 2, 2),
     # ranks, stages and element types
-    Case(S1_FP32, 2, 1),
-    Case(S2, 4, 2),
-    Case(S2_FP16, 2, 2),
-    Case(S3_INT_STEP, 2, 3),
+    to(S1_FP32, 2, 1),
+    to(S2, 4, 2),
+    to(S2_FP16, 2, 2),
+    to(S3_INT_STEP, 2, 3),
     # optimizers that DeepSpeed's own converter cannot convert
-    Case(S3_SGDM, 2, 1),
-    Case(spec("s3_fp32_lion", stage=3, dtype="fp32", optimizer="lion"), 2, 2),
-    Case(spec("s2_adagrad", optimizer="adagrad", groups=1), 2, 2),
-    Case(spec("s2_amsgrad", dtype="fp32", optimizer="adam_amsgrad"), 2, 2),
+    to(S3_SGDM, 2, 1),
+    to(spec("s3_fp32_lion", stage=3, dtype="fp32", optimizer="lion"), 2, 2),
+    to(spec("s2_adagrad", optimizer="adagrad", groups=1), 2, 2),
+    to(spec("s2_amsgrad", dtype="fp32", optimizer="adam_amsgrad"), 2, 2),
     # other forms, odd parameters
-    Case(spec("s1_bf16opt", stage=1, bf16_optimizer=True), 2, 1),
-    Case(ROUND_ROBIN, 2, 2, {"round_robin": False}),
-    Case(spec("s2_palign", parameter_alignment=True), 2, 2),
-    Case(spec("s2_frozengroup", frozen_in_group=True), 2, 2),
-    Case(spec("s1_empty", stage=1, empty=True), 2, 1),
-    Case(spec("s2_zerodim", zero_dim=True, groups=2), 2, 2),
-    Case(S3, 2, 2),
-    Case(S3_ONE_GROUP, 2, 1),
-    Case(S1_FP32, 4, 2),
-    Case(spec("s2_bf16_1g", groups=1), 2, 3),
-    Case(spec("s1_bf16_fused", stage=1, optimizer="fused_layout"), 4, 3),
-    Case(spec("s1_bf16_lion", stage=1, optimizer="lion"), 2, 1),
-    Case(spec("s2_rr_palign", round_robin=True, parameter_alignment=True), 2, 2),
+    to(spec("s1_bf16opt", stage=1, bf16_optimizer=True), 2, 1),
+    to(ROUND_ROBIN, 2, 2, round_robin=False),
+    to(spec("s2_palign", parameter_alignment=True), 2, 2),
+    to(spec("s2_frozengroup", frozen_in_group=True), 2, 2),
+    to(spec("s1_empty", stage=1, empty=True), 2, 1),
+    to(spec("s2_zerodim", zero_dim=True, groups=2), 2, 2),
+    to(S3, 2, 2),
+    to(S3_ONE_GROUP, 2, 1),
+    to(S1_FP32, 4, 2),
+    to(spec("s2_bf16_1g", groups=1), 2, 3),
+    to(spec("s1_bf16_fused", stage=1, optimizer="fused_layout"), 4, 3),
+    to(spec("s1_bf16_lion", stage=1, optimizer="lion"), 2, 1),
+    to(spec("s2_rr_palign", round_robin=True, parameter_alignment=True), 2, 2),
 ]
 
 
@@ -120,7 +106,7 @@ def written(source: Path | Checkpoint, directory: Path) -> Path:
 @pytest.mark.parametrize("case", some(CASES, MORE), ids=str)
 def test_deepspeed_loads_it(case, made, tmp_path):
     folder = made(case.source)
-    verdict = resume_universal(written(folder, tmp_path), case.target, folder)
+    verdict = resume_universal(written(folder, tmp_path), case.resumed, folder)
     verdict.assert_goes_on(TOLERANCE[case.source.dtype])
     assert len(verdict.losses) == case.source.steps_after
 
@@ -128,8 +114,8 @@ def test_deepspeed_loads_it(case, made, tmp_path):
 @pytest.mark.parametrize(
     "case",
     some(
-        [Case(TENSOR_PARALLEL, 2, 1, {"tensor_parallel": 1})],
-        [Case(TENSOR_PARALLEL, 2, 1), Case(TENSOR_PARALLEL, 4, 2)],
+        [to(TENSOR_PARALLEL, 2, 1, tensor_parallel=1)],
+        [to(TENSOR_PARALLEL, 1, 1), to(TENSOR_PARALLEL, 2, 2)],
     ),
     ids=str,
 )
@@ -140,7 +126,7 @@ def test_deepspeed_cuts_slices_again(case, made, tmp_path):
     and the steps that follow are those of another model than before.
     """
     folder = made(case.source)
-    verdict = resume_universal(written(folder, tmp_path), case.target, folder)
+    verdict = resume_universal(written(folder, tmp_path), case.resumed, folder)
     assert [*verdict.slots, *verdict.hyperparameters, *verdict.steps] == []
     assert {name for name in verdict.weights if "local_norm" not in name} == set()
 

@@ -17,13 +17,10 @@ from torch import nn
 
 import zckpt
 from tests import gloo
-from tests.deepspeed_engine.catalogue import SPECS
-from tests.deepspeed_engine.models import build_model, param_groups
 from tests.gloo import on_ranks
 from tests.live import Words, groups_of, save_both, train
 from tests.logical import assert_same_tree
 from tests.pairwise import each
-from tests.truth import Truth, bits
 from zckpt.state.partition import greedy_partition
 
 pytestmark = pytest.mark.interop
@@ -106,26 +103,6 @@ def load_and_save_again(rank, world_size, kind: str, doubtful: bool, folder: Pat
     torch.save(optimizer.optim.state_dict(), out / f"optim-{rank}.pt")
     if rank == 0:
         torch.save(model.state_dict(), out / "weights.pt")
-
-
-def load_fixture(rank, world_size, name: str, folder: Path) -> tuple[Any, list[Any]]:
-    """Load a converted DeepSpeed checkpoint and take one step; return this rank's state and the groups before it."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    model = build_model(SPECS[name], seed=99)
-    groups = param_groups(SPECS[name], model)
-    for group in groups:
-        group.update(lr=0.5, weight_decay=0.5)
-    optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=1.0)
-    load(rank, optimizer, folder)
-    loaded = state_by_name(model, optimizer.optim.state)
-    about = [{"lr": g["lr"], "weight_decay": g["weight_decay"], "betas": g["betas"]} for g in optimizer.param_groups]
-    for p in model.parameters():
-        p.grad = torch.ones_like(p) if p.requires_grad else None
-    optimizer.step()
-    after = state_by_name(model, optimizer.optim.state)
-    assert all(slots["step"] == loaded[name]["step"] + 1 for name, slots in after.items())
-    return loaded, about
 
 
 # --- the tests ------------------------------------------------------------------------------------------------------
@@ -230,20 +207,3 @@ def test_names_that_torch_took_over_are_used(saved, tmp_path):
     assert zckpt.open(again).warnings == []
     out = written(again, tmp_path / "out", 2, None, per_rank=True)
     assert_goes_on(gloo.run(load_and_go_on, 2, "adamw", True, out), original)
-
-
-@pytest.mark.parametrize(("name", "per_rank"), each(["s1_fp32_dp3", "s3_fp32_dp2", "s2_bf16_dp2_rr"], [True, False]))
-def test_deepspeeds_state_goes_on_in_torch(name, per_rank, tmp_path):
-    truth = Truth(FIXTURES / name)
-    out = written(FIXTURES / name, tmp_path / "out", 3, None, per_rank=per_rank)
-    results = gloo.run(load_fixture, 3, name, out)
-    found = {parameter: slots for state, _ in results for parameter, slots in state.items()}
-    assert found.keys() == truth.kind("exp_avg").keys()
-    for parameter, slots in found.items():
-        for slot in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(bits(slots[slot]), bits(truth.tensors[f"{slot}/{parameter}"])), parameter
-        assert slots["step"] == 5
-    for _, groups in results:
-        for group, expected in zip(groups, truth.facts["param_groups"], strict=True):
-            assert (group["lr"], group["weight_decay"]) == (expected["lr"], expected["weight_decay"])
-            assert tuple(group["betas"]) == tuple(expected["betas"])
