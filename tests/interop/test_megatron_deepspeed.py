@@ -24,8 +24,6 @@ from zckpt.errors import UnsupportedError, UsageError
 
 pytestmark = pytest.mark.interop
 
-MakeIt = Callable[[Spec], Path]
-
 
 def spec(kind: str, stages: int, degree: int, dp: int = 1, **changes: Any) -> Spec:
     """Describe a training of Megatron-DeepSpeed's."""

@@ -20,7 +20,6 @@ from tests.pairwise import some
 from tests.truth import Truth, bits
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-BETAS = (0.9, 0.95)
 ADAMW = [
     "s2_bf16_dp2", "s2_bf16_dp2_rr", "s2_bf16_dp3", "s2_bf16_dp2_palign", "s2_fp16_dp2", "s1_fp32_dp3",
     "s1_bf16_dp2_bf16opt", "s3_bf16_dp2", "s3_bf16_dp3", "s3_bf16_dp2_subgroup", "s2_bf16_dp2_zerodim", "s0_fp32_dp2",
@@ -113,21 +112,6 @@ def test_hugging_face_loads_the_directory(options, tmp_path):
     for parameter, p in by_name(model).items():
         assert torch.equal(bits(p), bits(expected[parameter])), parameter
     assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-@pytest.mark.interop
-def test_hugging_face_loads_a_trainers_checkpoint_that_was_consolidated(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    directory = FIXTURES / "other" / "trainer_ds2_gpt2"
-    truth = Truth(directory)
-    zckpt.consolidate(directory / "checkpoint-4", tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_bytes((directory / "checkpoint-4" / "config.json").read_bytes())
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, local_files_only=True)
-    parameters = by_name(model)
-    assert len(truth.masters) > 10
-    for parameter, value in truth.masters.items():
-        assert torch.equal(bits(parameters[parameter]), bits(value)), parameter
 
 
 def test_an_optimizer_without_state_is_written_too(tmp_path):

@@ -7,17 +7,13 @@ is the exact comparison. The losses of the steps that follow are compared as wel
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 import zckpt
-from tests.cli.console import FIXTURES
-from tests.deepspeed_engine import SPECS, resume
+from tests.deepspeed_engine import resume
 from tests.deepspeed_engine.catalogue import odd_client_state
 from tests.interop.cut import TOLERANCE, cut, small, spec
 from tests.pairwise import some
-from tests.truth import Truth
 
 pytestmark = pytest.mark.interop
 
@@ -95,13 +91,3 @@ def test_stages_one_after_the_other_lose_nothing(made, tmp_path):
         zckpt.reshard(at, tmp_path / str(number), world_size=world_size, stage=stage)
         at = tmp_path / str(number)
     resume(at, source.at(2), folder).assert_goes_on(TOLERANCE["fp32"])
-
-
-def test_deepspeed_goes_on_from_the_rigid_form_of_an_elastic_checkpoint(tmp_path):
-    """Hyperparameters are from a file."""
-    source = FIXTURES / "s2_bf16_dp2_elastic"
-    (tmp_path / "groups.json").write_text(json.dumps(Truth(source).facts["param_groups"]))
-    given = str(tmp_path / "groups.json")
-    zckpt.reshard(source, tmp_path / "cut", world_size=3, elastic=False, hyperparameters=given)
-    verdict = resume(tmp_path / "cut", SPECS["s2_bf16_dp2"].at(3), source)
-    assert verdict.ok, verdict
