@@ -25,6 +25,9 @@ from hypothesis import settings
 from zckpt.errors import ZckptError
 from zckpt.naming import installed, traced
 
+# What PEFT imports would import torch's compiler, too, which takes seconds and compiles for no test; ranks are told so.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
 ZckptError.names_flags = True
 """Texts are those of the command line, whoever calls; `test_errors.py` is about those of Python."""
 
