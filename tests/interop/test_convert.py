@@ -16,7 +16,7 @@ import torch
 import zckpt
 from tests.deepspeed_engine import Spec, resume
 from tests.deepspeed_engine.catalogue import odd_client_state
-from tests.interop.cut import TOLERANCE, spec
+from tests.interop.cut import TOLERANCE, small, spec
 from tests.logical import plain_values
 from tests.pairwise import each, some
 from tests.truth import Truth
@@ -32,18 +32,16 @@ RING: list[tuple[str, dict[str, Any]]] = [
     ("zero-redundancy", {"world_size": 3}),
 ]
 
-SMALL = {"world_size": 3, "groups": 2}
-
 CASES = some([
-    (spec("s2_client", client_state=odd_client_state(), scheduler=True, clip=1.0, **SMALL), 2, 1),
-    (spec("s3_fp32_sgdm", stage=3, dtype="fp32", optimizer="sgdm", **SMALL), 2, 3),
+    (small("s2_client", client_state=odd_client_state(), scheduler=True, clip=1.0), 2, 1),
+    (small("s3_fp32_sgdm", stage=3, dtype="fp32", optimizer="sgdm"), 2, 3),
 ], [
     (spec("s3_fp32", stage=3, dtype="fp32"), 3, 1),
     (spec("s1_fp32_sgdm", stage=1, dtype="fp32", optimizer="sgdm"), 2, 3),
     (spec("s2_bf16"), 3, 2),
     (spec("s2_lion", optimizer="lion"), 3, 2),
     (spec("s2_fp16", dtype="fp16"), 3, 3),
-    (spec("s2_zerodim", zero_dim=True, **SMALL), 2, 2),
+    (small("s2_zerodim", zero_dim=True), 2, 2),
 ])  # fmt: skip
 
 
@@ -66,7 +64,7 @@ def test_deepspeed_resumes_what_went_around_the_ring(source, world_size, stage, 
 @pytest.mark.parametrize(("dtype", "stage"), each(["fp32", "bf16"], [1, 2, 3]))
 @pytest.mark.every(3, 1)
 def test_a_run_without_zero_goes_on_with_it(stage, dtype, made, tmp_path):
-    source = spec(f"s0_{dtype}", stage=0, dtype=dtype, world_size=2)
+    source = small(f"s0_{dtype}", stage=0, dtype=dtype, world_size=2)
     folder = made(source)
     names = list(Truth(folder).numbers.values())
     zckpt.convert(folder, tmp_path / "run", to="deepspeed", world_size=3, stage=stage, names=names)
@@ -98,7 +96,7 @@ def test_loss_scale_of_a_run_without_zero_goes_on(stage, made, tmp_path):
 @pytest.mark.parametrize(("stage", "lost", "base"), [(2, "*rank_1_*optim_states.pt", "backup"),
                                                      (3, "*rank_1_*model_states.pt", "whole.safetensors")])  # fmt: skip
 def test_what_was_lost_and_filled_goes_on(stage, lost, base, made, tmp_path):
-    source = spec(f"s{stage}_bf16_lost", stage=stage, world_size=2)
+    source = small(f"s{stage}_bf16", stage=stage)
     folder = made(source)
     run = Path(shutil.copytree(folder, tmp_path / "run"))
     zckpt.convert(run, tmp_path / "backup", to="zckpt")

@@ -1,8 +1,8 @@
 """FSDP2 trainings, on any number of gloo ranks, load what zckpt writes for torch.distributed.checkpoint and go on.
 
-All ranks see the same data: gradients are then the same without and with any power of two of ranks,
-as a sum of equal numbers that is divided by their count is exact, and only the order of elementwise arithmetic within
-a shard (vectorised, or the scalar rest of it) may move a last bit. On one rank nothing may.
+All ranks see the same data: gradients are then the same without and with any power of two of ranks, as a sum of equal
+numbers that is divided by their count is exact, and only the order of elementwise arithmetic within a shard
+(vectorised, or the scalar rest of it) may move a last bit. On one rank nothing may.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import zckpt
 from tests.deepspeed_engine import SPECS, Spec, resume
 from tests.gloo import on_ranks, run
 from tests.interop.cut import TOLERANCE, cut
+from tests.interop.test_reshard_parallel import TP2
 from tests.interop.test_reshard_pipeline import FEW, MANY, TWO
 from tests.logical import assert_same_tree
 from tests.pairwise import some
@@ -31,7 +32,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 SOURCES = ("s0_fp32_dp2", "s1_fp32_dp3", "s2_bf16_dp4", "s3_bf16_dp3")
 CASES = list(product(SOURCES, range(4), (1, 2, 3, 4)))
 """A source, and the stage and ranks of the engine that loads it."""
-KEPT = [("s0_fp32_dp2", 2, 3), ("s2_bf16_dp4", 0, 3), ("s3_bf16_dp3", 0, 1)]
+KEPT = [("s0_fp32_dp2", 2, 3), ("s2_bf16_dp4", 0, 3)]
 
 
 def assert_resumes(run_directory: Path, spec: Spec, truth: Path) -> None:
@@ -109,12 +110,6 @@ def test_engine_goes_on_with_other_formats(target, stage, world_size, tmp_path):
     assert_resumes(made, SPECS[source].at(world_size, stage=stage), FIXTURES / source)
 
 
-SLICED = Spec(
-    "tp2_s2", model="megatron", world_size=4, tensor_parallel=2, universal_info=True, invariant=True, dtype="fp32",
-    groups=2, steps=3, steps_after=2,
-)  # fmt: skip
-
-
 DEGREES = [
     (4, {"tensor_parallel": 4, "stage": 1}), (2, {}), (6, {"stage": 3}), (3, {"tensor_parallel": 1, "stage": 3}),
     (4, {"stage": 1}), (4, {"stage": 3}),
@@ -122,9 +117,9 @@ DEGREES = [
 PIPELINES = [case for case in (*FEW, *MANY) if "elastic" not in case.source.name and case.source.expert_parallel == 1]
 IN_16_BITS = [SPECS[name] for name in ("tp2_s1_bf16_dp2", "tp2_s3_bf16_dp2")]
 CUTS = some(
-    [(SLICED, SLICED.at(1, tensor_parallel=1)), (TWO, cut(TWO, 1).resumed)],
+    [(TP2[1], TP2[1].at(1, tensor_parallel=1)), (TWO, cut(TWO, 1).resumed)],
     [
-        *((SLICED, SLICED.at(world_size, **changes)) for world_size, changes in DEGREES),
+        *((TP2[2], TP2[2].at(world_size, **changes)) for world_size, changes in DEGREES),
         *((spec, spec.at(world_size)) for spec in IN_16_BITS for world_size in (2, 6)),
         *((case.source, case.resumed) for case in PIPELINES),
     ],

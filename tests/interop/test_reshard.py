@@ -8,12 +8,15 @@ is the exact comparison. The losses of the steps that follow are compared as wel
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import zckpt
 from tests.deepspeed_engine import resume
 from tests.deepspeed_engine.catalogue import odd_client_state
 from tests.interop.cut import TOLERANCE, cut, small, spec
 from tests.pairwise import some
+from zckpt.formats.deepspeed.axes.stages import balanced, uniform
 
 pytestmark = pytest.mark.interop
 
@@ -91,3 +94,12 @@ def test_stages_one_after_the_other_lose_nothing(made, tmp_path):
         zckpt.reshard(at, tmp_path / str(number), world_size=world_size, stage=stage)
         at = tmp_path / str(number)
     resume(at, source.at(2), folder).assert_goes_on(TOLERANCE["fp32"])
+
+
+@given(st.lists(st.one_of(st.just(0), st.integers(0, 5), st.integers(0, 10**9)), min_size=1, max_size=14),
+       st.integers(1, 8))  # fmt: skip
+def test_stages_have_the_bounds_that_deepspeed_gives_them(weights, stages):
+    from deepspeed.runtime.utils import partition_balanced, partition_uniform
+
+    assert balanced(weights, stages) == tuple(int(n) for n in partition_balanced(weights, stages))
+    assert uniform(len(weights), stages) == tuple(int(n) for n in partition_uniform(len(weights), stages))

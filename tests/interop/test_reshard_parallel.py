@@ -1,9 +1,9 @@
 """Experts and slices that `reshard` spreads over another number of ranks: stock DeepSpeed goes on from there.
 
 Compared bit for bit, as in `test_reshard`: masters, every slot, weights, steps and hyperparameters, by global name and
-for the whole parameter. Losses are compared within tolerances: another number of ranks adds up in another order
-; DeepSpeed's balancing loss of experts is a mean over ranks of products of means, so that it depends on
-which rank has which tokens (MOE_TOLERANCE).
+for the whole parameter. Losses are compared within tolerances: another number of ranks adds up in another order;
+DeepSpeed's balancing loss of experts is a mean over ranks of products of means, so that it depends on which rank has
+which tokens (MOE_TOLERANCE).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Pipelines that `reshard` deals to other stages, slices and data-parallel ranks: stock DeepSpeed goes on from there.
 
-Compared as in `test_reshard_parallel`. And the bounds of stages against DeepSpeed's own arithmetic.
+Compared as in `test_reshard_parallel`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import zckpt
@@ -19,7 +17,6 @@ from tests.deepspeed_engine import Spec, resume
 from tests.interop.cut import TOLERANCE, Cut, cut
 from tests.pairwise import some
 from tests.truth import Truth, assert_same
-from zckpt.formats.deepspeed.axes.stages import balanced, uniform
 
 pytestmark = pytest.mark.interop
 
@@ -182,15 +179,6 @@ def renamed_truth(folder: Path, target: Path) -> Path:
         tensors[f"{kind}/{name}"] = value
     save_file(tensors, target / "truth.safetensors")
     return target
-
-
-@given(st.lists(st.one_of(st.just(0), st.integers(0, 5), st.integers(0, 10**9)), min_size=1, max_size=14),
-       st.integers(1, 8))  # fmt: skip
-def test_stages_have_the_bounds_that_deepspeed_gives_them(weights, stages):
-    from deepspeed.runtime.utils import partition_balanced, partition_uniform
-
-    assert balanced(weights, stages) == tuple(int(n) for n in partition_balanced(weights, stages))
-    assert uniform(len(weights), stages) == tuple(int(n) for n in partition_uniform(len(weights), stages))
 
 
 def test_recomputed_layers_of_bf16_optimizer_without_zero_have_their_shapes(made):

@@ -28,8 +28,8 @@ from zckpt.operations.strip import strip
 pytestmark = pytest.mark.interop
 
 
-ADAMW = spec("s2_adamw", world_size=4, groups=3)
-SGDM = spec("s1_sgdm", stage=1, dtype="fp32", optimizer="sgdm")
+ADAMW = spec("s2_adamw")
+SGDM = spec("s2_sgdm", dtype="fp32", optimizer="sgdm")
 LION = spec("s2_lion", optimizer="lion")
 SCHEDULED = spec("s2_lion_scheduled", optimizer="lion", scheduler=True)
 FUSED = spec("s2_fused", optimizer="fused_layout")

@@ -19,12 +19,14 @@ import torch
 
 import zckpt
 from tests.cli.console import FIXTURES
-from tests.deepspeed_engine import SPECS, Spec, resume
+from tests.deepspeed_engine import Spec, resume
 from tests.deepspeed_engine.catalogue import odd_client_state
 from tests.deepspeed_engine.universal import converted_by_deepspeed, resume_universal
 from tests.gloo import WorkerError
 from tests.interop.cut import TOLERANCE, Cut, cut
 from tests.interop.cut import small as spec
+from tests.interop.test_reshard_parallel import EP2_BF16, sliced
+from tests.interop.test_reshard_pipeline import TWO
 from tests.logical import assert_same_state
 from tests.pairwise import some
 from tests.plans import write_directory
@@ -56,15 +58,15 @@ ROUND_ROBIN = spec("s2_rr", round_robin=True, world_size=4)
 THREE_GROUPS = spec("s2_fp32_3g", dtype="fp32", groups=3, world_size=4)
 CLIENT = spec("s2_client", client_state=odd_client_state(), scheduler=True, clip=1.0)
 
-NO_ZERO = spec("s0_fp32", stage=0, dtype="fp32")
-TENSOR_PARALLEL = SPECS["tp2_s1_bf16_dp2"]
+NO_ZERO = spec("s0_fp32", stage=0, dtype="fp32", world_size=2)
+TENSOR_PARALLEL = sliced("drift_s1", 2, stage=1, invariant=False, world_size=2)
 
 CASES = [
     to(S3_ONE_GROUP, 2, 3),
     to(S2_SGDM, 2, 2),  # which DeepSpeed's own converter cannot convert
     # experts spread over two ranks, then all of them on each; stages of a pipeline
-    to(SPECS["moe_ep2_s2_bf16_dp2"], 3, 2, expert_parallel=1),
-    to(SPECS["pp2_s1_fp32_dp2"], 1, 1),
+    to(EP2_BF16, 3, 2, expert_parallel=1),
+    to(TWO, 1, 1),
 ]
 MORE = [
     to(CLIENT, 2, 2),
