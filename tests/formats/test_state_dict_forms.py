@@ -568,7 +568,7 @@ def test_tensors_among_hyperparameters_go_through_other_formats(to, options, tmp
     betas = (torch.tensor(0.9), torch.tensor(0.99))
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=torch.tensor(0.1), betas=betas, foreach=False)
     optimizer.param_groups[0]["drift"] = torch.arange(3)
-    stepped(model, optimizer)
+    live.trained(model, optimizer, steps=2)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2}, tmp_path / "c.pt")
     zckpt.convert(tmp_path / "c.pt", tmp_path / "other", to=to, **options)
     zckpt.convert(tmp_path / "other", tmp_path / "back", to="consolidated")
@@ -580,7 +580,7 @@ def test_tensors_among_hyperparameters_go_through_other_formats(to, options, tmp
 def test_lists_of_tensors_that_several_ranks_saved_are_equal_to_one_files(tmp_path):
     model = body(5, 3, 2)
     optimizer = torch.optim.AdamW(model.named_parameters())
-    stepped(model, optimizer)
+    live.trained(model, optimizer, steps=2)
     for state in optimizer.state.values():
         state["factors"] = [torch.eye(2), {"left": torch.ones(3)}]
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2}, tmp_path / "c.pt")

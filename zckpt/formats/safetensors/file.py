@@ -88,9 +88,7 @@ def read(source: Path) -> Checkpoint:
     return checkpoint
 
 
-def add_file(
-    checkpoint: Checkpoint, path: Path, more: Sequence[Rule] = ()
-) -> tuple[dict[str, Slot], dict[str, str]]:
+def add_file(checkpoint: Checkpoint, path: Path, more: Sequence[Rule] = ()) -> tuple[dict[str, Slot], dict[str, str]]:
     """Add a file of a model to those of a checkpoint, which has none of its tensors yet; return tensors and texts.
 
     `more`: what texts are in files of this kind.
