@@ -128,7 +128,7 @@ def steps_are_those_of_one_optimizer() -> None:
         optimizer = DistributedOptimizer(kind, model.parameters, **options)
         reference = kind([layer.weight for layer in layers], **options)
         schedulers = [torch.optim.lr_scheduler.StepLR(one, 2) for one in (optimizer, reference)]
-        for number, x in enumerate(inputs(6)):
+        for number, x in enumerate(inputs(4)):
             model.step(optimizer, x)
             local_step(layers, reference, x)
             for scheduler in schedulers:
