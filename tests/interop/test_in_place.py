@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 import zckpt
 from tests.deepspeed_engine import SPECS, Spec, resume
+from tests.deepspeed_engine.spec import ds_config
 from tests.gloo import on_ranks, run
 from tests.interop.cut import TOLERANCE, cut
 from tests.interop.test_reshard_parallel import TP2
@@ -83,6 +85,43 @@ def test_sub_groups_are_cut_as_the_engine_cuts_them():
     verdict = resume(FIXTURES / source, spec, FIXTURES / source, in_place=True)
     assert (verdict.slots, verdict.weights, verdict.hyperparameters) == ([], [], [])
     assert verdict.loss_difference <= TOLERANCE["bf16"]
+
+
+def go_on_beside_a_frozen_group(rank, world_size, folder: Path, loads: str = "") -> list[float]:
+    import deepspeed
+
+    spec = Spec("frozen_group", stage=3, dtype="fp32", world_size=world_size)
+    torch.manual_seed(len(loads))
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    model[0].bias.requires_grad_(False)
+    groups = [[model[0].weight], [model[0].bias], list(model[1].parameters())]
+    optimizer = torch.optim.AdamW([{"params": one, "lr": 0.1 * at} for at, one in enumerate(groups, 1)])
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=ds_config(spec), dist_init_required=False
+    )
+
+    def step() -> float:
+        loss = engine(torch.ones(2, 3)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        return float(loss)
+
+    if not loads:
+        step()
+        engine.save_checkpoint(str(folder / "saved"))
+    else:
+        with zckpt.deepspeed.any_world_size(engine) if loads != "cut" else nullcontext():
+            assert engine.load_checkpoint(str(folder / loads))[0]
+    return [step(), step()]
+
+
+def test_a_group_in_which_nothing_is_trained_stays_without_sub_groups(tmp_path):
+    """ZeRO-3 makes none of it, and files it without any."""
+    expected = run(go_on_beside_a_frozen_group, 2, tmp_path)[0]
+    zckpt.reshard(tmp_path / "saved", tmp_path / "cut", world_size=1, verify=True)
+    zckpt.convert(tmp_path / "saved", tmp_path / "dcp", to="dcp")
+    for loads in ("saved", "cut", "dcp"):
+        assert run(go_on_beside_a_frozen_group, 1, tmp_path, loads)[0] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("source", ["s2_bf16_dp2", "s3_bf16_dp2"])

@@ -174,7 +174,7 @@ def sub_groups(numels: Sequence[int], world_size: int, most: int) -> list[list[i
     """
     shards = [shard_numel(numel, world_size) for numel in numels]
     if most >= sum(shards):
-        return [list(range(len(numels)))]
+        return [list(range(len(numels)))] if numels else []
     found: list[list[int]] = [[]]
     size = 0
     for index, shard in enumerate(shards):
