@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
@@ -127,6 +128,11 @@ def test_what_accelerate_could_not_take_is_refused_by_name(tmp_path):
     refused(2, "convert", source, tmp_path / "t", "--to", "accelerate", "--world-size", 2, words=("--fsdp=sharded",))
     unnamed = FIXTURES / "other" / "plain_adamw" / "ckpt.pt"
     refused(5, "convert", unnamed, tmp_path / "t", "--to", "accelerate", words=("give --names FILE",))
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    _, optimizer = live.trained(model, torch.optim.AdamW(model[1].parameters()))
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    refused(5, "convert", tmp_path / "dcp", tmp_path / "t", "--to", "accelerate", words=("give --names FILE",))
     fsdp1 = FIXTURES / "other" / "accel_fsdp2_dp2" / "state"
     zckpt.convert(fsdp1, tmp_path / "native", to="zckpt")
     opened = zckpt.open(tmp_path / "native")

@@ -145,7 +145,7 @@ def lay_out(job: Job) -> TargetFiles:
             raise UsageError("--groups=one only applies to a single model", expected="--groups=keep")
         checkpoint, said = one_group(checkpoint)
         notes += said
-    if form is None and checkpoint.converted_from.get("format", checkpoint.format) == DCP:
+    if form is None and not checkpoint.unnamed and checkpoint.converted_from.get("format", checkpoint.format) == DCP:
         order = list(checkpoint.parameters)
         for group in checkpoint.param_groups:
             if not follows(group.parameters, order):  # which numbers them, and need not be the optimizer's own
