@@ -840,6 +840,11 @@ def test_what_cannot_be_written_is_said(tmp_path):
             zckpt.convert(FIXTURES / LLAMA, target, to="fsdp-rank-files", **options)
     with refusing(UnsupportedError, "several param groups, but FSDP1 has one state"):
         zckpt.convert(FIXTURES / "s2_bf16_dp2", target, to="fsdp-rank-files", fsdp_version=1, units="big.*")
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "sgd.pt")
+    with refusing(UnsupportedError, "no parameter has state, by whose size a flat one is known"):
+        zckpt.convert(tmp_path / "sgd.pt", target, to="fsdp-rank-files", fsdp_version=1, units="*")
     assert not target.exists()
 
 

@@ -163,7 +163,8 @@ def plain_tensor(slot: Slot, dtype: str, label: str) -> Tensor:
 def flat_state(checkpoint: Checkpoint, tree: dict[object, Any], units: Units) -> dict[int, dict[str, object]]:
     """Return the state of each unit: lines of its parameters, end to end, and values that all of them share.
 
-    Raises UnsupportedError: members of a unit have other state than each other, or are of several param groups.
+    Raises UnsupportedError: members of a unit have other state than each other, or are of several param groups, or
+    there is no state.
     """
     if len(checkpoint.param_groups) != 1:
         raise _refused("the optimizer has several param groups", f"{len(checkpoint.param_groups)}",
@@ -185,6 +186,8 @@ def flat_state(checkpoint: Checkpoint, tree: dict[object, Any], units: Units) ->
             if len({_content(state[key]) for state in known}) > 1:
                 raise _refused(f"parameters of the unit of {members[0]} have different values of {key}", key)
             its[key] = value
+    if not any(isinstance(value, SlotTensor) and value.slot.shape for its in found.values() for value in its.values()):
+        raise _refused("no parameter has state, by whose size a flat one is known", "none")
     return found
 
 
