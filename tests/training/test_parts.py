@@ -98,17 +98,16 @@ def given(parts: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> di
 
 
 def train(parts: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> Losses:
-    """Take two steps of each layer, as if it were alone: the same, wherever it is; return the last losses."""
+    """Take a step of each layer, as if it were alone: the same, wherever it is; return the losses."""
     losses = {}
-    for number in range(2):
-        data = torch.rand(4, 5, generator=torch.Generator().manual_seed(number))
-        for part, optimizer in zip(parts, optimizers, strict=True):
-            for name, layer in part.layers.items():
-                loss = (layer(data) - data).square().mean()
-                loss.backward()
-                losses[name] = loss.item()
-            optimizer.step()
-            optimizer.zero_grad()
+    data = torch.rand(4, 5, generator=torch.Generator().manual_seed(0))
+    for part, optimizer in zip(parts, optimizers, strict=True):
+        for name, layer in part.layers.items():
+            loss = (layer(data) - data).square().mean()
+            loss.backward()
+            losses[name] = loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
     return losses
 
 
@@ -124,7 +123,7 @@ def state(parts: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> Fo
 def save(rank, world_size, degrees: tuple[int, int, int], folder: Path) -> tuple[Found, Losses]:
     both = made(degrees, 1.0)
     train(*both)
-    saving = zckpt.save(folder / "saved", **given(*both), step=2, async_=True, fingerprint=True)
+    saving = zckpt.save(folder / "saved", **given(*both), step=1, async_=True, fingerprint=True)
     found = state(*both)
     losses = train(*both)
     saving.result()
@@ -137,7 +136,7 @@ def load(rank, world_size, degrees: tuple[int, int, int], folder: Path) -> tuple
     assert not restored.missing + restored.unexpected
     assert {group["lr"] for one in both[1] for group in one.param_groups} == {0.01}
     with zckpt.Checkpointer(folder / f"run at {world_size}", on_sigterm=False) as checkpointer:
-        checkpointer.save(2, **given(*both))
+        checkpointer.save(1, **given(*both))
         again = made(degrees, 3.0)
         assert checkpointer.resume(**given(*again)) is not None
     return state(*again), train(*again)
