@@ -118,7 +118,7 @@ def test_what_is_there_is_refused_and_untouched(old, directory, tmp_path):
     for new in (False, True):
         with pytest.raises(TargetExistsError, match=r"t: already exists; .*--overwrite"):
             write(copying(tmp_path, "t"), tmp_path / "t", directory=new)
-    with pytest.raises(TargetError, match=f"found a {'directory' if directory else 'file'}"):
+    with pytest.raises(TargetExistsError, match=f"be replaced: .*found a {'directory' if directory else 'file'}"):
         write(copying(tmp_path, "t"), tmp_path / "t", directory=not directory, overwrite=True)
     assert_kept(old, tmp_path)
 
