@@ -358,6 +358,7 @@ def test_bar_is_drawn_on_a_terminal_only_and_does_not_disturb_the_document():
     assert json.loads(Path("said").read_text())["dry_run"] is False
     assert "%" not in succeeded(f"consolidate {SOURCE} b.safetensors").stderr
     assert on_terminal(f"consolidate {SOURCE} c.safetensors --quiet", output="said") == Path("said").read_text() == ""
+    assert names_in() == [*(f"{name}.safetensors" for name in "abc"), "said"]
 
 
 def test_what_takes_long_before_there_is_a_bar_is_told_on_a_terminal():
