@@ -23,24 +23,10 @@ from zckpt.executors.on_dask import DaskExecutor
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """The name of one with two workers, of which a test kills one, and the file that tells who has died."""
+    """The name of one with two workers, until a test kills one, and the file that tells who has died."""
     folder = tmp_path_factory.mktemp("dask")
     with dask_cluster(folder, 2) as name:
         yield name, folder / "mark"
-
-
-def test_worker_killed_midway_changes_no_bit(cluster, source, written, tmp_path, monkeypatch):
-    name, mark = cluster
-    dying.small_tasks(monkeypatch.setattr)
-    monkeypatch.setattr(write, "write_batch", dying.write_batch)
-    with DaskExecutor(name.removeprefix("dask://")) as executor:
-        wait_until(lambda: len(executor._client.nthreads()) == 2)
-        executor.workers = 2
-        zckpt.consolidate(source, tmp_path / "dask.safetensors", executor=executor)
-        assert mark.exists()
-        wait_until(lambda: len(executor._client.nthreads()) == 1)
-    assert (tmp_path / "dask.safetensors").read_bytes() == written
-    assert names_in(tmp_path) == ["dask.safetensors"]
 
 
 def test_verbs_find_and_write_the_same_there(cluster, tmp_path):
@@ -67,6 +53,20 @@ def test_damage_found_by_a_worker_is_said_as_ever(cluster, source, tmp_path):
     words = ("consolidate", tmp_path / "bad.pt", tmp_path / "t.safetensors")
     assert refused(3, *words, "--executor", cluster[0]) == refused(3, *words)
     assert names_in(tmp_path) == ["bad.pt"]
+
+
+def test_worker_killed_midway_changes_no_bit(cluster, source, written, tmp_path, monkeypatch):
+    name, mark = cluster
+    dying.small_tasks(monkeypatch.setattr)
+    monkeypatch.setattr(write, "write_batch", dying.write_batch)
+    with DaskExecutor(name.removeprefix("dask://")) as executor:
+        wait_until(lambda: len(executor._client.nthreads()) == 2)
+        executor.workers = 2
+        zckpt.consolidate(source, tmp_path / "dask.safetensors", executor=executor)
+        assert mark.exists()
+        wait_until(lambda: len(executor._client.nthreads()) == 1)
+    assert (tmp_path / "dask.safetensors").read_bytes() == written
+    assert names_in(tmp_path) == ["dask.safetensors"]
 
 
 @pytest.mark.parametrize("gone", ["workers", "scheduler"])
