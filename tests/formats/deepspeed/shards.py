@@ -34,7 +34,9 @@ def copy(name, directory) -> Path:
 
 
 def edit_all(tag, change: Callable[[Any], Any], files="*optim_states.pt"):
-    for path in sorted(tag.glob(files)):
+    paths = sorted(tag.glob(files))
+    assert paths, f"{tag} has no {files}"
+    for path in paths:
         edit(path, change)
 
 
