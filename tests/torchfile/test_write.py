@@ -59,7 +59,7 @@ FORMATS = [
     pytest.param({"_use_new_zipfile_serialization": False}, id="legacy-2"),
     pytest.param({"pickle_protocol": 5}, id="zip-5"),
 ]
-"""Every run has the first and the third of each content."""
+"""Of most contents every run has the first and the third."""
 
 
 class Stage(enum.IntEnum):
