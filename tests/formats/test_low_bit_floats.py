@@ -80,6 +80,16 @@ def test_bitsandbytes(kind, nested, tmp_path):
     assert torch.equal(floats(source, tmp_path / "j")["q.weight"], functional.int8_vectorwise_dequant(codes, scale))
 
 
+@pytest.mark.parametrize("odd", [{"model_type": []}, {"text_config": {"model_type": {}}}])
+def test_a_type_of_model_that_is_no_text_is_none(odd, tmp_path):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    codes, scale, _ = functional.int8_vectorwise_quant(torch.randn(37, 65).half())
+    source = made(tmp_path / "i", {"q.weight": codes, "q.SCB": scale}, quant_method="bitsandbytes")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, **odd}))
+    assert floats(source, tmp_path / "j")["q.weight"].shape == (37, 65)
+
+
 @pytest.mark.parametrize("bits", [{"load_in_4bit": True}, {"load_in_8bit": True}])
 def test_a_gpt_2_of_bitsandbytes_is_loaded_again(bits, tmp_path):
     """Its Conv1D are Linear there, whose weights lie the other way; some are square."""

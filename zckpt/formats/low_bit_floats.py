@@ -45,7 +45,7 @@ _BESIDE = (
 )  # fmt: skip
 """What modules have besides codes, and plain ones have not."""
 
-_OF_CONV1D = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
+_OF_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 """Types of transformers' models that have its Conv1D, for which bitsandbytes and GPTQ have a Linear."""
 
 _CONV1D = re.compile(r"(?:.*\.)?c_(?:attn|proj|fc)\.weight|(?:.*\.)?q_attn\.weight", re.DOTALL)
@@ -131,8 +131,8 @@ class _Model:
         stated = config.get("dtype", config.get("torch_dtype"))
         self.dtype = stated if stated in _FLOATS else "float32"
         self.used: set[str] = set()
-        types = {one.get("model_type") for one in (config, *map(dict_of, config.values()))}
-        self.has_conv1d = bool(types & _OF_CONV1D) and self.settings.get("quant_method") in ("bitsandbytes", "gptq")
+        is_of_gpt2 = any(one.get("model_type") in _OF_CONV1D for one in (config, *map(dict_of, config.values())))
+        self.has_conv1d = is_of_gpt2 and self.settings.get("quant_method") in ("bitsandbytes", "gptq")
 
     def as_it_lies(self, plain: Plain | None) -> Plain | None:
         """Return numbers as the plain model has them: transformers' Conv1D as (in, out), of codes as (out, in)."""
