@@ -142,6 +142,13 @@ def test_an_optimizer_that_does_not_fit_is_refused(saved):
     refused(LayoutError, "which the model lacks", names=strange)
     groups = [{**group, "lr": 0.5} for group in whole["param_groups"]]
     refused(LayoutError, "has another lr than rank 0's", param_groups=groups)
+    first = path.with_name("optimizer_pp-0-of-1_dp-0-of-2_tp-0-of-2_exp-0-of-1.pt")
+    for at, file in enumerate((first, path)):  # tensors, which are alike but for their elements
+        content = torch.load(file)
+        content["param_groups"][0]["lr"] = torch.tensor([0.1, 0.2 + at])
+        torch.save(content, file)
+    with refusing(LayoutError, "has another lr than rank 0's"):
+        zckpt.open(saved)
     torch.save(whole, path.with_name("optimizer_pp-0-of-1_dp-2-of-3_tp-0-of-2_exp-0-of-1.pt"))
     with refusing(LayoutError, "different world sizes"):
         zckpt.open(saved)

@@ -590,6 +590,7 @@ def test_ranks_that_changed_places_are_refused(tmp_path):
     ("change", "error", "message"),
     [
         (lambda o: o["param_groups"][0].update(lr=7.0), LayoutError, "param group 0 has another lr than rank 0's"),
+        (lambda o: o["param_groups"][0].update(maximize=0), LayoutError, "has another maximize than rank 0's"),
         (
             lambda o: (o["param_groups"].pop(), o["state"].pop(5)),
             LayoutError,

@@ -24,7 +24,7 @@ from zckpt.formats.torch_files.optimizer import (
     parse,
     shared_values,
 )
-from zckpt.formats.torch_files.tensors import as_mapping, describe, scalars_in, slot_of
+from zckpt.formats.torch_files.tensors import as_mapping, describe, scalars_in, slot_of, with_file
 from zckpt.immutable import immutable, mutable
 from zckpt.state import (
     MASTER,
@@ -233,7 +233,8 @@ def _ranks(checkpoint: Checkpoint, folder: Path, files: Sequence[tuple[Path, re.
         rules = (Rule(("names", "**"), IMPLIED, "names of the parameters"), *optimizer_rules())
         if first is not None:
             with about(path):
-                check_hyperparameters(first.state.groups, one.state.groups, len(found))
+                mine, its = ([with_file(each.file, group) for group in each.state.groups] for each in (first, one))
+                check_hyperparameters(mine, its, len(found))
             rules = (Rule(("param_groups", "**"), COPY, "found to be the first rank's", tensors=True), *rules)
         checkpoint.files.append(describe(file, "optimizer", dp_rank=one.dp, rules=rules))
         found.append(one)

@@ -40,6 +40,7 @@ from zckpt.state.inventory import CARRIED, IMPLIED, STATE, Rule
 from zckpt.state.names import is_number
 from zckpt.torchfile import (
     Digests,
+    FromFile,
     MetaTensor,
     Object,
     Place,
@@ -328,7 +329,8 @@ def check_hyperparameters(mine: Sequence[Mapping[str, Any]], its: Sequence[Mappi
     for number, (one, two) in enumerate(zip(mine, its, strict=True)):
         for key in sorted((one.keys() | two.keys()) - {"params", "param_names"}):
             expected, found = one.get(key), two.get(key)
-            if not alike(expected, found) and single(expected) != single(found):
+            is_same = single(expected) == single(found) if isinstance(expected, FromFile) else alike(expected, found)
+            if not is_same:
                 raise LayoutError(
                     f"param group {number} has another {key} than rank 0's",
                     expected=brief(single(expected)),
