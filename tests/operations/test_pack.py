@@ -123,6 +123,16 @@ def test_no_checkpoint_of_a_store_lies_below_another(made, first, name):
     assert unpack("s", "all").checkpoints == [first]
 
 
+def test_a_run_with_a_checkpoint_below_another_is_refused_before_it_is_packed():
+    for step in ("a", "a/b", "c"):
+        Path("run", step).mkdir(parents=True)
+        save_file({"w": np.arange(12.0)}, f"run/{step}/model.safetensors")
+    with refusing(zckpt.UsageError, "cannot lie below another: expected a name apart from a/b, found a;"):
+        zckpt.pack("run", "s")
+    zckpt.pack("run/a/b", "s")
+    assert unpack("s", "all").checkpoints == ["b"]
+
+
 def store_of(*files: Filed) -> None:
     """Make this directory a store of a checkpoint `c` with these files."""
     Path("store.json").write_bytes(document(STORE))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack, closing
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from zckpt.engine import Reporter, reporting
 from zckpt.errors import DamagedFileError, SourceError, UsageError, ZckptError
@@ -126,6 +126,19 @@ def pack(
     return done
 
 
+def _check_apart(new: Iterable[tuple[str, Unit]], known: Collection[str]) -> None:
+    """Raise UsageError if a new checkpoint lies below one that is known, or one of these below it."""
+    below = {above.as_posix(): name for name in known for above in PurePosixPath(name).parents}
+    for name, unit in new:
+        above = (one.as_posix() for one in PurePosixPath(name).parents)
+        other = below.get(name) or next((one for one in above if one in known), None)
+        if other is not None:
+            raise UsageError(
+                "one checkpoint of a store cannot lie below another", path=unit.path,
+                expected=f"a name apart from {other}", found=name, advice="pack it alone, with another --name",
+            )  # fmt: skip
+
+
 def packed_into(
     store: PackedStore, every: list[tuple[str, Unit]], full_every: int, reporter: Reporter | None
 ) -> Packed:
@@ -141,13 +154,8 @@ def packed_into(
                 "the store already has another checkpoint with this name", path=unit.path,
                 expected="files with the packed sizes and times", advice="pack it into another store",
             )  # fmt: skip
-        nested = [one for one in names if one != name and os.path.commonpath([one, name]) in (one, name)]
-        if nested:
-            raise UsageError(
-                "one checkpoint of a store cannot lie below another", path=unit.path,
-                expected=f"a name apart from {nested[0]}", found=name, advice="give another --name",
-            )  # fmt: skip
     new = [(name, unit) for name, unit in every if name not in names]
+    _check_apart(new, {*names, *files})
     done, notes, chunks = list[PackedOne](), list[str](), Chunks(store)
     with ExitStack() as mounts, reporting(reporter, sum(nbytes_of(files[name]) for name, _ in new)) as progress:
         base = None
