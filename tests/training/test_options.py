@@ -29,6 +29,7 @@ from tests.training.trainings import whole
 from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
 from zckpt.formats.native.rank_file import recorded
 from zckpt.optim import DistributedOptimizer, ZeroOptimizer, ZeroRedundancyOptimizer
+from zckpt.training import loading as loading_module
 from zckpt.training import saving as saving_module
 from zckpt.training.directory import write
 
@@ -547,3 +548,24 @@ def test_a_file_may_have_any_name_of_a_tied_parameter(name, tmp_path):
     assert not zckpt.load(tmp_path / "model.pt", model=model).missing
     zckpt.assert_restored(tmp_path / "model.pt", model=model)
     assert torch.equal(model.first.weight, saved.first.weight)
+
+
+def test_a_second_name_with_other_bits_or_sizes_is_no_difference_after_loading(tmp_path):
+    weight, tied = torch.randn(3, 3), TwoEnds(tied=True)
+    torch.save({"first.weight": weight, "last.weight": weight.bfloat16()}, tmp_path / "rounded.pt")
+    torch.save({"first.weight": weight, "last.weight": torch.randn(4, 3)}, tmp_path / "reshaped.pt")
+    for name, strict in (("rounded.pt", True), ("reshaped.pt", False)):
+        zckpt.load(tmp_path / name, model=tied, strict=strict)
+        zckpt.assert_restored(tmp_path / name, model=tied, strict=strict)
+
+
+def test_tied_tensors_are_compared_piece_by_piece(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading_module, "TOGETHER_NUMEL", 4)
+    weight, tied = torch.randn(3, 3), TwoEnds(tied=True)
+    torch.save({"first.weight": weight, "last.weight": weight.clone()}, tmp_path / "same.pt")
+    zckpt.load(tmp_path / "same.pt", model=tied)
+    other = weight.clone()
+    other[2, 2] += 1
+    torch.save({"first.weight": weight, "last.weight": other}, tmp_path / "other.pt")
+    with refusing(UsageError, "the same tensor as first.weight here"):
+        zckpt.load(tmp_path / "other.pt", model=tied)

@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import field
+from dataclasses import field, replace
 from functools import partial
 from typing import Any
 
@@ -27,9 +27,9 @@ from zckpt.optim.files import open_for
 from zckpt.optim.ranks import ALONE, Place, Ranks, check_together, find_checksums
 from zckpt.optim.states.by_parameter import Asked, OptimizerState, Source
 from zckpt.optim.states.several import Given, process_group_of, workers_of
-from zckpt.optim.tensors import Model, Stateful, parts_of, share_of, takers_of_extra, unwrapped
+from zckpt.optim.tensors import Model, Share, Stateful, parts_of, share_of, takers_of_extra, unwrapped
 from zckpt.optim.values import refuse_lossy
-from zckpt.state import MASTER, WEIGHT, Brief, Parameter, Slot
+from zckpt.state import MASTER, WEIGHT, Brief, Extent, Parameter, Slot
 from zckpt.training.live import Live, TpRules, everywhere_of, slices_of
 from zckpt.training.other_state import OtherState, read_other_state
 
@@ -273,6 +273,16 @@ class Meeting:
             if len(both) == 2 and both[0] is not both[1] and all(one.slots.keys() & {WEIGHT, MASTER} for one in both):
                 yield alias, both[0], both[1]
 
+    def held_twice(self) -> Iterator[tuple[str, Share, list[Slot]]]:
+        """Yield those of `tied` of which neither is the other, rounded; with what is here, and what the file has."""
+        live = self.live.tensors
+        for alias, *both in self.tied():
+            share = share_of(live.tensors[live.tied[alias]], alias)
+            if share is not None and both[0].shape == both[1].shape:
+                slots = [weight_like(one, share.tensor.dtype) for one in both]
+                if slots[0].dtype == slots[1].dtype:
+                    yield alias, share, slots
+
     def read_others(self, scheduler: Stateful | None, grad_scaler: Stateful | None, rank: int | None) -> OtherState:
         """Read what the checkpoint has besides the model's tensors and the optimizers."""
         kept = self.live.tensors.extra
@@ -344,21 +354,13 @@ class _Loading(Meeting):
 
     def _check_tied(self) -> None:
         """Refuse two tensors that differ and are one here, or note which is left out."""
-        live = self.live.tensors
-        for alias, its, first in self.tied():
-            share = share_of(live.tensors[live.tied[alias]], alias)
-            if share is None or its.shape != first.shape:
+        for alias, share, slots in self.held_twice():
+            if all(_are_alike(slots, part, share.tensor.dtype) for part in _cut(share.extent)):
                 continue
-            slots = [weight_like(one, share.tensor.dtype) for one in (its, first)]
-            if slots[0].dtype != slots[1].dtype:  # one is the other, rounded
-                continue
-            room = [torch.empty_like(share.tensor, device="cpu", requires_grad=False) for _ in slots]
-            read_tensors([TensorRead(*one, alias) for one in zip(slots, [share.extent] * 2, room, strict=True)])
-            if not torch.equal(*(one.reshape(-1).view(torch.uint8) for one in room)):
-                what = f"{alias} is the same tensor as {live.tied[alias]} here, but not in the checkpoint"
-                if self.source.asked.strict:
-                    raise UsageError(what, path=self.report.path, advice="untie them, or strict=False leaves it out")
-                self.report.notes.append(f"left out: {what}")
+            what = f"{alias} is the same tensor as {self.live.tensors.tied[alias]} here, but not in the checkpoint"
+            if self.source.asked.strict:
+                raise UsageError(what, path=self.report.path, advice="untie them, or strict=False leaves it out")
+            self.report.notes.append(f"left out: {what}")
 
     def each(self, step: str) -> None:
         """Take a step of all optimizers' states."""
@@ -391,6 +393,22 @@ def weight_like(parameter: Parameter, dtype: torch.dtype) -> Slot:
         if slot.dtype == dtype_name(dtype):
             return slot
     return slots[-1]
+
+
+TOGETHER_NUMEL = 1 << 22
+"""Elements of two tensors that are compared at once."""
+
+
+def _cut(extent: Extent) -> Iterator[Extent]:
+    for at in range(0, extent.numel, TOGETHER_NUMEL):
+        yield replace(extent, start=extent.start + at, numel=min(TOGETHER_NUMEL, extent.numel - at))
+
+
+def _are_alike(slots: Sequence[Slot], extent: Extent, dtype: torch.dtype) -> bool:
+    """Tell whether two slots have the same bits there, in an element type."""
+    room = [torch.empty(extent.numel, dtype=dtype) for _ in slots]
+    read_tensors([TensorRead(slot, extent, one) for slot, one in zip(slots, room, strict=True)])
+    return torch.equal(*(one.view(torch.uint8) for one in room))
 
 
 ROUND_NBYTES = 64 << 20

@@ -26,7 +26,7 @@ from zckpt.optim.ranks import Ranks
 from zckpt.optim.states.by_parameter import Asked, OptimizerState, owner_of
 from zckpt.optim.states.deepspeed import unpartition
 from zckpt.optim.states.several import Given, process_group_of, workers_of
-from zckpt.optim.tensors import Model, Share, Stateful, share_of
+from zckpt.optim.tensors import Model, Share, Stateful
 from zckpt.optim.values import read_numbers, refuse_lossy
 from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Slot, by_key, number_of
 from zckpt.training.live import TpRules
@@ -220,10 +220,8 @@ class _Held(Meeting):
                 source = its.master or source
             stepped = name in self.stepped and not self.allow_rounding
             self.pair(f"{slot} of {name}", source, share, may_round=not stepped)
-        for alias, its, _ in self.tied():
-            here = share_of(self.live.tensors.tensors[self.live.tensors.tied[alias]], alias)
-            if here is not None:
-                self.pair(f"{WEIGHT} of {alias}", weight_like(its, here.tensor.dtype), here, may_round=True)
+        for alias, share, slots in self.held_twice():
+            self.pair(f"{WEIGHT} of {alias}", slots[0], share, may_round=True)
 
     def hold_optimizers(self) -> None:
         """Pair the state of optimizers, and compare their settings and numbers."""
