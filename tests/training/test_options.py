@@ -569,3 +569,18 @@ def test_tied_tensors_are_compared_piece_by_piece(tmp_path, monkeypatch):
     torch.save({"first.weight": weight, "last.weight": other}, tmp_path / "other.pt")
     with refusing(UsageError, "the same tensor as first.weight here"):
         zckpt.load(tmp_path / "other.pt", model=tied)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_was_frozen_after_steps_is_trained_in_a_checkpoint(stage, tmp_path):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW([{"params": one.parameters()} for one in model])
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    model[1].requires_grad_(False)
+    zckpt.save(tmp_path / "saved", model=model, optimizer=optimizer)
+    first = torch.optim.AdamW(model[0].parameters())
+    with refusing(UsageError, "other param groups than the optimizer's"):  # of which one has state
+        zckpt.load(tmp_path / "saved", model=model, optimizer=first)
+    zckpt.convert(tmp_path / "saved", tmp_path / "run", to="deepspeed", world_size=2, stage=stage)
+    assert not [one.name for one in zckpt.open(tmp_path / "run").parameters.values() if one.frozen]

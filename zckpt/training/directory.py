@@ -329,7 +329,8 @@ def write_whole(first: Part, every: Sequence[RankState], identity: str, director
     for parameter in checkpoint.parameters.values():
         if parameter.tied_to is None:
             parameter.group = groups.get(parameter.name)
-            parameter.frozen = bool(first.classes) and (parameter.frozen or parameter.group is None)
+            has_state = bool(parameter.state or parameter.optimizer_slots)  # of before it was frozen, or of its unit
+            parameter.frozen = bool(first.classes) and (parameter.group is None or (parameter.frozen and not has_state))
     write_document(checkpoint, where, identity, [one.file for one in every], directory)
 
 
