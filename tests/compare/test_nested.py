@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 import zckpt
+from zckpt.compare.logical import single
+from zckpt.torchfile import FromFile
 
 
 def written(path, factor, *, apart=False) -> Path:
@@ -35,3 +37,15 @@ def test_it_does_not_matter_how_they_lie_or_in_which_format(tmp_path):
     zckpt.convert(one, tmp_path / "z", to="zckpt")
     assert zckpt.diff(other, tmp_path / "z").equal
     assert len({zckpt.fingerprint(path).text for path in (one, other, tmp_path / "z")}) == 1
+
+
+def test_parts_of_files_are_found_however_deep_they_lie_and_whatever_shares_them():
+    shared: object = [FromFile(3, "x")]
+    for _ in range(40):
+        shared = [shared, shared]
+    deep: object = FromFile(3, "x")
+    for _ in range(5000):
+        deep = [deep]
+    assert single({"a": FromFile([1, 2], "x"), "b": [FromFile(3, "y")]}) == {"a": [1, 2], "b": [3]}
+    for one in (shared, deep):
+        assert isinstance(single(one), list)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeGuard
+from operator import itemgetter
+from typing import Any
 
 from zckpt.errors import UnsupportedError
 from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span, number_of
 from zckpt.state.names import canonical_names
 from zckpt.storage.files import Sources
-from zckpt.torchfile import FromFile, InPieces, Tensor, children, each, node_of, plain, walk_tensors
+from zckpt.torchfile import FromFile, InPieces, Tensor, children, node_of, plain, walk_tensors
 
 TOGETHER_NUMEL = 1 << 20
 """Elements of a tensor below a node that are in memory at once."""
@@ -41,33 +42,24 @@ def single(value: object) -> object:
     """
     if isinstance(value, Slot):
         return f"tensor of {value.dtype} {list(value.shape)}" if value.shape else number_in(value)
-    tensors = sorted(_tensors(value), key=lambda one: one[0])
-    node = _in_one(value)
-    return {"tensors": _digest(tensors), "in": plain(node)} if tensors else plain(number_of(node))
+    below = ((at, part, *one) for at, part in _parts(value) for one in walk_tensors(part.node))
+    tensors = sorted(((repr((*at, *place)), part.path, one) for at, part, place, one in below), key=itemgetter(0))
+    return {"tensors": _digest(tensors), "in": plain(value)} if tensors else plain(number_of(node_of(value)))
 
 
-def _tensors(value: object, *at: object) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield the tensors below a value with their places there and their files."""
-    if isinstance(value, FromFile):
-        yield from ((repr((*at, *place)), value.path, tensor) for place, tensor in walk_tensors(value.node))
-    elif _is_of_several(value):
-        for key, one in children(value):
-            yield from _tensors(one, *at, key)
-
-
-def _in_one(value: object) -> object:
-    """Return a value as it is where all of it lies in one file."""
-    if not _is_of_several(value):
-        return node_of(value)
-    return {key: _in_one(one) for key, one in value.items()} if isinstance(value, dict) else [*map(_in_one, value)]
-
-
-def _is_of_several(value: object) -> TypeGuard[dict[Any, object] | list[object]]:
-    """Tell a list or dict of parts of several files, as DCP has them, where ranks have saved some each."""
-    return isinstance(value, (dict, list)) and any(
-        isinstance(one, FromFile)
-        for one in each(value, lambda node: () if isinstance(node, FromFile) else (one for _, one in children(node)))
-    )
+def _parts(value: object) -> Iterator[tuple[tuple[object, ...], FromFile]]:
+    """Yield the parts of files in a value, each with its place: of DCP there are several, where ranks saved some."""
+    waiting: list[tuple[tuple[object, ...], object]]
+    waiting = [((), value)] if isinstance(value, (dict, list, FromFile)) else []
+    seen: set[int] = set()
+    while waiting:
+        at, one = waiting.pop()
+        if isinstance(one, FromFile):
+            yield at, one
+        elif id(one) not in seen:
+            seen.add(id(one))
+            inner = ((key, child) for key, child in children(one) if isinstance(child, (dict, list, FromFile)))
+            waiting += [((*at, key), child) for key, child in inner]
 
 
 def number_in(slot: Slot) -> Any:  # noqa: ANN401  # of any type

@@ -12,6 +12,7 @@ from typing import Any
 
 from zckpt.torchfile import nodes
 from zckpt.torchfile.nodes import NumpyArray, NumpyDType, NumpyScalar
+from zckpt.torchfile.torch_file import node_of
 from zckpt.torchfile.trees import MAX_DEPTH
 
 LIMIT = 100_000
@@ -69,6 +70,7 @@ class Renderer:
         self.left -= 1
         if self.left < 0:
             return CUT
+        node = node_of(node)
         kinds: dict[type, Callable[[Any], object]]
         kinds = {nodes.Object: self.render_object, NumpyArray: self.render_array, nodes.Tensor: self.render_tensor}
         if isinstance(node, dict):
