@@ -236,15 +236,15 @@ def _raise(rank: int, failure: Failure) -> NoReturn:
     raise RuntimeError(f"rank {rank} failed: {message}")
 
 
-def find_checksums(checks: Checks, checkpoint: Checkpoint, ranks: Ranks) -> None:
+def find_checksums(checks: Checks, checkpoint: Checkpoint, ranks: Ranks, *, of_optimizer: bool = True) -> None:
     """Let checks find what a checkpoint's files say of themselves, which the first rank holds against each other.
 
-    Small files are checked whether or not they are read: of a step count, that was done when the source was opened.
+    Of an optimizer small files are checked, too: a step count was read when the source was opened.
     """
     checks.find = checksums_by_path([checkpoint])
     if ranks.rank == 0:
         check_files_apart(checkpoint)
-        checks.expect(file.path for file in checkpoint.files if file.nbytes <= ALWAYS_NBYTES)
+        checks.expect(file.path for file in checkpoint.files if of_optimizer and file.nbytes <= ALWAYS_NBYTES)
 
 
 def check_together(checks: Checks, ranks: Ranks, root: str, *, spoiled: str | None = None) -> None:

@@ -23,10 +23,13 @@ def found(path: str) -> Distant | None:
     if MARK not in path:
         return None
     path = os.path.abspath(path)  # noqa: PTH100  # pathlib keeps `..`
-    if path not in FILES and PLACE.search(path) is not None:
-        path = os.path.realpath(path)  # of a link in a packed checkpoint
-    if path in FILES or PLACE.search(path) is None:
-        return FILES.get(path)
+    if path in FILES:
+        return FILES[path]
+    if PLACE.search(path) is None:
+        return None
+    path = os.path.realpath(path)  # of a link in a packed checkpoint
+    if path in FILES:
+        return FILES[path]
     from zckpt.storage.remote.mount import adopt
 
     return adopt(path)

@@ -233,7 +233,7 @@ class Meeting:
         with headers_shared(self.ranks.rank, self.ranks.world_size):
             found = open_for(self.path, self.known, order, asked, model=self.live.model, notes=notes)
             if verify:
-                find_checksums(self.checks, found, self.ranks)
+                find_checksums(self.checks, found, self.ranks, of_optimizer=bool(self.live.optimizers.states))
             if self.slices is not None:
                 self.slices.cut(found, [*self.known, *(name for its in order for name in its)])
         for alias, name in self.live.tensors.tied.items():  # of which a checkpoint may have any
@@ -331,8 +331,8 @@ class _Loading(Meeting):
             takers = {key for part in parts_of(self.live.model) for key, _ in takers_of_extra(part)}
             if strange := sorted(other.modules.keys() - takers):
                 self.report.notes.append(f"left out: {listed(strange)}, which no module of the model takes")
-        held = [key for key, value in self.live.tensors.extra.items() if value is not None]
-        if lacking := sorted({*held} - other.modules.keys()):
+        held = {key for key, value in self.live.tensors.extra.items() if value is not None}
+        if lacking := sorted(held - other.modules.keys()):
             self.report.notes.append(f"not changed: {listed(lacking)}, of which the checkpoint has nothing")
         for note in other.missing:
             warnings.warn(f"{shown(self.report.path)}: {note}", stacklevel=3)

@@ -243,12 +243,13 @@ def _like_the_engine(checkpoint: Checkpoint, training: Training, *, optimizer: b
         absent = sorted(wanted - parameters.keys())
         if absent:
             raise _other_model(f"has no parameters {listed(absent)}")
-        groups = [  # files need not have one in which nothing is trained
-            _group_of(names, checkpoint, training)
-            if names
-            else ParamGroup(dict(*training.hyperparameters[at:][:1]), [])
-            for at, names in enumerate(owned)
-        ]
+        groups = []
+        for at, names in enumerate(owned):
+            if names:
+                groups.append(_group_of(names, checkpoint, training))
+            else:  # files need not have one in which nothing is trained
+                own = training.hyperparameters[at] if at < len(training.hyperparameters) else {}
+                groups.append(ParamGroup(dict(own), []))
     group_of = {name: index for index, group in enumerate(groups) for name in group.parameters}
     for name, one in parameters.items():
         parameters[name] = replace(one, group=group_of.get(name), frozen=one.tied_to is None and name not in group_of)

@@ -358,7 +358,7 @@ def _add(
             held = reader.held(value)
             if held is None:
                 single[slot] = None
-                _agree(found, key, with_file(file, {slot: value}), rank)
+                _agree(found, key, slot, with_file(file, {slot: value})[slot], rank)
                 continue
             across = found.tensors.setdefault(key, {}).setdefault(slot, Across(found.files))
             if held.kind == PLAIN and held.shape == ():
@@ -369,13 +369,12 @@ def _add(
             across.by_tree[rank] = held
     values = read_scalars(file.path, [held.pieces[0].tensor for _, _, held in scalars])
     for (key, slot, _), scalar in zip(scalars, values, strict=True):
-        _agree(found, key, {slot: scalar}, rank)
+        _agree(found, key, slot, scalar, rank)
     return list(single)
 
 
-def _agree(found: Optimizer, key: Key, single: Mapping[str, object], rank: int) -> None:
+def _agree(found: Optimizer, key: Key, slot: str, value: object, rank: int) -> None:
     """Keep a single value, which is the same on all ranks that have it."""
-    [(slot, value)] = single.items()
     kept = found.values.setdefault(key, {}).setdefault(slot, value)
     if not alike(node_of(kept), node_of(value)):
         raise LayoutError(
