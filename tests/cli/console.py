@@ -41,10 +41,7 @@ def words_of(*arguments: object) -> list[str]:
     """
     words: list[str] = []
     for one in arguments:
-        if isinstance(one, str):
-            words += [word for word in one.split(" ") if word] or [one]
-        else:
-            words += one if isinstance(one, list) else [str(one)]
+        words += one if isinstance(one, list) else filter(None, one.split(" ")) if isinstance(one, str) else [str(one)]
     return [str(ROOT / word) if word.startswith("fixtures/") else word for word in words]
 
 
