@@ -101,7 +101,7 @@ def as_engines_group(checkpoint: Checkpoint) -> Checkpoint:
 
     def is_trained(name: str) -> bool:
         one = checkpoint.find(name)
-        return one is None or not one.frozen or bool(one.state or one.optimizer_slots)
+        return one is None or not one.frozen or bool(one.state or one.optimizer_slots)  # frozen after some steps
 
     trained = [replace(group, parameters=[*filter(is_trained, group.parameters)]) for group in checkpoint.param_groups]
     groups = [group for group in trained if group.parameters]

@@ -58,11 +58,12 @@ def tied_names(
         found.update(model.shared)
     alike: defaultdict[tuple[object, ...], list[str]] = defaultdict(list)
     for name, t in module.items():
-        if bool(t.numel) != parameterwise and name not in models[0].buffer_names:
+        tells = not t.numel if parameterwise else bool(t.numel)
+        if tells and name not in models[0].buffer_names:
             alike[identity_of(t)].append(name)
     known = trained | models[0].frozen.keys()
     for names in alike.values():
-        if not parameterwise or len(known.intersection(names)) == 1:
+        if not parameterwise or len(known.intersection(names)) == 1:  # else they only share what is empty
             owner, *aliases = sorted(names, key=lambda name: (name not in trained, name not in known, name in found))
             found |= {name: owner for name in aliases if name not in found}
     result = {}
