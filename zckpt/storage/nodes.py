@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -16,19 +16,16 @@ ADVICE = "give each directory that holds some of them with --root"
 _NODES: ContextVar[tuple[Path, Sequence[Path]]] = ContextVar("nodes", default=(Path(), ()))
 
 
-@contextmanager
-def on_nodes(directory: Path, others: Sequence[Path]) -> Iterator[None]:
+def on_nodes(directory: Path, others: Sequence[Path]) -> AbstractContextManager[None]:
     """Let a directory have files on other nodes as long as the context lasts. Raises SourceError: one is none."""
+    from zckpt.state.context import during
+
     for root in others:
         if not root.is_dir():
             raise SourceError(
                 "is not a directory", path=root, advice="give the same directory from another node with --root"
             )
-    token = _NODES.set((directory, others))
-    try:
-        yield
-    finally:
-        _NODES.reset(token)
+    return during(_NODES, (directory, others))
 
 
 def on_each(path: Path) -> list[Path]:

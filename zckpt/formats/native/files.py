@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -77,14 +76,11 @@ def _head(path: Path) -> bytes:
 SHARE: ContextVar[tuple[int, int] | None] = ContextVar("share", default=None)
 
 
-@contextmanager
-def headers_shared(rank: int, world_size: int) -> Iterator[None]:
+def headers_shared(rank: int, world_size: int) -> AbstractContextManager[None]:
     """Let ranks that open a directory together look at some of its files each; if one refuses, all must.
 
     `rank`, `world_size`: of those who open it.
     """
-    token = SHARE.set((rank, world_size))
-    try:
-        yield
-    finally:
-        SHARE.reset(token)
+    from zckpt.state.context import during
+
+    return during(SHARE, (rank, world_size))
