@@ -22,14 +22,7 @@ from zckpt.immutable import immutable, mutable
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.states.by_parameter import NamedShare, Snapshot
 from zckpt.optim.states.several import Given, Optimizers, merged_groups, named, one_class
-from zckpt.optim.tensors import (
-    DIGEST_NBYTES,
-    SAMPLE_NBYTES,
-    Model,
-    ModelState,
-    digest_of,
-    model_state,
-)
+from zckpt.optim.tensors import DIGEST_NBYTES, SAMPLE_NBYTES, Model, ModelState, digest_of, model_state
 from zckpt.state import WEIGHT, Checkpoint, Parameter, by_key
 from zckpt.version import __version__
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
-from zckpt.state.dtypes import is_floating
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, is_floating
 
 Tensors = dict[str, tuple[Slot, str]]
 """What is written under each name: a slot and its element type in the target."""

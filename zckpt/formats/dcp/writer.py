@@ -29,9 +29,8 @@ from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, ValueTensor
 from zckpt.immutable import immutable
-from zckpt.state import Checkpoint, Extent, Shape, Slot
+from zckpt.state import Checkpoint, Extent, Shape, Slot, itemsize
 from zckpt.state.boxes import SpanIndexes
-from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import check_world_size
 from zckpt.storage.clone import BLOCK_NBYTES
 from zckpt.torchfile import ALIGNMENT

@@ -35,14 +35,7 @@ from zckpt.formats.torch_files.optimizer import (
     optimizer_rules,
     parse_either,
 )
-from zckpt.formats.torch_files.tensors import (
-    as_mapping,
-    by_name,
-    describe,
-    identity_of,
-    read_scalars,
-    with_file,
-)
+from zckpt.formats.torch_files.tensors import as_mapping, by_name, describe, identity_of, read_scalars, with_file
 from zckpt.immutable import mutable
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, by_key, dict_of, number_of, stated, without
 from zckpt.state.inventory import COPY, IMPLIED, REST, STATE, Rule

@@ -18,9 +18,8 @@ from zckpt.formats.fsdp_rank_files.held import FORMS, REPLICATE, SHARD, Form, Me
 from zckpt.formats.fsdp_rank_files.units import Units
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, ValueTensor, new_storage, view
 from zckpt.immutable import immutable
-from zckpt.state import Checkpoint, Shape, Slot, differ, positions
+from zckpt.state import Checkpoint, Shape, Slot, differ, itemsize, positions
 from zckpt.state.boxes import row_major, torch_strides
-from zckpt.state.dtypes import itemsize
 from zckpt.state.views import concat, narrow, pad, reshape, zeros
 from zckpt.storage.files import opened
 from zckpt.torchfile import Device, DType, Global, Layout, MetaTensor, Object, Size, Tensor

@@ -11,21 +11,8 @@ from zckpt.evidence import note_not_used
 from zckpt.formats.companions import COPIED, carry, note_adapter, note_models
 from zckpt.formats.deepspeed.values import keep_others
 from zckpt.formats.fsdp_rank_files.across import Across, RankFiles
-from zckpt.formats.fsdp_rank_files.contents import (
-    Model,
-    add_part,
-    read_models,
-    read_optimizers,
-    tie_as_configured,
-)
-from zckpt.formats.fsdp_rank_files.directory import (
-    CONFIG_NAME,
-    EXTRA,
-    HUGGINGFACE,
-    LORA_NAME,
-    MODEL,
-    Directory,
-)
+from zckpt.formats.fsdp_rank_files.contents import Model, add_part, read_models, read_optimizers, tie_as_configured
+from zckpt.formats.fsdp_rank_files.directory import CONFIG_NAME, EXTRA, HUGGINGFACE, LORA_NAME, MODEL, Directory
 from zckpt.formats.fsdp_rank_files.held import elements, is_share, shares, versions_with, with_shares
 from zckpt.formats.fsdp_rank_files.kept import KEY, KEYS, OF_ITS_RANK, RULE, as_grouped, of_rank, recorded_names
 from zckpt.formats.fsdp_rank_files.readings import attach, beside_whole

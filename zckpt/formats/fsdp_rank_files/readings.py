@@ -32,6 +32,7 @@ from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.immutable import immutable
 from zckpt.state import (
     Checkpoint,
+    CutSpans,
     GivenNames,
     PaddingSpan,
     Parameter,
@@ -39,12 +40,12 @@ from zckpt.state import (
     Shape,
     Slot,
     are_distinct,
+    is_floating,
+    itemsize,
     positions,
     without,
 )
-from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.names import aligned
-from zckpt.state.spans import CutSpans
 from zckpt.state.views import concat, reshape
 from zckpt.torchfile import MetaTensor
 

@@ -15,19 +15,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.native.document import Form, Json, formed, record, wrong
-from zckpt.formats.native.rank_file import (
-    DIGEST_NBYTES,
-    Listed,
-    RankFile,
-    header_for,
-    order_key,
-    shape_of,
-    stored_as,
-)
+from zckpt.formats.native.rank_file import DIGEST_NBYTES, Listed, RankFile, header_for, order_key, shape_of, stored_as
 from zckpt.immutable import immutable
-from zckpt.state import Extent, Shape, Span, Spans
+from zckpt.state import Extent, Shape, Span, Spans, itemsize
 from zckpt.state.boxes import ByPlace, is_within
-from zckpt.state.dtypes import itemsize
 from zckpt.storage.crc32 import crc32
 
 Pieces = Sequence[tuple[int, Extent]]

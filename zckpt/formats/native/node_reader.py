@@ -15,17 +15,7 @@ from dataclasses import replace
 from zckpt.errors import DamagedFileError
 from zckpt.formats.native.document import Form, Json, formed, record, wrong
 from zckpt.formats.native.node_kinds import BY_TAG, REQUIRED, TAG, Field, Kind, Node
-from zckpt.torchfile import (
-    Context,
-    FromFile,
-    NumpyArray,
-    NumpyDType,
-    NumpyScalar,
-    Storage,
-    Tensor,
-    check_depth,
-    dense,
-)
+from zckpt.torchfile import Context, FromFile, NumpyArray, NumpyDType, NumpyScalar, Storage, Tensor, check_depth, dense
 
 PENDING: Node = object()
 """An immutable object of `objects` whose turn has not come."""

@@ -16,15 +16,7 @@ from zckpt.errors import DamagedFileError, ShardError, SourceError, about
 from zckpt.formats.lost import is_lost, stand_in
 from zckpt.formats.native.document import FORMAT, Form, Json, read_document, record, wrong
 from zckpt.formats.native.files import DOCUMENT_NAME, SECTIONS, SHARE, headers_shared, rank_name
-from zckpt.formats.native.layouts import (
-    Cut,
-    Layouts,
-    Offsets,
-    Table,
-    offsets_in,
-    spans_of,
-    summed,
-)
+from zckpt.formats.native.layouts import Cut, Layouts, Offsets, Table, offsets_in, spans_of, summed
 from zckpt.formats.native.node_reader import NodeReader
 from zckpt.formats.native.rank_file import (
     Listed,
@@ -45,9 +37,9 @@ from zckpt.state import (
     SourceFile,
     Topology,
     are_distinct,
+    itemsize,
     nbytes_of,
 )
-from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import collector_paused
 from zckpt.torchfile import Storage
 

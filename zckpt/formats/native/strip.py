@@ -17,8 +17,7 @@ from zckpt.formats.native.writer import lay_out_as_cut
 from zckpt.formats.stripping import Request, Stripping, as_it_is, completed, replaced
 from zckpt.formats.torch_files.optimizer import BESIDE
 from zckpt.formats.torch_files.strip import shaped_slots
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, without
-from zckpt.state.dtypes import itemsize
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, itemsize, without
 
 
 def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:

@@ -20,8 +20,7 @@ from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.tensors import slot_of_storage
 from zckpt.immutable import immutable
-from zckpt.state import ZEROS, Checkpoint, Extent, Slot, Span, nbytes_of, positions, stated, values_of
-from zckpt.state.dtypes import itemsize
+from zckpt.state import ZEROS, Checkpoint, Extent, Slot, Span, itemsize, nbytes_of, positions, stated, values_of
 from zckpt.state.partition import check_world_size, even_extents
 from zckpt.torchfile import MAX_ELEMENTS, Mentioned
 

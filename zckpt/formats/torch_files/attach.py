@@ -28,23 +28,10 @@ from zckpt.formats.torch_files.optimizer import (
     shared_values,
 )
 from zckpt.formats.torch_files.tensors import TensorItem, holds_tensors, scalars_in, slot_of
-from zckpt.state import (
-    MASTER,
-    Checkpoint,
-    GivenNames,
-    ParamGroup,
-    dict_of,
-    list_of,
-    without,
-)
+from zckpt.state import MASTER, Checkpoint, GivenNames, ParamGroup, dict_of, list_of, without
 from zckpt.state.names import is_number
 from zckpt.storage.files import opened
-from zckpt.torchfile import (
-    FromFile,
-    Tensor,
-    has_tensors,
-    node_of,
-)
+from zckpt.torchfile import FromFile, Tensor, has_tensors, node_of
 
 
 def attach(

@@ -25,31 +25,10 @@ from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about
 from zckpt.evidence import shown_shape
 from zckpt.formats.torch_files.tensors import TensorItem, with_scalars
 from zckpt.immutable import immutable
-from zckpt.state import (
-    MASTER,
-    Shape,
-    are_distinct,
-    are_texts,
-    dict_of,
-    first_of,
-    is_floating,
-    list_of,
-    without,
-)
+from zckpt.state import MASTER, Shape, are_distinct, are_texts, dict_of, first_of, is_floating, list_of, without
 from zckpt.state.inventory import CARRIED, IMPLIED, STATE, Rule
 from zckpt.state.names import is_number
-from zckpt.torchfile import (
-    Digests,
-    FromFile,
-    MetaTensor,
-    Object,
-    Place,
-    Tensor,
-    alike,
-    brief,
-    is_leaf,
-    value_at,
-)
+from zckpt.torchfile import Digests, FromFile, MetaTensor, Object, Place, Tensor, alike, brief, is_leaf, value_at
 
 OPTIMIZER = "optimizer"
 """Under which a param group that zckpt wrote says which of several optimizers it is of."""

@@ -32,8 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from zckpt.engine.computed import Computed
 from zckpt.errors import DamagedFileError, UnsupportedError, about
 from zckpt.formats.torch_files.tensors import TORCHAO, description, holds_tensors, slot_of
-from zckpt.state import MASTER, WEIGHT, Parameter, Shape, Slot, without
-from zckpt.state.dtypes import is_floating
+from zckpt.state import MASTER, WEIGHT, Parameter, Shape, Slot, is_floating, without
 from zckpt.torchfile import FromFile, MetaTensor, Tensor, node_of
 
 if TYPE_CHECKING:
