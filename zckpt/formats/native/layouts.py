@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.native.document import Form, Json, formed, record, wrong
-from zckpt.formats.native.rank_file import DIGEST_NBYTES, Listed, RankFile, header_for, order_key, shape_of, stored_as
+from zckpt.formats.native.rank_file import DIGEST_NBYTES, Listed, RankFile, header_for, order_key, stored_as
 from zckpt.immutable import immutable
 from zckpt.state import Extent, Shape, Span, Spans, itemsize
 from zckpt.state.boxes import ByPlace, is_within
@@ -50,7 +50,7 @@ class Cut:
 
     def tensor(self, extent: Extent) -> tuple[str, str, Shape]:
         """Return name, type and shape of the tensor that some of its elements are."""
-        return self.key, *stored_as(self.dtype, shape_of(extent))
+        return self.key, *stored_as(self.dtype, extent)
 
 
 class Layouts:

@@ -114,20 +114,16 @@ class RankFile:
         return found.spans[0].offset if found.spans else 0
 
 
-def stored_as(dtype: str, shape: Shape) -> tuple[str, Shape]:
-    """Return how elements are in a header: as they are, or as bytes along one more dimension.
+def stored_as(dtype: str, extent: Extent) -> tuple[str, Shape]:
+    """Return type and shape of elements of a slot in a header: as they are, or as bytes along one more dimension.
 
-    Raises UnsupportedError: the type is not known.
+    The shape is that of their box if they are all of it, else flat. Raises UnsupportedError: the type is not known.
     """
+    shape = extent.sizes if extent.numel == math.prod(extent.sizes) else (extent.numel,)
     nbytes = itemsize(dtype)
     if DTYPES[dtype].safetensors is None or dtype in AS_BYTES:
         return "uint8", (*shape, nbytes)
     return dtype, shape
-
-
-def shape_of(extent: Extent) -> Shape:
-    """Return the shape that elements of a slot have in a file: that of their box if it is all of it, else flat."""
-    return extent.sizes if extent.numel == math.prod(extent.sizes) else (extent.numel,)
 
 
 def storage_key(number: int) -> str:
@@ -137,7 +133,7 @@ def storage_key(number: int) -> str:
 
 def slot_entry(key: str, slot: Slot, extent: Extent, data: memoryview | None = None) -> Entry:
     """Return the entry of some elements of a slot, which may be in memory."""
-    return Entry(key, slot, extent, *stored_as(slot.dtype, shape_of(extent)), itemsize(slot.dtype), data)
+    return Entry(key, slot, extent, *stored_as(slot.dtype, extent), itemsize(slot.dtype), data)
 
 
 def order_key(key: str, width: int) -> tuple[int, str]:

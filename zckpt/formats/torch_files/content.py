@@ -25,7 +25,7 @@ from itertools import chain, combinations, islice
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from zckpt.errors import about, listed
+from zckpt.errors import listed
 from zckpt.evidence import MOST_PERMUTED, NAMES_ADVICE, agree, greatest, may_be_trained, orders_of_models
 from zckpt.formats.torch_files.optimizer import (
     MASTERS,
@@ -385,9 +385,7 @@ def _is_optimizer(node: object) -> bool:
 
 
 def _held(node: object, place: Place, path: Path, name: str = "") -> Held:
-    with about(path):
-        state = parse_held(node, str(path))
-        return Held(place, state, looks_flattened(node), name)
+    return Held(place, parse_held(node, str(path)), looks_flattened(node), name)
 
 
 # --- what belongs together
