@@ -12,12 +12,12 @@ from dataclasses import field
 from itertools import product
 
 from zckpt.codes import DTYPES_DIFFER, WRONG_RANK
-from zckpt.errors import LayoutError, ShardError, SourceError, UnsupportedError, about
-from zckpt.formats.fsdp_rank_files.held import DTENSOR, PLAIN, Held, Mesh, RankReader, read_mesh, with_mesh
+from zckpt.errors import LayoutError, ShardError, UnsupportedError, about
+from zckpt.formats.fsdp_rank_files.held import PLAIN, Held, Mesh, RankReader, read_mesh, with_mesh
 from zckpt.formats.lost import absent_boxes, is_lost, tensor_of
 from zckpt.formats.torch_files.tensors import slot_of, unresolved
 from zckpt.immutable import immutable, mutable
-from zckpt.state import Checkpoint, CutFiles, CutSpans, Duplicate, Parameter, Shape, Slot, by_key, positions
+from zckpt.state import Checkpoint, CutFiles, CutSpans, Duplicate, Parameter, Shape, Slot, by_key
 from zckpt.state.boxes import Box
 from zckpt.state.spans import Chosen
 from zckpt.state.views import placed
@@ -25,13 +25,18 @@ from zckpt.torchfile import Tensor, TorchFile
 
 
 @immutable
-class _Turn:
-    """Ranks that have rows of a tensor in turn, `width` elements each, and whose trees they have: see `RankFiles`."""
+class _Copy:
+    """A whole copy of a tensor, box by box: where each begins, and which rank has it.
 
+    `pieces`: what ranks have of it: a tree, see `RankFiles`, and the number of a piece there; of a lost file the shape;
+    `which` of these each box is. `width`: elements of whole rows that each box but the last has; 0 of other boxes.
+    """
+
+    lows: tuple[Shape, ...]
     ranks: tuple[int, ...]
-    width: int
-    trees: tuple[int, ...]
+    pieces: tuple[tuple[int, int | Shape], ...]
     which: tuple[int, ...]
+    width: int
 
 
 class RankFiles:
@@ -49,7 +54,7 @@ class RankFiles:
         self._trees: dict[int, tuple[object, int, RankReader]] = {}
         self._meshes: dict[int, list[Mesh]] = {}
         self._known: dict[tuple[int, ...], tuple[tuple[str, ...], dict[str, int]]] = {}
-        self._turns: dict[object, list[_Turn] | None] = {}
+        self._copies: dict[object, list[_Copy]] = {}
 
     def begin(self, rank: int, file: TorchFile) -> tuple[int, RankReader]:
         """Return the first rank whose file has the tree that a rank's has, and what reads that."""
@@ -65,46 +70,6 @@ class RankFiles:
             return held
         with about(self.paths[rank]):
             return with_mesh(held, self._meshes[rank][held.at])
-
-    def turns(self, across: Across) -> list[_Turn] | None:
-        """Return each copy of a DTensor that ranks have in turn; None of what is cut otherwise, or does not fit.
-
-        It depends on shapes and meshes alone, which thousands of tensors have in common.
-        """
-        helds, one = across.by_tree, across.first
-        if self.lost or any((x.kind, x.shape, x.dtype, x.placements) != (DTENSOR, one.shape, one.dtype, one.placements)
-                            for x in helds.values()):  # fmt: skip
-            return None
-        key = (
-            one.shape,
-            one.placements,
-            *((tree, x.at, x.local.shape if x.local else None) for tree, x in helds.items()),
-        )
-        if key not in self._turns:
-            self._turns[key] = self._turns_of(across)
-        return self._turns[key]
-
-    def _turns_of(self, across: Across) -> list[_Turn] | None:
-        try:
-            held = list(across)
-        except SourceError:  # which is raised where it is said of which tensor
-            return None
-        _, first = held[0]
-        if any(one.mesh is not None and one.mesh.rank not in (None, rank) for rank, one in held):
-            return None
-        cells = by_key((piece.box, rank) for rank, one in held for piece in one.pieces)
-        ordered = sorted(cells.items())
-        counts = {len(holders) for _, holders in ordered}
-        width = _rows([cell for cell, _ in ordered], first.shape)
-        if len(counts) != 1 or not width or not _is_grid(first.shape, cells):
-            return None
-        found = []
-        for turn in range(counts.pop()):
-            ranks = tuple(holders[turn] for _, holders in ordered)
-            trees = tuple(dict.fromkeys(self.tree[rank] for rank in ranks))
-            at = positions(trees)
-            found.append(_Turn(ranks, width, trees, tuple(at[self.tree[rank]] for rank in ranks)))
-        return found
 
     def cut(
         self, ranks: tuple[int, ...], held: Sequence[tuple[int, Tensor]], which: tuple[int, ...] | None = None
@@ -132,30 +97,43 @@ class RankFiles:
         shapes or types than the first, or together not every element once; ShardError: a file is another rank's than
         its name says; UnsupportedError: they have flattened pieces of which nothing says where they lie.
         """
-        whole = across.first
-        in_turn = [
-            (turn, self.cut(turn.ranks, [(t, across.by_tree[t].pieces[0].tensor) for t in turn.trees], turn.which))
-            for turn in self.turns(across) or ()
-        ]
-        found = [
-            (min(turn.ranks), Slot(name, whole.dtype, whole.shape, CutSpans(files, whole.shape, 0, turn.width)))
-            for turn, files in in_turn
-            if files is not None
-        ]
-        if found and len(found) == len(in_turn):
-            return found
+        # Where boxes lie depends on shapes and meshes alone, which thousands of tensors have in common.
+        key = tuple(
+            (tree, one.kind, one.shape, one.dtype, one.placements, one.at, one.local is None and one.mesh,
+             *(piece.box for piece in one.pieces))
+            for tree, one in across.by_tree.items()
+        )  # fmt: skip
+        if key not in self._copies:
+            self._copies[key] = self._find_copies(label, across)
+        shape, dtype, found = across.first.shape, across.first.dtype, []
+        for copy in self._copies[key]:
+            tensors = [
+                (tree, tensor_of(dtype, at) if isinstance(at, tuple) else across.by_tree[tree].pieces[at].tensor)
+                for tree, at in copy.pieces
+            ]
+            files = self.cut(copy.ranks, tensors, copy.which) if copy.width else None
+            if files is None:
+                parts = zip(copy.lows, copy.ranks, copy.which, strict=True)
+                slot = placed([(low, slot_of(name, tensors[at][1], self.paths[rank])) for low, rank, at in parts])
+            else:
+                slot = Slot(name, dtype, shape, CutSpans(files, shape, 0, copy.width))
+            found.append((min(copy.ranks), slot))
+        return found or [(next(iter(across))[0], Slot(name, dtype, shape, ()))]
+
+    def _find_copies(self, label: str, across: Across) -> list[_Copy]:
+        """Return the copies that ranks have of a tensor; none of one without elements. Errors are those of `joined`."""
         held = list(across)
-        rank, first = held[0]
-        shape, dtype = first.shape, first.dtype
         self._check_alike(label, held)
-        cells = by_key((piece.box, (at, piece.tensor)) for at, one in held for piece in one.pieces)
+        shape = across.first.shape
         if not math.prod(shape):
-            return [(rank, Slot(name, dtype, shape, ()))]
+            return []
+        cells: dict[Box, list[tuple[int, int | Shape]]]
+        cells = by_key((piece.box, (rank, at)) for rank, one in held for at, piece in enumerate(one.pieces))
         if self.lost:
             cells |= {box: [] for box in absent_boxes(label, shape, list(cells))}
             most = max(map(len, cells.values()))
             for (_, part), holders in cells.items():
-                holders.extend([(self.lost[0], tensor_of(dtype, part))] * (max(most, 1) - len(holders)))
+                holders.extend([(self.lost[0], part)] * (max(most, 1) - len(holders)))
         if not _is_grid(shape, cells):
             numel = sum(math.prod(part) for _, part in cells)
             raise LayoutError(
@@ -177,17 +155,12 @@ class RankFiles:
                 ranks=rest[:1],
                 parameters=[label],
             )
-        width = _rows([cell for cell, _ in ordered], shape)
+        lows, width = tuple(low for (low, _), _ in ordered), _rows([cell for cell, _ in ordered], shape)
         found = []
-        for pieces in zip(*(holders for _, holders in ordered), strict=True):
-            ranks = tuple(at for at, _ in pieces)
-            files = self.cut(ranks, pieces) if width else None
-            if files is None:
-                parts = zip(ordered, pieces, strict=True)
-                slot = placed([(low, slot_of(name, tensor, self.paths[at])) for ((low, _), _), (at, tensor) in parts])
-            else:
-                slot = Slot(name, dtype, shape, CutSpans(files, shape, 0, width))
-            found.append((min(ranks), slot))
+        for those in zip(*(holders for _, holders in ordered), strict=True):
+            numbers: dict[tuple[int, int | Shape], int] = {}
+            which = tuple(numbers.setdefault((self.tree[rank], at), len(numbers)) for rank, at in those)
+            found.append(_Copy(lows, tuple(rank for rank, _ in those), tuple(numbers), which, width))
         return found
 
     def _check_alike(self, label: str, held: Sequence[tuple[int, Held]]) -> None:
