@@ -22,6 +22,7 @@ from typing import Any
 
 from zckpt.deepspeed.engine import in_memory, kind_that_keeps, training_of
 from zckpt.deepspeed.loading import load_plain
+from zckpt.engine.plan import check_covered
 from zckpt.engine.targets import TargetFile
 from zckpt.engine.virtual import VirtualFile
 from zckpt.errors import TargetError, UnsupportedError, ZckptError
@@ -217,6 +218,8 @@ class _Files:
             if checkpoint.is_numbered or checkpoint.unnamed:
                 checkpoint = open_checkpoint(self.directory, names=names)
             checkpoint = as_converted(checkpoint, get("zckpt"))
+            for slot in (slot for one in checkpoint.holders() for slot in one.slots.values()):
+                check_covered(slot)
             laid = by_rank(checkpoint, lambda path: self._rank_of[self._name(path)], self._ranks.world_size)
             if self._refused is not None:  # the reader has gone on without
                 raise self._refused

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from zckpt.engine.plan import check_covered
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.native.document import FORMAT, VERSION, encode
@@ -43,7 +42,7 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int = 1) -> list[TargetFile]:
         for slot, extents in zip(slots, even_extents(sizes, world_size, before=before), strict=True):
             yield tuple((one.file, slot.flat(one.start, one.numel)) for one in extents)
 
-    return _lay_out(checkpoint, world_size, evenly)
+    return _lay_out(_cut(checkpoint, world_size, evenly))
 
 
 def lay_out_as_cut(checkpoint: Checkpoint, paths: Sequence[str]) -> list[TargetFile]:
@@ -51,13 +50,7 @@ def lay_out_as_cut(checkpoint: Checkpoint, paths: Sequence[str]) -> list[TargetF
 
     `checkpoint`: slots may have been taken from it; `paths`: its ranks' files, in order.
     """
-    numbers = positions(paths)
-
-    def as_they_are(slots: Sequence[Slot], _: int) -> Iterator[Pieces]:
-        for slot in slots:
-            yield tuple((numbers[span.path], span.extent) for span in slot.spans)
-
-    return _lay_out(checkpoint, len(paths), as_they_are)
+    return _lay_out(by_rank(checkpoint, positions(paths).__getitem__, len(paths)))
 
 
 @immutable
@@ -76,15 +69,13 @@ def by_rank(checkpoint: Checkpoint, rank_of: Callable[[str], int], world_size: i
     """Return what each rank writes of a checkpoint, which is what it has.
 
     `rank_of`: which rank has a file; storages of inert objects are for the first, whoever has them; `world_size`:
-    ranks, each of which writes one file. Raises LayoutError: some element is nowhere, or twice; UnsupportedError: a
-    rank has elements of a slot that do not follow each other, or values are means over ranks; or something that the
-    format has no way to say.
+    ranks, each of which writes one file. Raises UnsupportedError: a rank has elements of a slot that do not follow each
+    other, or values are means over ranks; or something that the format has no way to say.
     """
     held: dict[int, dict[int, Slot]] = {}
 
     def as_ranks_have_them(slots: Sequence[Slot], _: int) -> Iterator[Pieces]:
         for slot in slots:
-            check_covered(slot)
             pieces = _pieces_of_ranks(slot, rank_of)
             held[id(slot)] = {rank: replace(slot, spans=spans) for rank, _, spans in pieces}
             yield tuple((rank, extent) for rank, extent, _ in pieces)
@@ -146,12 +137,9 @@ def _cut(
     return ByRank(place(checkpoint, members, placed), entries)
 
 
-def _lay_out(
-    checkpoint: Checkpoint, world_size: int, cut: Callable[[Sequence[Slot], int], Iterable[Pieces]]
-) -> list[TargetFile]:
-    laid = _cut(checkpoint, world_size, cut)
-    identity = hashlib.blake2b(encode(laid.members), digest_size=IDENTITY_NBYTES).hexdigest()
-    files = [lay_out_rank(rank_name(n, world_size), entries, identity) for n, entries in enumerate(laid.entries)]
+def _lay_out(laid: ByRank) -> list[TargetFile]:
+    count, identity = len(laid.entries), hashlib.blake2b(encode(laid.members), digest_size=IDENTITY_NBYTES).hexdigest()
+    files = [lay_out_rank(rank_name(n, count), entries, identity) for n, entries in enumerate(laid.entries)]
     return [*files, lay_out_document(laid.members, identity, [listed(file) for file in files])]
 
 
