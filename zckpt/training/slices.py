@@ -233,31 +233,25 @@ def collected(ranks: Ranks, own: Sliced) -> list[NamedShare]:
     }
     told = ranks.gather_all((described, own.same, own.apart))
     _compare(told)
-    of_keys: dict[Key, dict[int, tuple[tuple[int, ...], str, list[Box]]]] = {}
-    for rank, (its, _, _) in enumerate(told):
-        for key, one in its.items():
-            of_keys.setdefault(key, {})[rank] = one
-    for key in sorted(of_keys):
-        parts = list(of_keys[key].values())
-        numel = sum(math.prod(sizes) for _, sizes in {box for _, _, every in parts for box in every})
-        shape, dtype, _ = parts[0]
-        if any(one[:2] != (shape, dtype) for one in parts) or numel != math.prod(shape):
+    of_keys = by_key((key, (rank, *one)) for rank, (its, _, _) in enumerate(told) for key, one in its.items())
+    loads = [0] * ranks.world_size
+    found: list[NamedShare] = []
+    for key, parts in sorted(of_keys.items()):
+        _, shape, dtype, _ = parts[0]
+        senders: dict[Box, int] = {}
+        for rank, _, _, boxes in parts:
+            for box in boxes:
+                senders.setdefault(box, rank)
+        numel = sum(math.prod(sizes) for _, sizes in senders)
+        if any(one[1:3] != (shape, dtype) for one in parts) or numel != math.prod(shape):
             name, slot = key
             raise LayoutError(
                 f"{slot} of {name}: slices of all ranks are not together the whole",
                 expected=f"{dtype} {shape}",
-                found=", ".join(dict.fromkeys(f"{dtype} {shape}" for shape, dtype, _ in parts)),
+                found=", ".join(dict.fromkeys(f"{dtype} {shape}" for _, shape, dtype, _ in parts)),
             )
-    loads = [0] * ranks.world_size
-    found: list[NamedShare] = []
-    for key in sorted(of_keys):
-        shape, dtype, _ = next(iter(of_keys[key].values()))
         at = loads.index(min(loads))
         loads[at] += math.prod(shape)
-        senders: dict[Box, int] = {}
-        for rank, (_, _, boxes) in of_keys[key].items():
-            for box in boxes:
-                senders.setdefault(box, rank)
         held = dict(own.several[key].boxes) if key in own.several else {}
         whole = torch.empty(shape if ranks.rank == at else 0, dtype=getattr(torch, dtype))
         _collect(ranks, at, whole, senders, held)
