@@ -23,7 +23,7 @@ from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS
 from zckpt.immutable import mutable
 from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, takers_of_extra
 from zckpt.optim.values import Values, value_of
-from zckpt.state import WEIGHT, Checkpoint, Extent, without
+from zckpt.state import WEIGHT, Checkpoint, Extent, list_of, without
 from zckpt.torchfile import FromFile, pieces
 
 SCHEDULER, GRAD_SCALER, EXTRA = "lr_scheduler", "grad_scaler", "extra"
@@ -117,12 +117,11 @@ def read_other_state(
     model's modules keep besides tensors. Raises SourceError: it cannot be read, or what `save` wrote is not as it was.
     """
     found = OtherState()
-    ours = saved_by_us(checkpoint)
     values = {key: value_of(node) for key, node in checkpoint.metadata.items() if not any(pieces(node))}
     if away := checkpoint.metadata.keys() - values.keys():
         said = f"{listed(sorted(away))} is not restored: ranks share its tensors"
         found.notes.append(f"{said}; `zckpt consolidate --model` writes them, and zckpt.load loads what it wrote")
-    taken = {EXTRA, EXTRA_STATE, RANDOM, SCHEDULER, GRAD_SCALER} if ours else set[str]()
+    taken = set[str]()
     for keys, target, name in (
         ((SCHEDULER, "scheduler"), scheduler, "scheduler"),
         ((GRAD_SCALER, "scaler"), grad_scaler, "grad_scaler"),
@@ -136,7 +135,7 @@ def read_other_state(
             taken.add(key)
         else:
             found.missing.append(f"the checkpoint has no state of a {name}: it is not changed")
-    if not ours:
+    if not saved_by_us(checkpoint):
         by = find_format(checkpoint.format)
         taken |= by.own_metadata if by is not None else set()
         found.extra = without(values, *taken)
@@ -144,12 +143,11 @@ def read_other_state(
         return found
     found.extra = _mapping(values, EXTRA, checkpoint)
     found.modules = _mapping(values, EXTRA_STATE, checkpoint)
-    states = values.get(RANDOM)
+    states = list_of(values.get(RANDOM))
     if rank is None or RANDOM not in values:
         return found
-    count = len(states) if isinstance(states, list) else 0
-    if not isinstance(states, list) or rank >= count or not states[rank]:
-        found.notes.append(f"no random states for rank {rank}: only {count} ranks saved theirs")
+    if rank >= len(states) or not states[rank]:
+        found.notes.append(f"no random states for rank {rank}: only {len(states)} ranks saved theirs")
         return found
     try:
         set_random_states(states[rank], here=False)

@@ -136,8 +136,9 @@ def _said(node: object, name: str) -> object:
 def _product(shape: object) -> int | None:
     """Return the product of the numbers in a shape, or a number by itself; None if it has anything else."""
     sizes = integers((shape,) if type(shape) is int else shape)
-    usable = sizes is not None and len(sizes) <= MAX_MESH_DIMENSIONS and min(sizes, default=0) >= 0
-    return math.prod(sizes) if sizes is not None and usable else None
+    if sizes is None or len(sizes) > MAX_MESH_DIMENSIONS or min(sizes, default=0) < 0:
+        return None
+    return math.prod(sizes)
 
 
 def integers(value: object) -> tuple[int, ...] | None:
