@@ -75,9 +75,8 @@ class Evidence(Generic[Number]):
         **more: Any,  # noqa: ANN401  # fields of this class
     ) -> Evidence[Number]:  # fmt: skip
         """Return evidence whose candidates are a checkpoint's parameters."""
-        every = checkpoint.parameters.values()
-        owners = {one.name: one.shape for one in every if one.tied_to is None}
-        return cls(groups, owners, shapes, tied={one.name: one.tied_to for one in every if one.tied_to}, **more)
+        candidates = {one.name: one.shape for one in checkpoint.owners}
+        return cls(groups, candidates, shapes, tied=checkpoint.aliases, **more)
 
     @property
     def numbers(self) -> list[Number]:

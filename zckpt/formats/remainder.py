@@ -78,7 +78,6 @@ def remainder_rules(*place: str) -> tuple[Rule, ...]:
 
 def remainder(checkpoint: Checkpoint) -> dict[str, object]:
     """Return the tree."""
-    parameters = checkpoint.parameters.values()
     optimizers = [group.optimizer for group in checkpoint.param_groups]
     return {
         **stated({"optimizers": optimizers if any(optimizers) else None, "models": checkpoint.models() or None}),
@@ -86,8 +85,8 @@ def remainder(checkpoint: Checkpoint) -> dict[str, object]:
         "origin": origin(checkpoint),
         "step": checkpoint.step,
         "loss_scale": checkpoint.loss_scale,
-        "frozen": [p.name for p in parameters if p.frozen],
-        "tied": stated({p.name: p.tied_to for p in parameters}),
+        "frozen": [p.name for p in checkpoint.parameters.values() if p.frozen],
+        "tied": checkpoint.aliases,
         "buffers": list(checkpoint.buffers),
         "masters": checkpoint.has_masters,
         "metadata": dict(checkpoint.metadata),

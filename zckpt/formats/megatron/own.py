@@ -48,13 +48,12 @@ def own_tree(
     """
     rest = without(checkpoint.metadata, *held)
     others = without(checkpoint.optimizer_metadata, *held)
-    aliases = [one for one in checkpoint.parameters.values() if one.tied_to is not None]
     return {
         **remainder(replace(checkpoint, metadata=rest, optimizer_metadata=others)),
         KEY: {
             "groups": [list(its) for its in groups],
             "names": {filed: name for filed, name in sorted(names.items()) if filed != name},
-            "absent": descriptions(aliases),
+            "absent": descriptions(map(checkpoint.parameters.__getitem__, checkpoint.aliases)),
             **({} if ranks is None else {"ranks": dict(ranks)}),
         },
     }

@@ -152,9 +152,7 @@ def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
     if directory.optimizers:
         _read_optimizers(checkpoint, directory, weights, names, prefixes)
     if len(weights) == 1 and directory.optimizers:
-        every = (
-            checkpoint.parameters
-        )  # which files of safetensors do not have in order: other formats number them by it
+        every = checkpoint.parameters  # which files of safetensors do not have in order; other formats go by it
         checkpoint.parameters = {name: every[name] for name in (*model_order(weights[0]), *every) if name in every}
         if names is not None and tells_order(checkpoint, names):
             put_in_order(checkpoint, names)

@@ -178,15 +178,13 @@ def as_the_trainer_has_them(checkpoint: Checkpoint, known: Architecture, notes: 
         sources = list({id(group_of_name[name]): group_of_name[name] for name in names}.values())
         first, *others = sources or groups[:1]
         for other in others:
-            keys = {**first.hyperparameters, **other.hyperparameters}
-            unlike = [k for k in keys if first.hyperparameters.get(k) != other.hyperparameters.get(k)]
-            unlike += [k for k in {**first.state, **other.state} if first.state.get(k) != other.state.get(k)]
+            mine, its = ({**one.hyperparameters, **one.state} for one in (first, other))
+            unlike = [key for key in mine | its if mine.get(key) != its.get(key)]
             if unlike:
-                mine, its = (one.hyperparameters.get(unlike[0]) for one in (first, other))
                 raise UnsupportedError(
                     "param groups that are one in the Trainer differ",
                     expected="the same hyperparameters for all parameters with weight decay, and for all others",
-                    found=f"{unlike[0]} {mine} and {its}",
+                    found=f"{unlike[0]} {mine.get(unlike[0])} and {its.get(unlike[0])}",
                 )
         made.append(ParamGroup(dict(first.hyperparameters), names, dict(first.state)))
     return checkpoint.regrouped(made)
