@@ -530,7 +530,7 @@ def tie_what_differs(rank, world_size, path: Path) -> None:
     with pytest.raises(UsageError, match=what):
         zckpt.load(path, model=tied)
     assert f"left out: {what}" in zckpt.load(path, model=tied, strict=False).notes
-    with pytest.raises(zckpt.NotRestoredError, match=r"weight of last\.weight differs"):
+    with pytest.raises(zckpt.NotRestoredError, match=what):
         zckpt.assert_restored(path, model=tied, strict=False)
 
 
@@ -539,6 +539,25 @@ def test_two_tensors_that_differ_do_not_become_one_in_silence(world_size, tmp_pa
     model = TwoEnds(tied=False)
     zckpt.save(tmp_path / "saved", model=model, optimizer=torch.optim.AdamW(model.parameters()))
     run(tie_what_differs, world_size, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("strip_prefix", [None, "net."])
+@pytest.mark.parametrize("name", ["first.weight", "last.weight"])
+def test_a_numbered_optimizer_beside_any_name_of_a_tied_parameter(name, strip_prefix, tmp_path):
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(TwoEnds(tied=True), nn.Linear(3, 3, bias=False), nn.Linear(3, 3))
+        groups = [{"params": [one for one in model.parameters() if one.dim() == dim]} for dim in (2, 1)]
+        return model, torch.optim.AdamW(groups)
+
+    model, optimizer = made()
+    model[2](model[1](model[0].last(torch.ones(1, 3)))).square().sum().backward()
+    optimizer.step()
+    held = {key: one for key, one in model.state_dict().items() if not key.startswith("0.") or key == f"0.{name}"}
+    held = {f"{strip_prefix or ''}{key}": one for key, one in held.items()}
+    torch.save({"model": held, "optimizer": optimizer.state_dict()}, tmp_path / "saved.pt")
+    other, its = made()
+    zckpt.load(tmp_path / "saved.pt", model=other, optimizer=its, strip_prefix=strip_prefix)
+    assert_same_tree(its.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 @pytest.mark.parametrize("name", ["first.weight", "last.weight"])
@@ -557,6 +576,36 @@ def test_a_second_name_with_other_bits_or_sizes_is_no_difference_after_loading(t
     for name, strict in (("rounded.pt", True), ("reshaped.pt", False)):
         zckpt.load(tmp_path / name, model=tied, strict=strict)
         zckpt.assert_restored(tmp_path / name, model=tied, strict=strict)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_tied_tensors_of_two_types_that_differ_do_not_become_one_in_silence(dtype, tmp_path):
+    torch.save({"first.weight": torch.randn(3, 3), "last.weight": torch.randn(3, 3).bfloat16()}, tmp_path / "two.pt")
+    tied = TwoEnds(tied=True).to(dtype)
+    with refusing(UsageError, "the same tensor as first.weight here"):
+        zckpt.load(tmp_path / "two.pt", model=tied)
+    zckpt.load(tmp_path / "two.pt", model=tied, strict=False)
+    with refusing(zckpt.NotRestoredError, "the same tensor as first.weight here"):
+        zckpt.assert_restored(tmp_path / "two.pt", model=tied, strict=False)
+
+
+def count_what_is_read(rank, world_size, path: Path) -> int:
+    read, read_tensors = list[int](), loading_module.read_tensors
+
+    def counting(reads: Any) -> None:
+        read.extend(one.tensor.nbytes for one in reads)
+        read_tensors(reads)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading_module, "read_tensors", counting)
+        zckpt.load(path, model=TwoEnds(tied=True), broadcast=True)
+    return sum(read)
+
+
+def test_with_broadcast_one_rank_compares_tied_tensors(tmp_path):
+    weight = torch.randn(3, 3)
+    torch.save({"first.weight": weight, "last.weight": weight.clone()}, tmp_path / "same.pt")
+    assert sum(run(count_what_is_read, 2, tmp_path / "same.pt")) == 3 * weight.nbytes  # two to compare, and one to load
 
 
 def test_tied_tensors_are_compared_piece_by_piece(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ order contradicts shapes, or masters that can be compared with weights have give
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any, cast
@@ -40,6 +40,7 @@ from zckpt.optim.states.by_parameter import Asked, OptimizerState, Source, Targe
 from zckpt.optim.states.several import Optimizers, process_group_of, workers_of
 from zckpt.optim.tensors import Model, bare, unwrapped
 from zckpt.optim.values import number_of_steps
+from zckpt.state import Parameter
 from zckpt.state.checkpoint import keys_listed
 from zckpt.state.names import aligned, is_number, like_model
 
@@ -120,7 +121,8 @@ def load(
 
     def prepared() -> OptimizerState:
         known = () if of_model is None else of_model.parameters
-        checkpoint = open_for(path, known, optimizers.order, asked, model=model)
+        tied = {} if of_model is None else of_model.roles({})[0]
+        checkpoint = open_for(path, known, optimizers.order, asked, tied, model=model)
         if verify:
             find_checksums(checks, checkpoint, ranks)
         [state] = optimizers.restore(Source.of(checkpoint, os.fspath(path), asked))
@@ -140,12 +142,15 @@ def load(
 Order = Sequence[Sequence[str]]
 """Names of the parameters of each param group, in the optimizer's order."""
 
+NONE: Mapping[str, str] = {}
+
 
 def open_for(
     path: str | os.PathLike[str],
     live: Collection[str],
     order: Order,
     asked: Asked,
+    tied: Mapping[str, str] = NONE,
     *,
     model: Model = None,
     notes: list[str] | None = None,
@@ -159,6 +164,8 @@ def open_for(
     order : sequence of sequence of str
         Of the live optimizer; empty: there is none.
     asked : Asked
+    tied : mapping of str to str, optional
+        Further names of the model's parameters, with the first of each; the checkpoint may have any.
     model : Module, optional
         Where it is one of transformers, names of its files, those that a map gives too, become those in memory.
     notes : list of str, optional
@@ -174,7 +181,7 @@ def open_for(
     own = [*chain(*order)]
     names, naming = asked.names, asked.naming
     renamed = names is not None or naming.changes
-    found = _open_renamed(path, order, asked) if renamed else _open(path, order, asked)
+    found = _open_renamed(path, order, asked, tied) if renamed else _open(path, order, asked, tied)
     if asked.dequantize:
         [found] = with_floats(found)
     if renamed:
@@ -188,6 +195,10 @@ def open_for(
         if notes is not None:
             notes += told
     like_model(found, list(dict.fromkeys([*live, *own])))
+    for alias, name in tied.items():
+        if alias in found.parameters and name not in found.parameters:
+            its = found.owner(alias)
+            found.parameters[name] = Parameter(name, its.shape, its.dtype, tied_to=its.name)
     if found.per_rank and order:
         raise UnsupportedError(
             f"{keys_listed(found.per_rank)}: each rank had its own, for the elements that it held, and no optimizer "
@@ -231,7 +242,16 @@ def _in_order(found: OpenedCheckpoint, order: Order) -> OpenedCheckpoint:
     return found
 
 
-def _open_renamed(path: str | os.PathLike[str], order: Order, asked: Asked) -> OpenedCheckpoint:
+def _as_filed(order: Order, tied: Mapping[str, str], names: Iterable[str]) -> Order:
+    """Return an order with the further name of each tied parameter of which a file has no other."""
+    there = {*aligned([*chain(*order), *tied], names).values()}
+    others = {name: alias for alias, name in tied.items() if alias in there and name not in there}
+    return [[others.get(name, name) for name in own] for own in order]
+
+
+def _open_renamed(
+    path: str | os.PathLike[str], order: Order, asked: Asked, tied: Mapping[str, str]
+) -> OpenedCheckpoint:
     """Open a checkpoint that is to be renamed; the live order says of numbers what it does where names are the same.
 
     It says nothing where names are given, or a map arranges live parameters otherwise.
@@ -240,13 +260,14 @@ def _open_renamed(path: str | os.PathLike[str], order: Order, asked: Asked) -> O
     if asked.names is not None or not (found.is_numbered or found.unnamed):
         return found
     told = {new: old for old, new in asked.naming.traced(found)[2].items()}
+    order = _as_filed(order, tied, told)
     theirs = {ours: told[new] for new, ours in aligned(chain(*order), told).items()}
     if not all(name in theirs for name in chain(*order)):
         return found
-    return _open(path, [[theirs[name] for name in own] for own in order], asked)
+    return _open(path, [[theirs[name] for name in own] for own in order], asked, NONE)
 
 
-def _open(path: str | os.PathLike[str], order: Order, asked: Asked) -> OpenedCheckpoint:
+def _open(path: str | os.PathLike[str], order: Order, asked: Asked, tied: Mapping[str, str]) -> OpenedCheckpoint:
     """Open a checkpoint; where it has only numbers, under the optimizer's names, unless what it has says otherwise."""
     own = [*chain(*order)]
     try:
@@ -256,6 +277,8 @@ def _open(path: str | os.PathLike[str], order: Order, asked: Asked) -> OpenedChe
             with suppress(ZckptError):
                 return open_checkpoint(path, tag=asked.tag, names=own)
         raise
+    order = _as_filed(order, tied, found.parameters) if tied else order
+    own = [*chain(*order)]
     if not own or not found.is_numbered:
         return _in_order(found, order)
     known_by_values = any(one.master for one in found.parameters.values())

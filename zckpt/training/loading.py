@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from zckpt.optim.files import open_for
 from zckpt.optim.ranks import ALONE, Place, Ranks, check_together, find_checksums
 from zckpt.optim.states.by_parameter import Asked, OptimizerState, Source
 from zckpt.optim.states.several import Given, process_group_of, workers_of
-from zckpt.optim.tensors import Model, Share, Stateful, parts_of, share_of, takers_of_extra, unwrapped
+from zckpt.optim.tensors import Model, Stateful, parts_of, share_of, takers_of_extra, unwrapped
 from zckpt.optim.values import refuse_lossy
 from zckpt.state import MASTER, WEIGHT, Brief, Extent, Parameter, Slot
 from zckpt.training.live import Live, TpRules, everywhere_of, slices_of
@@ -190,6 +191,7 @@ def load(
     with ExitStack() as stack:
         loading = _Loading(stack, ranks, place, model, optimizer, tp_rules, broadcast=broadcast)
         ranks.do(prepared)
+        loading.leave_out(loading.torn(broadcast=broadcast))
         with torch.no_grad():
             ranks.do(lambda: loading.each("read"))
             loading.check_sums()
@@ -231,15 +233,13 @@ class Meeting:
         """Open the checkpoint under the names of what is live, on this rank."""
         order, notes = self.live.optimizers.order, list[str]()
         with headers_shared(self.ranks.rank, self.ranks.world_size):
-            found = open_for(self.path, self.known, order, asked, model=self.live.model, notes=notes)
+            found = open_for(
+                self.path, self.known, order, asked, self.live.tensors.tied, model=self.live.model, notes=notes
+            )
             if verify:
                 find_checksums(self.checks, found, self.ranks, of_optimizer=bool(self.live.optimizers.states))
             if self.slices is not None:
                 self.slices.cut(found, [*self.known, *(name for its in order for name in its)])
-        for alias, name in self.live.tensors.tied.items():  # of which a checkpoint may have any
-            if alias in found.parameters and name not in found.parameters:
-                its = found.owner(alias)
-                found.parameters[name] = Parameter(name, its.shape, its.dtype, tied_to=its.name)
         path = os.fspath(self.path)
         self.source = Source.of(found, path, asked, self.everywhere.parameters)
         self.report = Restored(path, found.format, found.step, world_size=found.world_size, notes=notes)
@@ -273,15 +273,27 @@ class Meeting:
             if len(both) == 2 and both[0] is not both[1] and all(one.slots.keys() & {WEIGHT, MASTER} for one in both):
                 yield alias, both[0], both[1]
 
-    def held_twice(self) -> Iterator[tuple[str, Share, list[Slot]]]:
-        """Yield those of `tied` of which neither is the other, rounded; with what is here, and what the file has."""
+    def torn(self, *, broadcast: bool = False) -> list[str]:
+        """Return what to say of those of `tied` of which neither is the other, rounded, on some rank.
+
+        All ranks call it together; each compares what it has, with `broadcast` one for all what all have whole.
+        """
         live = self.live.tensors
-        for alias, *both in self.tied():
-            share = share_of(live.tensors[live.tied[alias]], alias)
-            if share is not None and both[0].shape == both[1].shape:
+
+        def here() -> list[str]:
+            found = []
+            for alias, *both in self.tied():
+                share = share_of(live.tensors[live.tied[alias]], alias)
+                if share is None or both[0].shape != both[1].shape:
+                    continue
+                if broadcast and share.ranks is None and self.ranks.rank != 0:
+                    continue
                 slots = [weight_like(one, share.tensor.dtype) for one in both]
-                if slots[0].dtype == slots[1].dtype:
-                    yield alias, share, slots
+                if not all(_are_alike(slots, part, share.tensor.dtype) for part in _cut(share.extent)):
+                    found.append(f"{alias} is the same tensor as {live.tied[alias]} here, but not in the checkpoint")
+            return found
+
+        return list(dict.fromkeys(chain(*self.ranks.gather_all(self.ranks.do(here)))))
 
     def read_others(self, scheduler: Stateful | None, grad_scaler: Stateful | None, rank: int | None) -> OtherState:
         """Read what the checkpoint has besides the model's tensors and the optimizers."""
@@ -349,18 +361,13 @@ class _Loading(Meeting):
         advice = "dequantize=True loads the numbers; or load a model in these types, with scales"
         refuse_lossy(self.source.checkpoint, reads, advice)
         check_tensors(reads)
-        self._check_tied()
         self.each("check")
 
-    def _check_tied(self) -> None:
-        """Refuse two tensors that differ and are one here, or note which is left out."""
-        for alias, share, slots in self.held_twice():
-            if all(_are_alike(slots, part, share.tensor.dtype) for part in _cut(share.extent)):
-                continue
-            what = f"{alias} is the same tensor as {self.live.tensors.tied[alias]} here, but not in the checkpoint"
-            if self.source.asked.strict:
-                raise UsageError(what, path=self.report.path, advice="untie them, or strict=False leaves it out")
-            self.report.notes.append(f"left out: {what}")
+    def leave_out(self, torn: Sequence[str]) -> None:
+        """Refuse tensors that differ and are one here, or note which are left out."""
+        if torn and self.source.asked.strict:
+            raise UsageError(torn[0], path=self.report.path, advice="untie them, or strict=False leaves it out")
+        self.report.notes += [f"left out: {what}" for what in torn]
 
     def each(self, step: str) -> None:
         """Take a step of all optimizers' states."""
@@ -405,10 +412,18 @@ def _cut(extent: Extent) -> Iterator[Extent]:
 
 
 def _are_alike(slots: Sequence[Slot], extent: Extent, dtype: torch.dtype) -> bool:
-    """Tell whether two slots have the same bits there, in an element type."""
-    room = [torch.empty(extent.numel, dtype=dtype) for _ in slots]
-    read_tensors([TensorRead(slot, extent, one) for slot, one in zip(slots, room, strict=True)])
-    return torch.equal(*(one.view(torch.uint8) for one in room))
+    """Tell whether two slots have the same bits there, in an element type, or where one is rounded to the other's."""
+    kinds = {getattr(torch, slot.dtype) for slot in slots}
+    if all(kind.is_floating_point for kind in (dtype, *kinds)):
+        kinds = {dtype, *(kinds if len(kinds) > 1 else ())}
+    elif len(kinds) > 1:
+        return False
+    for kind in kinds:
+        room = [torch.empty(extent.numel, dtype=kind) for _ in slots]
+        read_tensors([TensorRead(slot, extent, one) for slot, one in zip(slots, room, strict=True)])
+        if torch.equal(*(one.view(torch.uint8) for one in room)):
+            return True
+    return False
 
 
 ROUND_NBYTES = 64 << 20

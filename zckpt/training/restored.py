@@ -119,6 +119,7 @@ def assert_restored(
         held.allow_rounding = allow_rounding
         unpartition(held.live.tensors)
         ranks.do(prepared)
+        held.differences += held.torn()
         with torch.no_grad():
             ranks.do(held.compare)
         held.check_sums()
@@ -220,8 +221,6 @@ class _Held(Meeting):
                 source = its.master or source
             stepped = name in self.stepped and not self.allow_rounding
             self.pair(f"{slot} of {name}", source, share, may_round=not stepped)
-        for alias, share, slots in self.held_twice():
-            self.pair(f"{WEIGHT} of {alias}", slots[0], share, may_round=True)
 
     def hold_optimizers(self) -> None:
         """Pair the state of optimizers, and compare their settings and numbers."""
