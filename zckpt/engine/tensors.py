@@ -62,12 +62,24 @@ def check_tensors(reads: Iterable[TensorRead]) -> None:
 
 
 def _hole_of(read: TensorRead) -> Hole:
-    if any(size > 1 and not step for size, step in zip(read.tensor.shape, read.tensor.stride(), strict=True)):
+    if _overlaps_itself(read.tensor):
         raise UsageError(
-            f"{read.hole.label} is an expanded tensor, whose elements share memory: nothing can be read into it",
+            f"elements of {read.hole.label} share memory, as those of an expanded tensor: nothing can be read into it",
             advice="give it memory of its own: clone()",
         )
     return read.hole
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Tell whether elements of a tensor share memory; all are looked at only where strides do not tell."""
+    steps = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    reach = 0
+    for step, size in steps:
+        if step <= reach:
+            every = torch.arange(1 + sum(step * (size - 1) for step, size in steps))
+            return not step or bool(every.as_strided(tensor.shape, tensor.stride()).flatten().bincount().max() > 1)
+        reach += step * (size - 1)
+    return False
 
 
 def read_tensors(reads: Iterable[TensorRead], *, checks: Checks | None = None) -> None:
