@@ -93,7 +93,7 @@ def parameter_values(checkpoint: Checkpoint, parameter: Parameter) -> dict[str, 
 
     A single value that a file keeps once for a whole param group (`step` of a flat ZeRO buffer) is a value of each
     of its parameters. A parameter that no step has reached has no state at all: where others of its group have
-    tensors and it has none, the group's values are not its own.
+    tensors and it has none, or it has no elements, the group's values are not its own.
 
     Returns
     -------
@@ -111,7 +111,7 @@ def parameter_values(checkpoint: Checkpoint, parameter: Parameter) -> dict[str, 
     own = {**parameter.state, **parameter.optimizer_slots}
     if group.state and not own:
         members = map(checkpoint.find, group.parameters)
-        if any(one is not None and (one.state or one.optimizer_slots) for one in members):
+        if not parameter.numel or any(one is not None and (one.state or one.optimizer_slots) for one in members):
             return {}
     for key, value in group.state.items():
         if isinstance(value, Tensor):

@@ -83,7 +83,7 @@ class OfMembers(OptimizerState):
         if state:
             self.loaded[number] = state
             self.notes += [f"no state of {name}" for name in lacking]
-        elif makes_state(self.holder, group, parameter.dim()):
+        elif parameter.numel() and makes_state(self.holder, group, parameter.dim()):
             self.without += owners
 
     def _flat_state(
