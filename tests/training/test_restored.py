@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -55,3 +57,28 @@ def test_what_the_checkpoint_has_not_is_not_restored(tmp_path):
             zckpt.assert_restored(tmp_path / "saved", **{"model": model, **one})
     with pytest.raises(UsageError, match="nothing was given"):
         zckpt.assert_restored(tmp_path / "saved")
+
+
+def test_what_a_load_that_was_not_strict_has_left_out_is_not_restored(tmp_path):
+    def made(how: str) -> tuple[torch.nn.Module, Any]:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+        groups = {"one": [model], "split": model, "first": model[:1], "two": model}[how]
+        its = [{"params": list(part.parameters()), "lr": 0.1} for part in groups]
+        return model, [*map(torch.optim.SGD, ([one] for one in its))] if how == "two" else torch.optim.SGD(its)
+
+    model, optimizer = made("one")
+    zckpt.save(tmp_path / "saved", model=model, optimizer=optimizer)
+    for how, said in (
+        ("split", "other param groups than the optimizer's: expected 2, found 1"),
+        ("first", "param group 0 has other parameters than the optimizer's: found 1.bias, 1.weight"),
+        ("two", "the checkpoint has 1 optimizer, but 2 were given: expected one without a name, found 0, 1"),
+    ):
+        model, optimizer = made(how)
+        zckpt.load(tmp_path / "saved", model=model, optimizer=optimizer, strict=False)
+        zckpt.assert_restored(tmp_path / "saved", model=model, optimizer=optimizer, strict=False)
+        with torch.no_grad():
+            model[0].bias.fill_(7)
+        with pytest.raises(NotRestoredError) as error:
+            zckpt.assert_restored(tmp_path / "saved", model=model, optimizer=optimizer)
+        assert error.value.differences[0] == said
+        assert error.value.differences[1].startswith("weight of 0.bias differs in 3 of 3 elements")
