@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
 import zckpt
+from tests.live import save_both
 from zckpt.errors import NotRestoredError, UsageError
 
 
@@ -82,3 +84,24 @@ def test_what_a_load_that_was_not_strict_has_left_out_is_not_restored(tmp_path):
             zckpt.assert_restored(tmp_path / "saved", model=model, optimizer=optimizer)
         assert error.value.differences[0] == said
         assert error.value.differences[1].startswith("weight of 0.bias differs in 3 of 3 elements")
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [(torch.optim.LBFGS, {"max_iter": 3}), (torch.optim.Adam, {"betas": (torch.tensor(0.5), torch.tensor(0.25))})],
+)
+def test_lists_and_tensors_of_a_state_dict_of_torch_are_compared(cls, options, tmp_path):
+    model = torch.nn.Linear(3, 2)
+    optimizer = cls(model.parameters(), **options)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (loss := model(torch.ones(1, 3)).square().sum()).backward()
+        optimizer.step(lambda loss=loss: loss)
+    save_both(model, optimizer, tmp_path / "saved.pt")
+    zckpt.assert_restored(tmp_path / "saved.pt", model=model, optimizer=optimizer)
+    state = optimizer.state[model.weight]
+    what, changed = ("ro of weight[0]", state["ro"][0]) if "ro" in state else ("betas[1]", options["betas"][1])
+    changed.add_(1)
+    with pytest.raises(NotRestoredError, match=re.escape(what)) as error:
+        zckpt.assert_restored(tmp_path / "saved.pt", model=model, optimizer=optimizer)
+    assert len(error.value.differences) == 1

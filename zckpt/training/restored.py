@@ -19,6 +19,7 @@ import torch.distributed as dist
 from zckpt.engine.tensors import TensorRead, check_tensors, dtype_name, read_tensors
 from zckpt.engine.workers import batched
 from zckpt.errors import NotRestoredError, UnsupportedError, UsageError, listed, shown
+from zckpt.formats.torch_files.optimizer import BESIDE
 from zckpt.immutable import immutable
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.places import place_of
@@ -27,7 +28,7 @@ from zckpt.optim.states.by_parameter import Asked, OptimizerState, Source, owner
 from zckpt.optim.states.deepspeed import unpartition
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model, Share, Stateful
-from zckpt.optim.values import read_numbers, refuse_lossy
+from zckpt.optim.values import read_numbers, refuse_lossy, value_of
 from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Slot, by_key, number_of
 from zckpt.training.live import TpRules
 from zckpt.training.loading import ROUND_NBYTES, Meeting, Restored, weight_like
@@ -239,9 +240,12 @@ class _Held(Meeting):
 
     def _hold_optimizer(self, state: OptimizerState) -> None:
         snapshot = state.snapshot()
+        beside = snapshot.metadata.get(BESIDE, {})  # which a file of torch has among state and settings
+        apart = beside.get("groups") or [{}] * len(snapshot.groups)
         with self._telling():
-            for number, (settings, ours) in enumerate(zip(state.hyperparameters(), snapshot.groups, strict=True)):
-                self._compare(f"param group {number}", settings, ours.hyperparameters)
+            every = zip(state.hyperparameters(), snapshot.groups, apart, strict=True)
+            for number, (settings, ours, odd) in enumerate(every):
+                self._compare(f"param group {number}", settings, {**ours.hyperparameters, **odd})
         for what, value, mine in state.kept_apart(snapshot):
             self._compare(what, value, mine)
         of_group = {name: one.state for one in snapshot.groups for name in one.parameters}
@@ -258,6 +262,10 @@ class _Held(Meeting):
         for name, values in snapshot.values.items():
             for key, value in values.items():
                 self._hold_value(name, key, expected.get(name, {}), value)
+        odd_state = beside.get("parameters", {})
+        for name, values in odd_state.items():
+            for key in values.keys() & expected.get(name, {}).keys():
+                self._compare(f"{key} of {name}", value_of(expected[name][key]), values[key])
         for group in snapshot.groups:
             for key, value in group.state.items():
                 for name in filter(expected.get, group.parameters):  # of others, shares tell
@@ -265,7 +273,7 @@ class _Held(Meeting):
         for name, tensor in state.holding():
             if not state.is_here(tensor) or not expected.get(name):
                 continue
-            has = {*state.values_of(tensor), *of_group.get(name, {})}
+            has = {*state.values_of(tensor), *of_group.get(name, {}), *odd_state.get(name, {})}
             self.differences += [
                 f"{key} of {name} is in the checkpoint, and the optimizer has none"
                 for key, value in expected[name].items() if key not in has and value is not None
