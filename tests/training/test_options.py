@@ -606,6 +606,23 @@ def test_tied_tensors_of_two_types_that_differ_do_not_become_one_in_silence(dtyp
         zckpt.assert_restored(tmp_path / "two.pt", model=tied, strict=False)
 
 
+def test_buffers_that_differ_and_are_one_here_do_not_become_one_in_silence(tmp_path):
+    def made(*tables: torch.Tensor) -> nn.Module:
+        model = nn.Linear(3, 3)
+        for name, table in zip("ab", tables, strict=True):
+            model.register_buffer(name, table)
+        return model
+
+    zckpt.save(tmp_path / "other", model=made(torch.zeros(3), torch.ones(3)))
+    zckpt.save(tmp_path / "same", model=made(torch.ones(3), torch.ones(3)))
+    model = made(*[torch.zeros(3)] * 2)
+    with refusing(UsageError, "b is the same tensor as a here, but not in the checkpoint"):
+        zckpt.load(tmp_path / "other", model=model)
+    assert not model.b.any()
+    zckpt.load(tmp_path / "same", model=model)
+    zckpt.assert_restored(tmp_path / "same", model=model)
+
+
 def count_what_is_read(rank, world_size, path: Path) -> int:
     read, read_tensors = list[int](), loading_module.read_tensors
 

@@ -26,7 +26,7 @@ from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.places import at_path, place_of
 from zckpt.optim.files import open_for
 from zckpt.optim.ranks import ALONE, Place, Ranks, check_together, find_checksums
-from zckpt.optim.states.by_parameter import Asked, OptimizerState, Source
+from zckpt.optim.states.by_parameter import Asked, OptimizerState, Source, owner_of
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model, Stateful, parts_of, share_of, takers_of_extra, unwrapped
 from zckpt.optim.values import refuse_lossy
@@ -260,37 +260,38 @@ class Meeting:
                 report.reshaped.append(name)
             else:
                 found[name] = its
-        report.reshaped += [alias for alias, its, one in self.tied() if its.shape != one.shape]
+        report.reshaped += [alias for alias, _, its, one in self.tied() if its.shape != one.shape]
         ours = {*self.known, *live.tensors.extra}
         report.unexpected = [name for name in checkpoint.names if name not in ours]
         return found
 
-    def tied(self) -> Iterator[tuple[str, Parameter, Parameter]]:
-        """Yield names whose tensor has another name here, but not in the checkpoint: what that has under both."""
-        checkpoint = self.source.checkpoint
-        for alias, name in self.live.tensors.tied.items():
-            both = [checkpoint.owner(key) for key in (alias, name) if key in checkpoint.parameters]
-            if len(both) == 2 and both[0] is not both[1] and all(one.slots.keys() & {WEIGHT, MASTER} for one in both):
-                yield alias, both[0], both[1]
+    def tied(self) -> Iterator[tuple[str, str, Parameter, Parameter]]:
+        """Yield names whose tensor has another name here, but not in the checkpoint, with that: what it has of both."""
+        live, firsts = self.live.tensors, dict[int, str]()
+        buffers = {name: firsts.setdefault(id(one), name) for name, one in live.tensors.items()}
+        for alias, name in (buffers | live.tied).items():
+            its, one = (owner_of(self.source.checkpoint, key) for key in (alias, name))
+            if its and one and its is not one and all(both.slots.keys() & {WEIGHT, MASTER} for both in (its, one)):
+                yield alias, name, its, one
 
     def torn(self, *, broadcast: bool = False) -> list[str]:
         """Return what to say of those of `tied` of which neither is the other, rounded, on some rank.
 
         All ranks call it together; each compares what it has, with `broadcast` one for all what all have whole.
         """
-        live = self.live.tensors
+        live = self.live.tensors.tensors
 
         def here() -> list[str]:
             found = []
-            for alias, *both in self.tied():
-                share = share_of(live.tensors[live.tied[alias]], alias)
+            for alias, name, *both in self.tied():
+                share = share_of(live[name], alias)
                 if share is None or both[0].shape != both[1].shape:
                     continue
                 if broadcast and share.ranks is None and self.ranks.rank != 0:
                     continue
                 slots = [weight_like(one, share.tensor.dtype) for one in both]
                 if not all(_are_alike(slots, part, share.tensor.dtype) for part in _cut(share.extent)):
-                    found.append(f"{alias} is the same tensor as {live.tied[alias]} here, but not in the checkpoint")
+                    found.append(f"{alias} is the same tensor as {name} here, but not in the checkpoint")
             return found
 
         return list(dict.fromkeys(chain(*self.ranks.gather_all(self.ranks.do(here)))))
