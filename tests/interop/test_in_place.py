@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import zckpt
 from tests.deepspeed_engine import SPECS, Spec, resume
@@ -20,8 +21,10 @@ from tests.gloo import on_ranks, run
 from tests.interop.cut import TOLERANCE, cut
 from tests.interop.test_reshard_parallel import TP2
 from tests.interop.test_reshard_pipeline import FEW, MANY, TWO
+from tests.live import trained
 from tests.logical import assert_same_tree
 from tests.pairwise import some
+from tests.refusals import refusing
 from tests.test_safety import MODEL, called, named, poison, shell
 from tests.training.test_live_checksums import FLIPPED_NBYTES, flipped, records
 from tests.truth import Truth, assert_same
@@ -122,6 +125,41 @@ def test_a_group_in_which_nothing_is_trained_stays_without_sub_groups(tmp_path):
     zckpt.convert(tmp_path / "saved", tmp_path / "dcp", to="dcp")
     for loads in ("saved", "cut", "dcp"):
         assert run(go_on_beside_a_frozen_group, 1, tmp_path, loads)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def tied_ends() -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(3)))
+    model[2].weight = model[0].weight
+    return model
+
+
+@on_ranks(2, each=product((0, 2, 3)))
+def test_a_checkpoint_may_have_any_name_of_a_tied_parameter_but_not_two_values(rank, world_size, stage, tmp_path):
+    import deepspeed
+
+    saved, optimizer = trained(tied_ends(), steps=2, lr=0.1)
+    weights = {name: one.detach().clone() for name, one in saved.state_dict().items()}
+    for path, held in (
+        (tmp_path / str(stage) / "second", {name: weights[name] for name in ("1.weight", "2.weight")}),
+        (tmp_path / str(stage) / "differ", {**weights, "2.weight": weights["2.weight"] + 1}),
+    ):
+        model, spec = tied_ends(), Spec("tied", stage=stage, dtype="fp32", world_size=world_size)
+        its = torch.optim.AdamW(model.parameters(), lr=0.5)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=its, config=ds_config(spec), dist_init_required=False)
+        if rank == 0:
+            path.mkdir(parents=True)
+            save_file(held, path / "model.safetensors")
+            torch.save(optimizer.state_dict(), path / "optimizer.pt")
+            (path / "trainer_state.json").write_text('{"global_step": 2}')
+        torch.distributed.barrier()
+        with zckpt.deepspeed.any_world_size(engine):
+            if path.name == "differ":
+                with refusing(UsageError, "2.weight is the same tensor as 0.weight here, but not in the checkpoint"):
+                    engine.load_checkpoint(str(path))
+            else:
+                assert engine.load_checkpoint(str(path))[0]
+                zckpt.assert_restored(path, model=engine, optimizer=engine.optimizer)
 
 
 @pytest.mark.parametrize("source", ["s2_bf16_dp2", "s3_bf16_dp2"])

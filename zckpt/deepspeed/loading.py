@@ -57,12 +57,13 @@ from zckpt.immutable import mutable
 from zckpt.optim.files import open_for
 from zckpt.optim.ranks import Ranks, check_together
 from zckpt.optim.states.by_parameter import Asked
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, Extent
 from zckpt.state.context import during
 from zckpt.state.inventory import FILE
 from zckpt.storage.files import is_file
 from zckpt.torchfile import plain
 from zckpt.torchfile.torch_file import NUMPY
+from zckpt.training.loading import torn
 
 _CONSOLIDATE = "get_fp32_state_dict_from_zero_checkpoint"
 """What a ZeRO-3 engine calls to load a model without its optimizer; it opens files of its own."""
@@ -252,11 +253,18 @@ def _served(
         if Ranks().rank == 0:  # which has opened it: what was sent no longer tells one value from an equal one
             _check_nothing_lost(checkpoint)
     live = [name for names in training.names for name in names]
+    tied = {name: names[0] for names in training.names for name in names[1:]}
     if checkpoint.unnamed or {*live} - {*checkpoint.names}:
         # Its optimizer has numbers, which the engine's order gives names; or transformers has other names in files.
         order = [list(names) for names in training.numbered]
-        checkpoint = open_for(path, live, order, Asked(), model=engine.module, notes=notes)
+        checkpoint = open_for(path, live, order, Asked(), tied, model=engine.module, notes=notes)
         _check_nothing_lost(checkpoint)
+
+    def whole(name: str) -> tuple[Extent, torch.dtype]:
+        return Extent.whole(checkpoint.owner(name).shape), getattr(torch, training.dtype, torch.float32)
+
+    for what in torn(checkpoint, tied, whole) if Ranks().rank == 0 else ():
+        raise UsageError(what, path=path, advice="untie them in the model, or make them equal in the checkpoint")
     with about(checkpoint.source):
         served = serve(checkpoint, training, optimizer=optimizer)
     if optimizer:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import field, replace
 from functools import partial
@@ -30,7 +30,7 @@ from zckpt.optim.states.by_parameter import Asked, OptimizerState, Source, owner
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model, Stateful, parts_of, share_of, takers_of_extra, unwrapped
 from zckpt.optim.values import refuse_lossy
-from zckpt.state import MASTER, WEIGHT, Brief, Extent, Parameter, Slot
+from zckpt.state import MASTER, WEIGHT, Brief, Checkpoint, Extent, Parameter, Slot
 from zckpt.training.live import Live, TpRules, everywhere_of, slices_of
 from zckpt.training.other_state import OtherState, read_other_state
 
@@ -260,41 +260,31 @@ class Meeting:
                 report.reshaped.append(name)
             else:
                 found[name] = its
-        report.reshaped += [alias for alias, _, its, one in self.tied() if its.shape != one.shape]
+        report.reshaped += [name for name, _, its, one in untied(checkpoint, self.tied()) if its.shape != one.shape]
         ours = {*self.known, *live.tensors.extra}
         report.unexpected = [name for name in checkpoint.names if name not in ours]
         return found
 
-    def tied(self) -> Iterator[tuple[str, str, Parameter, Parameter]]:
-        """Yield names whose tensor has another name here, but not in the checkpoint, with that: what it has of both."""
+    def tied(self) -> dict[str, str]:
+        """Return further names of tensors that have several here, with the first of each."""
         live, firsts = self.live.tensors, dict[int, str]()
-        buffers = {name: firsts.setdefault(id(one), name) for name, one in live.tensors.items()}
-        for alias, name in (buffers | live.tied).items():
-            its, one = (owner_of(self.source.checkpoint, key) for key in (alias, name))
-            if its and one and its is not one and all(both.slots.keys() & {WEIGHT, MASTER} for both in (its, one)):
-                yield alias, name, its, one
+        every = {name: firsts.setdefault(id(one), name) for name, one in live.tensors.items()}
+        return {name: first for name, first in every.items() if name != first} | live.tied
 
     def torn(self, *, broadcast: bool = False) -> list[str]:
-        """Return what to say of those of `tied` of which neither is the other, rounded, on some rank.
+        """Return what `torn` says of them on some rank; with `broadcast`, one compares what all have whole.
 
-        All ranks call it together; each compares what it has, with `broadcast` one for all what all have whole.
+        All ranks call it together.
         """
-        live = self.live.tensors.tensors
 
-        def here() -> list[str]:
-            found = []
-            for alias, name, *both in self.tied():
-                share = share_of(live[name], alias)
-                if share is None or both[0].shape != both[1].shape:
-                    continue
-                if broadcast and share.ranks is None and self.ranks.rank != 0:
-                    continue
-                slots = [weight_like(one, share.tensor.dtype) for one in both]
-                if not all(_are_alike(slots, part, share.tensor.dtype) for part in _cut(share.extent)):
-                    found.append(f"{alias} is the same tensor as {name} here, but not in the checkpoint")
-            return found
+        def held(name: str) -> tuple[Extent, torch.dtype] | None:
+            share = share_of(self.live.tensors.tensors[name], name)
+            if share is None or (broadcast and share.ranks is None and self.ranks.rank != 0):
+                return None
+            return share.extent, share.tensor.dtype
 
-        return list(dict.fromkeys(chain(*self.ranks.gather_all(self.ranks.do(here)))))
+        here = self.ranks.do(lambda: list(torn(self.source.checkpoint, self.tied(), held)))
+        return list(dict.fromkeys(chain(*self.ranks.gather_all(here))))
 
     def read_others(self, scheduler: Stateful | None, grad_scaler: Stateful | None, rank: int | None) -> OtherState:
         """Read what the checkpoint has besides the model's tensors and the optimizers."""
@@ -392,6 +382,30 @@ class _Loading(Meeting):
             source = self.live.tensors.tensors[name]
             if isinstance(source, torch.Tensor):
                 copy.copy_(source)
+
+
+def untied(checkpoint: Checkpoint, same: Mapping[str, str]) -> Iterator[tuple[str, str, Parameter, Parameter]]:
+    """Yield names of one tensor that is two in a checkpoint, and what that has under both."""
+    for alias, name in same.items():
+        its, one = (owner_of(checkpoint, key) for key in (alias, name))
+        if its and one and its is not one and all(both.slots.keys() & {WEIGHT, MASTER} for both in (its, one)):
+            yield alias, name, its, one
+
+
+def torn(
+    checkpoint: Checkpoint, same: Mapping[str, str], held: Callable[[str], tuple[Extent, torch.dtype] | None]
+) -> Iterator[str]:
+    """Yield what to say of two tensors that are one here, if neither is the other, rounded.
+
+    `same`: further names here, with the first of each; `held`: returns what of one is compared, and its type.
+    """
+    for alias, name, *both in untied(checkpoint, same):
+        its = held(name)
+        if its is None or both[0].shape != both[1].shape:
+            continue
+        slots = [weight_like(one, its[1]) for one in both]
+        if not all(_are_alike(slots, part, its[1]) for part in _cut(its[0])):
+            yield f"{alias} is the same tensor as {name} here, but not in the checkpoint"
 
 
 def weight_like(parameter: Parameter, dtype: torch.dtype) -> Slot:
