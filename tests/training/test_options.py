@@ -200,10 +200,19 @@ def test_tensors_are_saved_and_loaded_whatever_lies_in_memory(async_, tmp_path):
 
 
 def test_a_model_without_memory_is_neither_loaded_nor_said_to_be(tmp_path):
-    zckpt.save(tmp_path / "c", model=nn.Linear(2, 2))
+    model, optimizer = trained(nn.Linear(2, 2))
+    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
     for call in (zckpt.load, zckpt.assert_restored):
-        with pytest.raises(UnsupportedError, match="weight is on the meta device"):
-            call(tmp_path / "c", model=nn.Linear(2, 2, device="meta"))
+        for made, said in (
+            (nn.Linear(2, 2, device="meta"), "weight is on the meta device"),
+            (nn.LazyLinear(2), "weight is not initialised"),
+        ):
+            with refusing(UnsupportedError, said):
+                call(tmp_path / "c", model=made)
+    its = torch.optim.AdamW(nn.Linear(2, 2, device="meta").named_parameters())
+    with refusing(UsageError, "exp_avg is for a tensor on the meta device"):
+        zckpt.load(tmp_path / "c", optimizer=its)
+    assert not its.state
 
 
 def test_what_cannot_be_saved_is_refused(tmp_path):

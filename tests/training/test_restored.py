@@ -105,3 +105,15 @@ def test_lists_and_tensors_of_a_state_dict_of_torch_are_compared(cls, options, t
     with pytest.raises(NotRestoredError, match=re.escape(what)) as error:
         zckpt.assert_restored(tmp_path / "saved.pt", model=model, optimizer=optimizer)
     assert len(error.value.differences) == 1
+
+
+def test_state_of_parameters_of_another_shape_is_left_out_as_they_are(tmp_path):
+    model, optimizer = stepped_once(torch.float32)
+    zckpt.save(tmp_path / "saved", model=model, optimizer=optimizer)
+    other = torch.nn.Linear(3, 4)
+    its = torch.optim.AdamW(other.parameters())
+    zckpt.load(tmp_path / "saved", model=other, optimizer=its, strict=False)
+    zckpt.assert_restored(tmp_path / "saved", model=other, optimizer=its, strict=False)
+    with pytest.raises(NotRestoredError) as error:
+        zckpt.assert_restored(tmp_path / "saved", model=other, optimizer=its)
+    assert error.value.differences == ("another shape has weight, bias",)

@@ -56,12 +56,14 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 def check_tensors(reads: Iterable[TensorRead]) -> None:
     """Check all that can be known before elements are read.
 
-    Errors are those of `zckpt.engine.read.check_reads`, and UsageError: elements of a tensor share memory.
+    Errors are those of `zckpt.engine.read.check_reads`, and UsageError: elements of a tensor share memory or have none.
     """
     check_reads(_hole_of(one) for one in reads if one.tensor.numel())
 
 
 def _hole_of(read: TensorRead) -> Hole:
+    if read.tensor.is_meta:
+        raise UsageError(f"{read.hole.label} is for a tensor on the meta device, where it has no elements")
     if _overlaps_itself(read.tensor):
         raise UsageError(
             f"elements of {read.hole.label} share memory, as those of an expanded tensor: nothing can be read into it",

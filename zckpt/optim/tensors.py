@@ -125,7 +125,8 @@ def parts_of(model: Model) -> list[torch.nn.Module]:
 def model_state(model: Model) -> ModelState:
     """Return a model's tensors, which are the model's own and not copies.
 
-    Raises UsageError: two parts have a parameter of one name; UnsupportedError: a part is in FullyShardedDataParallel.
+    Raises UsageError: two parts have a parameter of one name; UnsupportedError: a part is in FullyShardedDataParallel,
+    or a parameter not initialised.
     """
     if isinstance(model, (list, tuple)):
         return _of_parts(parts_of(model))
@@ -142,6 +143,9 @@ def model_state(model: Model) -> ModelState:
             found.tensors[key] = value
         else:
             found.extra[key] = value
+    for name, tensor in found.tensors.items():
+        if isinstance(tensor, torch.Tensor) and is_lazy(tensor):
+            raise UnsupportedError(f"{name} is not initialised", advice="call the model once before")
     called = {id(one): name for name, one in found.tensors.items()}
     held = {tensor: [(called[id(one)], one) for one in every] for tensor, every in its.steps.items()}
     found.members = Members(held, tuple(found.tensors))
@@ -201,8 +205,6 @@ def share_of(tensor: torch.Tensor | Member, name: str) -> Share | None:
     """
     if isinstance(tensor, Member):
         return None if tensor.extent is None else Share(tuple(tensor.shape), tensor.extent, tensor.tensor, tensor.ranks)
-    if is_lazy(tensor):
-        raise UnsupportedError(f"{name} is not initialised", advice="call the model once before")
     if tensor.is_meta:
         raise UnsupportedError(
             f"{name} is on the meta device, where it has no elements",

@@ -207,11 +207,13 @@ def load(
 class Meeting:
     """What is live, and a checkpoint that is opened for it by all ranks together. Nothing is changed.
 
-    `path`: what is read, mounted as long as the stack is open; `source`: what of it all optimizers take.
+    `path`: what is read, mounted as long as the stack is open; `source`: what of it all optimizers take; `found`: what
+    it has of the model's tensors.
     """
 
     source: Source
     report: Restored
+    found: Mapping[str, Parameter] = {}
 
     def __init__(
         self, stack: ExitStack, ranks: Ranks, place: Place, model: Model, optimizer: Given, tp_rules: TpRules,
@@ -305,7 +307,6 @@ class Meeting:
 class _Loading(Meeting):
     """One checkpoint on its way into one model and its optimizers. Until something is read, nothing is changed."""
 
-    found: Mapping[str, Parameter] = {}
     states: Sequence[OptimizerState]
     other: OtherState
 

@@ -109,9 +109,9 @@ def assert_restored(
 
     def prepared() -> None:
         held.open(asked, verify=verify)
+        held.found = held.matched() if model is not None else {}
         held.hold_optimizers()
-        if model is not None:
-            held.hold_model()
+        held.hold_model()
         held.hold_others(scheduler, grad_scaler)
         held.check()
 
@@ -210,11 +210,11 @@ class _Held(Meeting):
 
     def hold_model(self) -> None:
         """Pair weights and buffers, and say which have no counterpart."""
-        found, with_masters = self.matched(), self.published | self.stepped
+        with_masters = self.published | self.stepped
         if self.source.asked.strict:
             self.differences += [f"{what} {listed(names)}" for what, names in self.report.unmatched()]
         for name, slot, share in self.live.tensors.shares():
-            its = found.get(name)
+            its = self.found.get(name)
             if its is None:
                 continue
             source = weight_like(its, share.tensor.dtype)
@@ -250,7 +250,8 @@ class _Held(Meeting):
             self._compare(what, value, mine)
         of_group = {name: one.state for one in snapshot.groups for name in one.parameters}
         names = list(dict.fromkeys([*of_group, *(name for name, _ in state.holding())]))
-        owners = {name: owner_of(self.source.checkpoint, name) for name in names}
+        others = {*self.report.reshaped}
+        owners = {name: None if name in others else owner_of(self.source.checkpoint, name) for name in names}
         read: list[dict[str, Any]] = [{} if one is None else {**state.values(one)} for one in owners.values()]
         read_numbers(read, self.source.checkpoint.number_keys)
         expected = dict(zip(names, read, strict=True))
