@@ -218,11 +218,13 @@ def test_a_model_without_memory_is_neither_loaded_nor_said_to_be(tmp_path):
 def test_what_cannot_be_saved_is_refused(tmp_path):
     of_bits = nn.Linear(2, 2)
     of_bits.register_buffer("bits", torch.zeros(4, dtype=torch.uint8).view(torch.bits8))
+    of_complex = torch.optim.SGD([{"params": nn.Linear(2, 2).named_parameters(), "phase": torch.tensor(1j)}])
     for given, kind, said in (
         ({"extra": [1]}, UsageError, "unusable extra: expected a dict, found list"),
         ({"scheduler": 3}, UsageError, r"unusable lr_scheduler: expected an object with state_dict\(\), found int"),
         ({"model": nn.Linear(2, 2, device="meta")}, UnsupportedError, "weight is on the meta device"),
         ({"model": nn.LazyLinear(3)}, UnsupportedError, "weight is not initialised"),
+        ({"optimizer": of_complex}, UnsupportedError, "phase is a tensor, not a real number"),
         ({"model": of_bits}, UnsupportedError, "unknown element type"),
     ):
         with refusing(kind, said):

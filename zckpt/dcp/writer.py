@@ -392,8 +392,8 @@ def _own(state: Mapping[str, Any], paths: Paths, source: str) -> tuple[Slots, di
     numbers: dict[str, Any] = {}
     for item in (item for part in find_optimizers(_tree(source, found, paths)) for item in leaves(part.node)):
         if isinstance(item, TensorItem) and not item.shape:
-            number: Any = as_stored(state[item.key])
             with suppress(UnsupportedError):  # of a kind that is none
+                number: Any = as_stored(state[item.key])
                 encode(number)
                 numbers[item.key] = number
     _, slots = contents(source, {**found, **numbers}, paths)

@@ -292,14 +292,15 @@ def as_torch(value: object, what: str) -> object:
     return found
 
 
-def as_stored(value: object, key: str = "") -> object:
+def as_stored(value: object, key: str = "a value") -> object:
     """Return a value that a file can hold; a tensor of one element as its number and type. `key` is for messages.
 
-    Raises UnsupportedError: a tensor of several elements.
+    Raises UnsupportedError: a tensor of several elements, or of a complex one.
     """
     if isinstance(value, torch.Tensor):
-        if value.dim():
-            raise UnsupportedError(f"hyperparameter {key} is a tensor, not a number", found=tuple(value.shape))
+        if value.dim() or value.is_complex():
+            found = f"{tuple(value.shape)} of {dtype_name(value.dtype)}"
+            raise UnsupportedError(f"{key} is a tensor, not a real number", found=found)
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         return Scalar(whole.item(), dtype_name(value.dtype))
     return value

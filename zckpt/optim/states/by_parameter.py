@@ -265,7 +265,7 @@ class OptimizerState:
                     its = self._shares(name, parameter, key, value, found)
                     found.shares += [(name, slot, share) for slot, share in its.items()]
                 elif self.is_here(parameter):
-                    found.values.setdefault(name, {})[key] = as_stored(value)
+                    found.values.setdefault(name, {})[key] = as_stored(value, f"{key} of {name}")
         tree = self._declared.tree(self.called)
         found.metadata = {} if tree is None else {BESIDE: tree}
         return found

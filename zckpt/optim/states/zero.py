@@ -80,7 +80,9 @@ class ZeroState(OfMembers):
         found = stored_groups(self.optimizer, self._trained())
         for group, flat in zip(found, self.optimizer.groups, strict=True):
             values = self._declared.state.get(flat.master, {}).items()
-            group.state = {key: as_stored(v) for key, v in values if not isinstance(v, torch.Tensor) or not v.dim()}
+            group.state = {
+                key: as_stored(v, key) for key, v in values if not isinstance(v, torch.Tensor) or not v.dim()
+            }
         return found
 
     def values_of(self, parameter: torch.Tensor) -> dict[str, Any]:
