@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from enum import Enum
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -594,14 +595,14 @@ class Queue(Many):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
         for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["queue"] = Counter([1])
+            self.state[parameter]["queue"] = Fraction(1)
 
 
 @pytest.mark.parametrize(
     ("make", "match"),
     [
         (lambda model: Silent(model.parameters()), "Silent holds SGD in `held`"),
-        (lambda model: Queue(model.parameters()), r"'0\.weight'\]\['queue'\] is a collections.Counter"),
+        (lambda model: Queue(model.parameters()), r"'0\.weight'\]\['queue'\] is a fractions.Fraction"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_name(make, match, tmp_path):

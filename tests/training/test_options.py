@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import OrderedDict
-from pathlib import Path
+from collections import Counter, OrderedDict
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -264,6 +264,7 @@ EXTRA = {
     "empty": torch.empty(0, 3), "scalar": torch.tensor(7), "array": np.arange(6.0).reshape(2, 3)[:, ::-1],
     "number": np.float32(0.1), "dtype": torch.float16, "device": torch.device("cpu"), "size": torch.Size([2, 3]),
     "bytes": b"\x00\xff", "set": {1, 2}, "ordered": OrderedDict(b=1, a=2), 3: "a number for a key",
+    "count": Counter("aab"),
 }  # fmt: skip
 
 
@@ -505,6 +506,39 @@ def test_a_model_alone_has_no_optimizer_to_load(tmp_path):
     assert any("param groups" in note for note in notes)
     with pytest.warns(UserWarning, match="no state of a scheduler"):
         zckpt.load(tmp_path / "c", model=model, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1))
+
+
+class Placed:
+    """A scheduler with a state of any class."""
+
+    step: Any = PurePath("a")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+
+@pytest.mark.parametrize("name", ["saved", "saved.pt"])
+def test_a_scheduler_gets_what_it_had_or_nothing(name, tmp_path):
+    """MultiStepLR counts milestones, and an object of any class is not made."""
+    model, optimizer = trained(nn.Linear(2, 2))
+    made = (torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones) for milestones in ([2, 2, 3], [9]))
+    scheduler, other = made
+    if name == "saved":
+        zckpt.save(tmp_path / name, model=model, scheduler=scheduler)
+    else:
+        torch.save({"model": model.state_dict(), "lr_scheduler": scheduler.state_dict()}, tmp_path / name)
+    zckpt.load(tmp_path / name, model=model, scheduler=other)
+    assert other.milestones == Counter({2: 2, 3: 1})
+    zckpt.assert_restored(tmp_path / name, model=model, scheduler=other)
+    torch.save({"model": model.state_dict(), "lr_scheduler": Placed().state_dict()}, tmp_path / "object.pt")
+    its = Placed()
+    its.step = "as it was"
+    with pytest.warns(UserWarning, match="the state of a scheduler has an object that only a pickle can make"):
+        zckpt.load(tmp_path / "object.pt", model=model, scheduler=its)
+    assert its.step == "as it was"
 
 
 class Noting(torch.optim.SGD):

@@ -5,7 +5,7 @@ And values of an optimizer that are no tensors of elements: as a file has them, 
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -53,7 +53,7 @@ Node = Any
 """What stands for it in a checkpoint."""
 
 
-DEQUE = Global("collections", "deque")
+DEQUE, COUNTER = Global("collections", "deque"), Global("collections", "Counter")
 
 
 class Values:
@@ -104,6 +104,8 @@ class Values:
         elif cls is deque:
             items = [self.node(one, f"{where}[{index}]") for index, one in enumerate(value)]
             found = Object(DEQUE, () if value.maxlen is None else ((), value.maxlen), items=items)
+        elif cls is Counter:  # the milestones of MultiStepLR
+            found = Object(COUNTER, (self.node(dict(value), where),))
         else:
             raise UnsupportedError(
                 f"{where} is a {cls.__module__}.{cls.__qualname__}, which only a pickle can hold",
@@ -187,6 +189,8 @@ def value_of(node: Node) -> Value:
             most: Value = node.args[1] if node.args else None
             found = made[id(node)] = deque(maxlen=most)
             found.extend(value(one, file) for one in node.items)
+        elif isinstance(node, Object) and node.cls == COUNTER and [type(one) for one in node.args] == [dict]:
+            found = Counter(value(node.args[0], file))
         elif type(node) in (tuple, set, frozenset):
             values = [value(one, file) for one in node]
             found = made.get(id(node), type(node)(values))  # a tuple within itself exists by now

@@ -22,7 +22,7 @@ from zckpt.formats.remainder import RANDOM, are_of_save, of_modules
 from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS
 from zckpt.immutable import mutable
 from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, takers_of_extra
-from zckpt.optim.values import Values, value_of
+from zckpt.optim.values import Values, is_made, value_of
 from zckpt.state import WEIGHT, Checkpoint, Extent, list_of, without
 from zckpt.torchfile import FromFile, pieces
 
@@ -130,7 +130,9 @@ def read_other_state(
             continue
         key = next((one for one in keys if isinstance(values.get(one), Mapping)), keys[0])  # the second of HF's files
         state = values.get(key)
-        if isinstance(state, Mapping):
+        if isinstance(state, Mapping) and not is_made(state):
+            found.missing.append(f"the state of a {name} has an object that only a pickle can make: it is not changed")
+        elif isinstance(state, Mapping):
             found.states.append((target, dict(state)))
             taken.add(key)
         else:
