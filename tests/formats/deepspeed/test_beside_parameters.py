@@ -112,12 +112,21 @@ def test_codes_of_a_frozen_weight_are_not_cast(tmp_path):
 def test_a_buffer_under_a_second_name_that_no_list_has_is_a_buffer(name, tmp_path):
     """DeepSpeed lists one name of a buffer that a module has under two; under ZeRO-3 its module would be empty."""
     tag = copy(name, tmp_path)
-    edit(model_file(tag), lambda content: content["module"].update(again=content["module"]["pos"]))
-    assert "again" in zckpt.open(tag).buffers
-    zckpt.convert(tag, tmp_path / "cut", to="deepspeed", world_size=2, stage=3, verify=True)
-    for path in (tmp_path / "cut").rglob(MODEL_FILES):
-        module = torch.load(path, weights_only=False)["module"]
-        assert torch.equal(module["again"], module["pos"])
+
+    def change(content):
+        none = torch.empty(0, 2)
+        content["module"].update(again=content["module"]["pos"], none=none, nothing=none)
+        content["buffer_names"].append("none")
+
+    edit(model_file(tag), change)
+    assert {"again", "nothing"} <= zckpt.open(tag).buffers.keys()
+    zckpt.reshard(tag, tmp_path / "kept", world_size=3)
+    for source in (tag, tmp_path / "kept"):
+        zckpt.convert(source, tmp_path / "cut", to="deepspeed", world_size=2, stage=3, verify=True, overwrite=True)
+        for path in (tmp_path / "cut").rglob(MODEL_FILES):
+            module = torch.load(path, weights_only=False)["module"]
+            assert torch.equal(module["again"], module["pos"])
+            assert module["nothing"].shape == (0, 2)
 
 
 @pytest.mark.parametrize("name", ["s1_bf16_dp2", "s2_bf16_dp2"])

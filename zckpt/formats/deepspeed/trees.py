@@ -55,6 +55,8 @@ def model_tree(target: Target, mp: Rank, rank: int) -> object:
     tuples = any(type(shape) is tuple for shape in first.values())  # where the source has plain ones
     written = {
         "module": None if is_filed(target) else _module(target, mp, source),
+        # Also of a buffer that has two names: DeepSpeed lists one, and here each has a storage of its own.
+        "buffer_names": list(mp.buffers),
         "param_shapes": [shapes_of(parameters, tuples=tuples) for parameters in groups],
         "shared_params": _shared(source, mp, rank),
         "dp_world_size": target.world_size,
@@ -68,7 +70,6 @@ def model_tree(target: Target, mp: Rank, rank: int) -> object:
     if mp.members:
         written["optimizer"] = None  # BF16_Optimizer of stage 0 has a copy of one rank's there
     if target.stages is not None:
-        written["buffer_names"] = list(mp.buffers)
         written["num_experts"] = numbers_of_experts(mp.parameters)
     in_files = {name for name in mp.parameters if is_expert(name)} | auto_experts(source).keys()
     every = [p for p in mp.parameters.values() if p.frozen]
