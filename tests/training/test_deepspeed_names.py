@@ -39,7 +39,7 @@ def engine_of(model: nn.Module, stage: int) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
@@ -80,6 +80,19 @@ def test_what_the_engine_saved_is_loaded_into_the_bare_model(rank, world_size, w
         zckpt.load(path, model=other, optimizer=(optimizer := optimizers(other)[index]))
         assert equal(model, other)
         assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@on_ranks(2)
+def test_what_is_frozen_and_has_no_elements_has_its_shape_under_zero3(rank, world_size, tmp_path):
+    import deepspeed
+
+    model = Net(empty=True)
+    model.none.requires_grad_(False)
+    engine = engine_of(model, 3)
+    engine.save_checkpoint(str(tmp_path))
+    with deepspeed.zero.GatheredParameters([model.none]):  # after which it is taken away
+        pass
+    zckpt.assert_restored(tmp_path, model=model, optimizer=engine.optimizer)
 
 
 def save_compiled(rank, world_size, folder: Path) -> list[torch.Tensor]:

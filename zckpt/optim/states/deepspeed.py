@@ -141,7 +141,7 @@ def unpartition(model: ModelState) -> None:
     """Put what this rank has in the place of parameters that ZeRO-3 has taken away."""
     for name, one in model.tensors.items():
         its: Any = one
-        if hasattr(its, "ds_tensor") and its.ds_tensor is not None and its.numel() != its.ds_numel:
+        if hasattr(its, "ds_tensor") and its.ds_tensor is not None and its.shape != its.ds_shape:
             group = its.ds_process_group
             start, numel = shard_share(its.ds_numel, dist.get_world_size(group), dist.get_rank(group))
             shape = torch.Size(its.ds_shape)
