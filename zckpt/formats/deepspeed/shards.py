@@ -132,8 +132,8 @@ class ModelShard(_OfRank):
 
     @property
     def reorders(self) -> bool:
-        """Whether flat buffers have an order of their own, of which slice mappings do not know."""
-        return self.zero_option("round_robin_gradients") and not self.zero_option("parameter_alignment")
+        """Whether flat buffers have an order of their own."""
+        return self.zero_option("round_robin_gradients")
 
     @property
     def uses_zenflow(self) -> bool:

@@ -2,8 +2,8 @@
 
 `param_shapes` gives the order of the buffer; where a file has none, it follows from the slice mappings. What else a
 file says of it - paddings, slice mappings, the sizes of its tensors - is held against that, and a disagreement is an
-error, with one exception: under `round_robin_gradients` without `parameter_alignment`, DeepSpeed computes the mappings
-as if nothing had been reordered, so that they are wrong there.
+error, with one exception: under `round_robin_gradients`, DeepSpeed computes the mappings of a group as if nothing had
+been reordered, so that they are wrong there, unless `parameter_alignment` has padded a parameter of that group.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Partitions:
         In the order of the buffer.
     members : sequence of OptimizerShard
         The ranks that share the group, in order.
-    mappings_hold : bool
-        Whether `param_slice_mappings` follow the order of the buffer.
+    reorders : bool
+        Whether the buffer has an order of its own, which `param_slice_mappings` know only of a group that is padded.
 
     Attributes
     ----------
@@ -70,11 +70,12 @@ class Partitions:
     Versions before 0.4 padded to the world size only; whichever rule fits the tensors of all ranks is the one.
     """
 
-    def __init__(self, index: int, shapes: Shapes, members: Sequence[OptimizerShard], *, mappings_hold: bool) -> None:
-        self.index, self.shapes, self.members, self.mappings_hold = index, shapes, members, mappings_hold
+    def __init__(self, index: int, shapes: Shapes, members: Sequence[OptimizerShard], *, reorders: bool) -> None:
+        self.index, self.shapes, self.members = index, shapes, members
         self.names, self.numels = list(shapes), [math.prod(shape) for shape in shapes.values()]
         pads = members[0].alignment_paddings
         self.starts = flat_starts(self.numels, pads[index] if pads else None)
+        self.mappings_hold = not reorders or bool(pads and any(pads[index]))
         self.aside = [quantised_keys(member.tensors[index]) for member in members]
         self.whole: dict[str, Slot] = {}
         self.copies: list[Duplicate] = []
@@ -357,7 +358,7 @@ class FlatLayout(Layout):
                 groups = list(map(flipped, groups))
         cuts = [
             [
-                Partitions(index, shapes, ranks, mappings_hold=not model.reorders)
+                Partitions(index, shapes, ranks, reorders=model.reorders)
                 for ranks in spread.sharing(members, index, list(shapes))
             ]
             for index, shapes in enumerate(groups)
