@@ -296,6 +296,9 @@ WRITERS: dict[str, Callable[[Path], FileSystemWriter]] = {
     "safetensors, several threads": lambda path: FileSystemWriter(
         path, thread_count=3, serialization_format=SerializationFormat.SAFETENSORS
     ),
+    "safetensors, a file for each item": lambda path: FileSystemWriter(
+        path, single_file_per_rank=False, serialization_format=SerializationFormat.SAFETENSORS
+    ),
 }
 
 
@@ -305,6 +308,7 @@ def test_writers_options(writer, tmp_path):
     path = saved(tmp_path / "ckpt", {**FORMS["usual"](model, optimizer), "step": 3}, WRITERS[writer])
     checkpoint = assert_holds(read(path), model, optimizer)
     assert checkpoint.details["serialization"] == ("safetensors" if writer.startswith("safe") else "torch_save")
+    assert not zckpt.verify(path, deep=True).findings
 
 
 def test_a_class_around_a_tensor_is_looked_into(tmp_path):

@@ -227,16 +227,17 @@ class ItemFile:
         Of quantised chunks they are those of the whole file.
         """
         chunks, place = self._chunks, self._chunks.offset
-        for number in numbers:
-            if chunks.entry(number).dtype == OBJECT:
-                yield number, self._torch_file(self._range(descriptor, number), number)
+        objects = [number for number in numbers if chunks.entry(number).dtype == OBJECT]
+        for number in objects:
+            yield number, self._torch_file(self._range(descriptor, number), number)
         empty = [number for number in numbers if chunks.entry(number).dtype == UNUSED]
         numbers = [number for number in numbers if chunks.entry(number).dtype not in (OBJECT, UNUSED)]
         if empty:  # of which nothing is read: that the last is there tells of a file that was cut
             self._range(descriptor, max(empty, key=lambda number: place[number] + chunks.nbytes[number]))
         some = numbers or empty  # a rank may have chunks without elements alone
-        first, blob = place[some[0]] if some else 0, None
-        if some and all(place[number] == first for number in some):
+        # behind objects alone is a blob without tensors
+        first, blob = place[some[0]] if some else max(sum(chunks.range(number)) for number in objects), None
+        if all(place[number] == first for number in some):
             blob = read_blob(FileRange(descriptor, self.path, first, self.nbytes - first))
         self.is_safetensors = blob is not None
         for number in empty if blob is None and not numbers else ():  # else what is read tells whose file it is
