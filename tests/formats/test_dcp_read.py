@@ -596,12 +596,14 @@ def test_dicts_that_are_one_pickle_each_are_read(form, tmp_path):
 
 
 def saved_by_ranks(rank, world_size, path) -> torch.Tensor:
-    """Save two rows, of which a third rank has none, in every form; return the whole."""
+    """Save two rows, of which a third rank has none, and what all ranks have, in every form; return the rows."""
     model = nn.Linear(4, 2)
     fully_shard(model, mesh=dist.init_device_mesh("cpu", (world_size,)))
     for form in SerializationFormat:
         writer = FileSystemWriter(path / form.value, serialization_format=form)
         dcp.save({"model": model.state_dict()}, storage_writer=writer)
+        copies = FileSystemWriter(path / f"{form.value}-copies", serialization_format=form)
+        dcp.save({"model": {"weight": torch.ones(2), "bias": torch.ones(3)}}, storage_writer=copies)
     planner = DefaultSavePlanner(flatten_state_dict=False)
     dcp.save({"model": model.state_dict()}, checkpoint_id=path / "pickle", planner=planner)
     return model.weight.full_tensor().detach()
@@ -614,6 +616,7 @@ def test_a_rank_without_elements_has_a_file_of_empty_chunks_in_either_form(tmp_p
         assert torch.equal(zckpt.open(path).read("weight"), weight)
         assert zckpt.verify(path, deep=True).sound
         zckpt.convert(path, tmp_path / f"{form.value}-own", to="zckpt")
+        assert not zckpt.verify(tmp_path / f"{form.value}-copies").findings  # a rank has a file with no chunk at all
     with refusing(UnsupportedError, r"model is one value.*the others are lost.*without flatten_state_dict=False"):
         read(tmp_path / "pickle")  # of one rank's shares
 

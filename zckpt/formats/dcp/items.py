@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import field, replace
 from pathlib import Path
 
@@ -178,6 +178,15 @@ def read_blob(source: FileRange) -> dict[str, Blob] | None:
         storage = Storage(name, slot.dtype, slot.nbytes, "cpu", slot.spans[0].offset if slot.spans else 0)
         found[name] = Blob(Tensor(storage, slot.dtype, slot.shape, row_major(slot.shape), 0, "little"), offsets)
     return found
+
+
+def is_empty(path: Path) -> bool:
+    """Tell whether a file is of a rank that had nothing to save: nothing is in it, or a blob without tensors."""
+    if not path.stat().st_size:
+        return True
+    with suppress(DamagedFileError), opened(path) as source:
+        return read_blob(source) == {}
+    return False
 
 
 @immutable

@@ -13,7 +13,7 @@ from zckpt.evidence import may_be_trained
 from zckpt.formats.account.trees import LazyTree
 from zckpt.formats.companions import carry_file
 from zckpt.formats.dcp.directory import MEGATRON_NAMES, Directory, is_megatrons, is_whole, rank_of
-from zckpt.formats.dcp.items import ItemFile, ObjectItem, read_items
+from zckpt.formats.dcp.items import ItemFile, ObjectItem, is_empty, read_items
 from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
 from zckpt.formats.dcp.models import find_models, is_average, owners
 from zckpt.formats.dcp.optimizer import Optimizer, attach, read_optimizer
@@ -343,7 +343,7 @@ def describe_files(checkpoint: Checkpoint, metadata: Metadata, files: Sequence[I
         )  # fmt: skip
     known = {Path(file.path) for file in files}
     others = [path for path in folder.glob("*.distcp") if path not in known]
-    empty = {str(path) for path in others if is_file(path) and not path.stat().st_size}
+    empty = {str(path) for path in others if is_file(path) and is_empty(path)}
     checkpoint.claims |= dict.fromkeys(empty, Claim(IMPLIED, "of a rank that had nothing to save"))
     stray = sorted(path.name for path in others if str(path) not in empty)
     if stray:
