@@ -247,6 +247,18 @@ def test_names_that_read_alike_hide_no_value():
     assert (found.key, found.a, found.b) == ("metadata.x.y (2)", 5, 7)
 
 
+def test_keys_that_are_tensors_are_the_same_wherever_they_lie():
+    model = torch.nn.Linear(2, 2)
+    cache = {one: {"exp_avg": torch.ones(2)} for one in model.parameters()}  # as GrokAdamW keeps its state
+    torch.save({"model": model.state_dict(), "cache": cache, "more": torch.ones(100)}, "a.pt")
+    torch.save({"more": torch.ones(100), "cache": cache, "model": model.state_dict()}, "b.pt")
+    assert zckpt.diff("a.pt", "b.pt").equal
+    cache[model.bias]["exp_avg"] += 1
+    torch.save({"model": model.state_dict(), "cache": cache, "more": torch.ones(100)}, "b.pt")
+    [found] = zckpt.diff("a.pt", "b.pt").settings
+    assert found.key.endswith("[2]}.exp_avg")
+
+
 def test_random_state_in_client_state_is_compared_byte_by_byte():
     keys = []
 

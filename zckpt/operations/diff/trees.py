@@ -153,7 +153,7 @@ def _leaf(node: object) -> Leaf | None:
 def _below(node: object) -> list[tuple[object, object]]:
     if isinstance(node, FromFile):
         return [("", node.node)]
-    below = [(_shown(step) if isinstance(step, Storage) else step, child) for step, child in children(node)]
+    below = [(_shown(step) if isinstance(step, (Storage, Tensor)) else step, child) for step, child in children(node)]
     if isinstance(node, Object):
         return [(step, child) for step, child in below if step != "cls" and child not in ((), [], None)]
     return below
