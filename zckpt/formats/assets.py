@@ -78,12 +78,10 @@ def is_adapter(names: Iterable[str], assets: Collection[str]) -> bool:
     live = any(_LIVE & {*parts} for parts in every.values())
     if not every or live:
         return False
-    if ADAPTER_CONFIG in assets and (PROMPT in every or all(name.startswith(_MODEL) for name in every)):
-        return True
-    if not all(name.startswith(PEFT) for name in every):
-        return False
+    if not all(name.startswith(_MODEL) for name in every):
+        return ADAPTER_CONFIG in assets and PROMPT in every
     own = list(filter(is_added, every))
-    return bool(own) and all(without_adapter(name) == name for name in own)
+    return ADAPTER_CONFIG in assets or (bool(own) and all(without_adapter(name) == name for name in own))
 
 
 def stem_of(assets: Mapping[str, Path]) -> str:
