@@ -78,6 +78,17 @@ def test_configuration_of_the_model_is_found_where_the_adapter_says(tmp_path):
     assert_is_truth(directory, "lora")
 
 
+def test_state_beside_several_adapters_may_be_of_any(tmp_path):
+    """PEFT puts all but `default` into folders; alike ones are told apart by nothing in the files."""
+    run = adapter("lora", tmp_path / "run", config=True)
+    known = [name for group in zckpt.open(run).param_groups for name in group.parameters]
+    adapter("lora", run / "second", config=False)
+    checkpoint = zckpt.open(run)
+    assert len(checkpoint.unnamed) == len(known)
+    assert any("may be of an adapter in a folder, which is not read: second" in one for one in checkpoint.warnings)
+    assert_is_truth(run, "lora", known)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_live_names_are_taken_too(kind, tmp_path):
     live, _ = truth_of(kind)

@@ -110,6 +110,11 @@ class Directory:
         return self.models[0].stem == ADAPTER_STEM
 
     @property
+    def other_adapters(self) -> list[str]:
+        """Folders of further adapters of an adapter's model, any of which may be what was trained."""
+        return _adapters(folders_in(self.path)) if self.is_adapter else []
+
+    @property
     def adapter_config(self) -> dict[str, Any]:
         """What an adapter says of itself; nothing where it does not."""
         return read_json(self.models[0].path.with_name(ADAPTER_CONFIG)) or {}
@@ -221,9 +226,13 @@ def model_beside_optimizer(path: Path, names: Collection[str]) -> ModelFiles | N
     return first_model(path, names) or (found[0] if len(found) == 1 else None)
 
 
+def _adapters(folders: Iterable[Path]) -> list[str]:
+    return [one.name for one in folders if ADAPTER_CONFIG in files_in(one, lenient=True)]
+
+
 def _near(path: Path, names: set[str], folders: Iterable[Path], *, has_optimizer: bool) -> NearMiss | None:
     """Say what a directory without a model is, if it is anything of these programs."""
-    adapters = [one.name for one in folders if ADAPTER_CONFIG in files_in(one, lenient=True)]
+    adapters = _adapters(folders)
     if adapters:
         return NearMiss(f"holds PEFT adapters in folders: {listed(adapters)}", f"give one: {path / adapters[0]}")
     if has_optimizer and STATE_NAME in names:

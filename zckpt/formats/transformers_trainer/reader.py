@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import compress, permutations
 from pathlib import Path
 
-from zckpt.errors import UnsupportedError, about
+from zckpt.errors import UnsupportedError, about, listed
 from zckpt.evidence import MOST_PERMUTED, may_be_trained
 from zckpt.evidence.order import put_in_order, tells_order
 from zckpt.formats import lerobot
@@ -184,6 +184,9 @@ def _read_optimizers(
     is_cut = several and names is not None and len(names) == sum(counts)
     placed = directory.models[0].path.parent == directory.path  # folders have no order
     models = _models_of(states, weights, is_cut=is_cut, placed=placed)
+    others = directory.other_adapters
+    if others and names is None:
+        models = [None] * len(states)
     is_open = False
     beside: dict[str, dict[str, object]] = {}
     for number, (state, path, model) in enumerate(zip(states, paths, models, strict=True)):
@@ -223,6 +226,7 @@ def _read_optimizers(
     elif is_open:
         base = "put config.json of the model that the adapter is added to there, or " if directory.is_adapter else ""
         base = "add --map=transformers, or " if any(one.is_converted for one in weights) else base
+        base = f"may be of an adapter in a folder, which is not read: {listed(others)}; " if others else base
         checkpoint.warnings.append(f"{paths[0].name}: {base}{NAMES_ADVICE}")
 
 
