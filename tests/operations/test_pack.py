@@ -115,6 +115,20 @@ def test_a_link_in_a_packed_checkpoint_is_read():
     assert zckpt.open("s/step-1/best.safetensors").read("w").tolist() == [*range(12)]
 
 
+def test_a_link_to_a_file_elsewhere_is_that_file_and_one_to_nothing_a_link():
+    """As Hugging Face's cache has every file."""
+    Path("run/step-1").mkdir(parents=True)
+    save_file({"w": np.arange(12.0)}, "blob")
+    Path("run/step-1/model.safetensors").symlink_to(Path("blob").resolve())
+    Path("run/step-1/gone").symlink_to("/nowhere/at/all")
+    zckpt.pack("run", "s")
+    Path("blob").rename("away")
+    assert zckpt.open("s/step-1").read("w").tolist() == [*range(12)]
+    unpack("s", "again")
+    assert Path("again/step-1/model.safetensors").read_bytes() == Path("away").read_bytes()
+    assert Path("again/step-1/gone").readlink() == Path("/nowhere/at/all")
+
+
 @pytest.mark.parametrize(("first", "name"), [("step-1", "step-1/more"), ("runs/step-1", "runs")])
 def test_no_checkpoint_of_a_store_lies_below_another(made, first, name):
     zckpt.pack(made / "run" / "step-1", "s", name=first)

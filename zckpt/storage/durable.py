@@ -131,7 +131,10 @@ def _sync_and_name(
     for descriptor, partial in held:
         if not is_named(descriptor, partial):
             raise TargetError("has disappeared, or something else has its name", path=partial, advice="write it again")
-    below = [[partial] if owned is None else [*partial.rglob("*"), partial] for partial in partials]
+    below = [
+        [partial] if owned is None else [*(one for one in partial.rglob("*") if not one.is_symlink()), partial]
+        for partial in partials
+    ]
     try:
         sync_all([path for some in below for path in some])
     except OSError:

@@ -102,18 +102,21 @@ class _Made:
 def files_of(path: Path) -> tuple[Filed, ...]:
     """Return all that a checkpoint is: the files, links and directories at or below a path.
 
-    Raises SourceError: it cannot be read, or something is neither.
+    A link to a file elsewhere is that file: Hugging Face's cache has nothing but such links, whose bytes would not be
+    in the store. Raises SourceError: it cannot be read, or something is neither.
     """
     if path.is_file():
         return (_filed(path.resolve(), path.name),)  # of a link, what it leads to, whose bytes are read
-    return tuple(_below(path, ""))
+    return tuple(_below(path, "", path.resolve()))
 
 
-def _below(path: Path, front: str) -> Iterator[Filed]:
+def _below(path: Path, front: str, root: Path) -> Iterator[Filed]:
     for entry in entries_of(path):
-        yield (one := _filed(Path(entry.path), f"{front}{entry.name}"))
+        at = Path(entry.path)
+        is_elsewhere = at.is_symlink() and at.is_file() and not at.resolve().is_relative_to(root)
+        yield (one := _filed(at.resolve() if is_elsewhere else at, f"{front}{entry.name}"))
         if one.kind == "folder":
-            yield from _below(Path(entry.path), f"{one.name}/")
+            yield from _below(at, f"{one.name}/", root)
 
 
 def _filed(path: Path, name: str) -> Filed:
