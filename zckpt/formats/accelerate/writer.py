@@ -65,7 +65,7 @@ def parts_of(checkpoint: Checkpoint, *, paired: bool) -> Parts:
     names = checkpoint.names
     modules, alone_there = of_modules(checkpoint)
     apart = []  # what is of one model under its own names; param groups only where all of their parameters are
-    arranged: list[ParamGroup] = []  # following each other as models do
+    arranged: list[list[ParamGroup]] = []  # of each model
     for front in (f"{model}." for model in models):
         own = {name: name.removeprefix(front) for name in names if name.startswith(front)}
         its = {name.removeprefix(front): one for name, one in modules.items() if name.startswith(front)}
@@ -79,14 +79,19 @@ def parts_of(checkpoint: Checkpoint, *, paired: bool) -> Parts:
         )
         groups = [one for one in checkpoint.param_groups if one.parameters and own.keys() >= {*one.parameters}]
         apart.append(renamed(alone.regrouped(groups), own))
-        arranged += groups
+        arranged.append(groups)
     if not checkpoint.optimizers() and not paired:
         return Parts(checkpoint, apart, [checkpoint] if checkpoint.param_groups else [])
-    if len(arranged) != len(checkpoint.param_groups):
+    if sum(map(len, arranged)) != len(checkpoint.param_groups):
         raise _unpaired(checkpoint, "an optimizer for each model")
-    if checkpoint.param_groups and any(len({g.optimizer for g in one.param_groups}) != 1 for one in apart):
+    if not checkpoint.param_groups:
+        return Parts(checkpoint, apart, [])
+    if any(len({g.optimizer for g in groups}) != 1 for groups in arranged):
         raise _unpaired(checkpoint, "one optimizer for each model")
-    return Parts(checkpoint.regrouped(arranged), apart, apart if arranged else [])
+    numbers = {} if paired else {f"{OPTIMIZER}_{n}" if n else OPTIMIZER: n for n in range(len(apart))}
+    order = sorted(range(len(apart)), key=lambda at: numbers.get(str(arranged[at][0].optimizer), 0))  # else as models
+    groups = [group for at in order for group in arranged[at]]
+    return Parts(checkpoint.regrouped(groups), apart, [apart[at] for at in order])
 
 
 def _held(checkpoint: Checkpoint, one: Parameter, own: Container[str]) -> Parameter:

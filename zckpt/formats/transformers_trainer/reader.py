@@ -187,13 +187,14 @@ def _read_optimizers(
     others = directory.other_adapters
     if others and names is None:
         models = [None] * len(states)
+    fronts = {id(one): prefix for one, prefix in zip(weights, prefixes, strict=True)}
     is_open = False
     beside: dict[str, dict[str, object]] = {}
     for number, (state, path, model) in enumerate(zip(states, paths, models, strict=True)):
         given = names
         if is_cut and names is not None:
             given = names[sum(counts[:number]) : sum(counts[: number + 1])]
-        given = given or _recorded(state, model, prefixes[number] if len(prefixes) == len(states) else "")
+        given = given or (_recorded(state, model, fronts.get(id(model), "")) if len(weights) > 1 else None)
         with about(path):
             if not several and 1 < len(weights) <= MOST_PERMUTED and given is None:
                 found = _in_any_order(state, weights, placed=placed)
@@ -276,7 +277,7 @@ def _joined(weights: Sequence[Weights]) -> Weights:
 
 
 def _recorded(state: OptimizerState, model: Weights | None, prefix: str) -> list[str] | None:
-    """Return the names in the file of one of several optimizers, which are those that the bare model has."""
-    found = [f"{prefix}{name}" for name in state.recorded_names] if prefix else []
+    """Return the names in the file of an optimizer: those that the bare model has, or of several models full ones."""
+    found = [f"{prefix}{name}" for name in state.recorded_names]
     whole = len(found) == len(state.every_number) and model is not None and model.shapes.keys() >= set(found)
     return found if found and whole else None
