@@ -66,13 +66,13 @@ def test_several_models_stay_apart_and_keep_their_names(form, tmp_path):
         assert_same_tree(truth_of_pair(models, optimizers), truth)
 
 
-@pytest.mark.parametrize("joint", [False, True])
-def test_optimizers_stay_in_the_order_in_which_they_were_prepared(joint, tmp_path):
+@pytest.mark.parametrize("kind", ["two", "two alike", "one"])
+def test_optimizers_stay_in_the_order_in_which_they_were_prepared(kind, tmp_path):
     """Which need not be that of the models; or one has all parameters of models that are alike."""
     accelerator = prepared(tmp_path)
-    models = [nn.Linear(3, 5), nn.Linear(3, 5) if joint else nn.Linear(3, 4)]
+    models = [nn.Linear(3, 5), nn.Linear(3, 4 if kind == "two" else 5)]
     first, second = ([*model.parameters()] for model in models)
-    of = [[*first, *second]] if joint else [second, first]
+    of = [[*first, *second]] if kind == "one" else [second, first]
     optimizers = [torch.optim.Adam(its, lr=1e-2) for its in of]
     accelerator.prepare(*models, *optimizers)
     sum(model(torch.rand(4, 3)).square().mean() for model in models).backward()
@@ -80,8 +80,9 @@ def test_optimizers_stay_in_the_order_in_which_they_were_prepared(joint, tmp_pat
         optimizer.step()
     accelerator.save_state(str(tmp_path / "state"))
     expected = [optimizer.state_dict() for optimizer in optimizers]
-    names = [f"{model}.{name}" for model in ("model", "model_1") for name in ("weight", "bias")]
-    zckpt.convert(tmp_path / "state", tmp_path / "dcp", to="dcp", names=names if joint else None)
+    order = ("model", "model_1") if kind == "one" else ("model_1", "model")
+    names = [f"{model}.{name}" for model in order for name in ("weight", "bias")]
+    zckpt.convert(tmp_path / "state", tmp_path / "dcp", to="dcp", names=None if kind == "two" else names)
     zckpt.convert(tmp_path / "dcp", tmp_path / "again", to="accelerate", verify=True)
     for optimizer in optimizers:
         optimizer.state.clear()

@@ -70,6 +70,7 @@ def remainder_rules(*place: str) -> tuple[Rule, ...]:
         "masters",
         "optimizers",
         "models",
+        "model_of",
         "dtypes",
         NUMBERS,
     )
@@ -98,6 +99,12 @@ def names_of_models(own: TorchFile | None, usual: list[str]) -> list[str]:
     """Return what several models are called: as usual, unless zckpt has written what they were before."""
     known = list_of(dict_of(own and own.root).get("models"))
     return known if len(known) == len(usual) and are_texts(known) else usual
+
+
+def models_of_optimizers(own: TorchFile | None, count: int) -> list[int]:
+    """Return the number of the model that each of so many optimizers is of, as zckpt has written it; else nothing."""
+    known = list_of(dict_of(own and own.root).get("model_of"))
+    return known if all(type(one) is int for one in known) and sorted(known) == [*range(count)] else []
 
 
 def known_names(checkpoint: Checkpoint) -> dict[str, object]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import refuse_trees
 from zckpt.formats.transformers_trainer.states import random_states_of_accelerate, scheduler
 from zckpt.immutable import immutable
-from zckpt.state import Checkpoint, Parameter, ParamGroup, Scalar, without
+from zckpt.state import Checkpoint, Parameter, ParamGroup, Scalar, stated, without
 from zckpt.state.names import renamed
 
 
@@ -48,6 +48,7 @@ class Parts:
     whole: Checkpoint  # all of it, with the param groups in the order of `optimizers`
     models: list[Checkpoint]  # only the tensors count
     optimizers: list[Checkpoint]  # only the param groups count, and the parameters that are in them
+    model_of: list[int] = field(default_factory=list)  # each optimizer, where it is of one model
 
 
 def parts_of(checkpoint: Checkpoint, *, paired: bool) -> Parts:
@@ -91,7 +92,7 @@ def parts_of(checkpoint: Checkpoint, *, paired: bool) -> Parts:
     numbers = {} if paired else {f"{OPTIMIZER}_{n}" if n else OPTIMIZER: n for n in range(len(apart))}
     order = sorted(range(len(apart)), key=lambda at: numbers.get(str(arranged[at][0].optimizer), 0))  # else as models
     groups = [group for at in order for group in arranged[at]]
-    return Parts(checkpoint.regrouped(groups), apart, [apart[at] for at in order])
+    return Parts(checkpoint.regrouped(groups), apart, [apart[at] for at in order], order)
 
 
 def _held(checkpoint: Checkpoint, one: Parameter, own: Container[str]) -> Parameter:
@@ -173,7 +174,8 @@ def lay_out(job: Job) -> TargetFiles:
     if form == SHARDED:
         own = own_tree(whole, (), without=held)
     else:
-        own = {**remainder(whole), "metadata": without(whole.metadata, *held)}
+        told = stated({"model_of": parts.model_of or None})
+        own = {**remainder(whole), **told, "metadata": without(whole.metadata, *held)}
     files.append(torch_writer.lay_out(OWN_NAME, {**own, "dtypes": types_of_weights(whole)}))
     kept = form is None and all(map(rest_at_top, parts.optimizers))
     return TargetFiles([*files, *copies_of(assets)], notes=notes, copied=frozenset(assets), keeps_rest=kept)

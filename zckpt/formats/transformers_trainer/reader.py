@@ -19,7 +19,7 @@ from zckpt.evidence import MOST_PERMUTED, may_be_trained
 from zckpt.evidence.order import put_in_order, tells_order
 from zckpt.formats import lerobot
 from zckpt.formats.assets import CONFIG_NAME
-from zckpt.formats.remainder import names_of_models, restore_from
+from zckpt.formats.remainder import models_of_optimizers, names_of_models, restore_from
 from zckpt.formats.safetensors.file import SHARD, add_file, aliases_in, indexed_files, shards_in, take_index
 from zckpt.formats.torch_files.attach import attach
 from zckpt.formats.torch_files.content import can_have
@@ -150,7 +150,8 @@ def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
         told = {key: value for key, value in directory.adapter_config.items() if value not in (None, {}, [], False, "")}
         checkpoint.details["adapter"] = told
     if directory.optimizers:
-        _read_optimizers(checkpoint, directory, weights, names, prefixes)
+        model_of = models_of_optimizers(own, len(directory.optimizers))
+        _read_optimizers(checkpoint, directory, weights, names, prefixes, model_of)
     if len(weights) == 1 and directory.optimizers:
         every = checkpoint.parameters  # which files of safetensors do not have in order; other formats go by it
         checkpoint.parameters = {name: every[name] for name in (*model_order(weights[0]), *every) if name in every}
@@ -169,6 +170,7 @@ def _read_optimizers(
     weights: Sequence[Weights],
     names: GivenNames,
     prefixes: Sequence[str],
+    model_of: Sequence[int],
 ) -> None:
     """Read all optimizers, and give the models' parameters their state."""
     paths = directory.optimizers
@@ -184,6 +186,8 @@ def _read_optimizers(
     is_cut = several and names is not None and len(names) == sum(counts)
     placed = directory.models[0].path.parent == directory.path  # folders have no order
     models = _models_of(states, weights, is_cut=is_cut, placed=placed)
+    if len(model_of) == len(weights) and not is_cut:
+        models = [weights[at] for at in model_of]
     others = directory.other_adapters
     if others and names is None:
         models = [None] * len(states)
