@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from zckpt.state.brief import Brief, Document, Result, document, number, values_of
 from zckpt.state.checkpoint import (
+    FOLLOWS_FROM_STEPS,
     MASTER,
     WEIGHT,
     Checkpoint,

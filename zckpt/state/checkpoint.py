@@ -27,6 +27,9 @@ from zckpt.state.spans import Padding, PaddingSpan, Shape, Slot
 WEIGHT = "weight"
 MASTER = "master"
 
+FOLLOWS_FROM_STEPS = frozenset({"step", "mu_product", "eta", "mu"})
+"""Single values that depend on hyperparameters and the number of steps only (torch 2.13: all, NAdam, ASGD)."""
+
 GivenNames = Sequence[str] | None
 """Names of an optimizer's parameters in its order, as the user gave them for files that only number them."""
 
@@ -423,7 +426,7 @@ class Checkpoint:
 
         What a parameter that is a single number has under another key is of its one element.
         """
-        found = {"step"}
+        found = {*FOLLOWS_FROM_STEPS}
         for own in self.owners:
             if own.shape:
                 found |= {key for key, one in own.state.items() if isinstance(one, (int, float, Scalar))}

@@ -18,6 +18,7 @@ from tests.formats.native_files import change_document
 from tests.live import save_both
 from tests.refusals import refusing
 from zckpt.compare.logical import parameter_values, single
+from zckpt.errors import UnsupportedError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 from zckpt.torchfile import Object, plain
 
@@ -116,6 +117,32 @@ def test_zero3_says_what_it_had_to_make_up(dtype, words, tmp_path):
 def test_parameters_without_state_are_named(stage, tmp_path):
     _, notes = first_rank_of(model_and_optimizer(tmp_path / "m.pt", unused=True), tmp_path / "out", stage)
     assert any("b.weight, b.bias of param group 0 have no optimizer state" in note for note in notes)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_state_that_does_not_begin_at_zero_is_not_written_as_zeros(stage, tmp_path):
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 5), "b": torch.nn.Linear(5, 2)})
+    optimizer = torch.optim.Rprop(model.parameters(), lr=0.1)
+    model["a"](torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    save_both(model, optimizer, tmp_path / "m.pt")
+    with refusing(UnsupportedError, "step_size of b.weight is missing.* does not begin at zero"):
+        zckpt.convert(tmp_path / "m.pt", tmp_path / "out", to="deepspeed", world_size=2, stage=stage)
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.ASGD])
+def test_numbers_of_parameters_that_are_single_numbers_are_those_of_their_group(make, tmp_path):
+    model = torch.nn.Module()
+    model.scale = torch.nn.Parameter(torch.tensor(2.0))
+    optimizer = make(model.parameters())
+    model.scale.square().backward()
+    optimizer.step()
+    save_both(model, optimizer, tmp_path / "m.pt")
+    zckpt.convert(tmp_path / "m.pt", tmp_path / "out", to="deepspeed", world_size=1, stage=2)
+    found = loaded(tmp_path / "out")["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+    for key, value in optimizer.state[model.scale].items():
+        assert found[key].shape == (torch.Size([2]) if key in {"exp_avg", "exp_avg_sq", "ax"} else ())
+        assert found[key].flatten()[0] == value
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from zckpt.formats.deepspeed.layouts.flat import ZERO_WITHOUT_GRADIENTS
-from zckpt.formats.deepspeed.values import FOLLOWS_FROM_STEPS, OF_ONE_RANK, OF_ONE_RANK_IN_GROUPS, quantised_keys
+from zckpt.formats.deepspeed.values import BEGINS_AT_A_VALUE, OF_ONE_RANK, OF_ONE_RANK_IN_GROUPS, quantised_keys
 from zckpt.formats.torch_files.quantised import NESTED
+from zckpt.state import FOLLOWS_FROM_STEPS
 
 KNOWN = frozenset(f"{kind}{number}" for kind in ("state", "qmap", "absmax") for number in "12")
 """Of bitsandbytes, by blocks: what is cut as it is."""
@@ -104,6 +105,16 @@ def test_state_that_is_said_to_stay_zero_does_where_gradients_are_zero(name):
     for key in ZERO_WITHOUT_GRADIENTS & state.keys():
         if "RMS" not in state:
             assert not state[key][3:].any(), key
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_state_begins_at_zero_unless_it_is_said_to_begin_elsewhere(name):
+    optimizer = MAKES[name]([parameter := torch.nn.Parameter(torch.zeros(6))])
+    parameter.grad = torch.zeros(6)
+    optimizer.step()
+    state = optimizer.state_dict()["state"].get(0, {})
+    begun = {key for key, value in state.items() if torch.is_tensor(value) and value.dim() and (value > 1e-6).any()}
+    assert begun == BEGINS_AT_A_VALUE & state.keys()
 
 
 @pytest.mark.parametrize("kind", ["AdamW8bit", "Lion8bit", "LAMB8bit", "AdEMAMix8bit", "AdamW32bit"])

@@ -29,7 +29,7 @@ from zckpt.formats.deepspeed.loss_scaling import scaling
 from zckpt.formats.deepspeed.nested import ordered
 from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard, model_of
-from zckpt.formats.deepspeed.values import weight_or_master
+from zckpt.formats.deepspeed.values import BEGINS_AT_A_VALUE, weight_or_master
 from zckpt.formats.group_values import group_values, refuse_several, same
 from zckpt.formats.latest import is_name
 from zckpt.formats.remainder import of_modules, origin
@@ -62,14 +62,18 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf
     numbers = checkpoint.number_keys
     for index, group in enumerate(checkpoint.param_groups):
         values = group_values(checkpoint, group, numbers)
+        held = {key for name in group.parameters for key in parameters[name].optimizer_slots}
         for own in (parameters[name] for name in group.parameters):
             slots = without(own.slots, *values)
             lost = {key for key, slot in slots.items() if key in numbers or slot.shape != own.shape}
             lost |= {key for key, one in own.state.items() if key not in values or not same(one, values[key])}
-            if lost:
+            begun = held & BEGINS_AT_A_VALUE - slots.keys()
+            if lost or begun:
+                why = "neither the same for all of param group {}, nor one value per element"
+                if not lost:
+                    why = "missing, where others of param group {} have it, and does not begin at zero"
                 raise UnsupportedError(
-                    f"{listed(sorted(lost))} of {own.name} is neither the same for all of param group {index}, nor one "
-                    "value per element",
+                    f"{listed(sorted(lost or begun))} of {own.name} is {why.format(index)}",
                     advice="`zckpt convert --to universal`, dcp or zckpt keeps it for each parameter",
                 )
             if MASTER not in slots:

@@ -27,12 +27,12 @@ from zckpt.errors import DamagedFileError, ShardError, SourceError, listed
 from zckpt.formats.deepspeed.directory import EXPERT, MODEL, OPTIMIZER, PIPELINE_LAYER, TagDirectory
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, read_models, read_optimizer
-from zckpt.formats.deepspeed.values import FOLLOWS_FROM_STEPS, own_hyperparameters
+from zckpt.formats.deepspeed.values import own_hyperparameters
 from zckpt.formats.format import Survey
 from zckpt.formats.lost import MOST_RANKS, stand_in
 from zckpt.formats.remainder import jsonables
 from zckpt.formats.torch_files.tensors import describe
-from zckpt.state import ParamGroup, SourceFile, as_float, differ, number_of, without
+from zckpt.state import FOLLOWS_FROM_STEPS, ParamGroup, SourceFile, as_float, differ, number_of, without
 from zckpt.storage.nodes import ADVICE
 from zckpt.torchfile import plain, read_torchfile
 

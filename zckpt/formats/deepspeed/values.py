@@ -33,6 +33,7 @@ from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.torch_files.optimizer import optimizer_rules
 from zckpt.formats.torch_files.tensors import carried, slot_of, span_of, unresolved
 from zckpt.state import (
+    FOLLOWS_FROM_STEPS,
     WEIGHT,
     CutFiles,
     CutSpans,
@@ -112,8 +113,9 @@ def shard_rules(*, first: bool) -> tuple[Rule, ...]:
     )
 
 
-FOLLOWS_FROM_STEPS = frozenset({"step", "mu_product", "eta", "mu"})
-"""Single values that depend on hyperparameters and the number of steps only (torch 2.13: all, NAdam, ASGD)."""
+BEGINS_AT_A_VALUE = frozenset({"step_size", "p0", "z"})
+"""State of each element that begins elsewhere than at zero: Rprop's at the learning rate, what Prodigy and
+schedule-free optimizers keep at the parameter's own elements."""
 
 OF_ONE_RANK = frozenset({"RMS", "trust_ratio", "weight_norm", "adam_norm"})
 """Single values that are each rank's own even where they happen to be equal."""
