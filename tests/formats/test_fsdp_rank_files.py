@@ -862,6 +862,17 @@ def test_one_group_has_every_parameter_in_the_models_order(tmp_path):
         zckpt.convert(expected, tmp_path / "two", to="fsdp-rank-files", groups="one")
 
 
+def test_one_group_says_which_of_its_parameters_may_be_buffers(tmp_path):
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    model[1].register_buffer("scale", torch.ones(2))
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    live.save_both(model, optimizer, tmp_path / "m.pt")
+    done = zckpt.convert(tmp_path / "m.pt", tmp_path / "one", to="fsdp-rank-files", groups="one")
+    assert [note for note in done.notes if note.startswith("1.scale, which the source's optimizer does not have, is ")]
+
+
 def test_lost_metadata_of_a_state_dict_is_no_loss(run):
     resaved(run, "model", OrderedDict)
     assert_slots_are_those_of(run, LLAMA)

@@ -131,6 +131,12 @@ def one_group(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
         for key, value in group.hyperparameters.items()
         if repr(first.hyperparameters.get(key)) != repr(value)
     ]
+    unsure = [one.name for one in checkpoint.owners if one.group is None and not one.frozen]
+    if unsure:
+        notes.append(
+            f"{listed(unsure)}, which the source's optimizer does not have, {'is' if len(unsure) == 1 else 'are'} "
+            "counted among the parameters: a model that has buffers with these names does not load the optimizer"
+        )
     merged = ParamGroup(first.hyperparameters, order)
     metadata = {
         key: _of_first(value, len(groups)) if key in SCHEDULERS else value for key, value in checkpoint.metadata.items()
