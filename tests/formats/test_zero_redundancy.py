@@ -27,6 +27,7 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import (
     DamagedFileError,
     LayoutError,
+    LeftOutError,
     ShardError,
     SourceError,
     UnknownFormatError,
@@ -503,6 +504,20 @@ def test_ranks_files_of_something_else_are_not_taken(tmp_path):
         torch.save({"cpu": torch.get_rng_state()}, tmp_path / f"rng_rank{rank}.pt")
     assert find(Search(tmp_path)) is None
     assert find(Search(tmp_path / "rng_rank0.pt")) is None
+
+
+def test_a_key_that_looks_like_a_pattern_speaks_for_itself_only(tmp_path):
+    name = "zro_dp3_sgdm_1g"
+    directory = ranks(name, tmp_path / "ranks")
+    model = torch.load(directory / "model.pt")
+    (directory / "model.pt").unlink()
+    for rank in range(3):
+        own = {"model": {**model, **({"odd": "text"} if rank else {})}, "**": rank}
+        changed(directory / f"zero_rank{rank}.pt", lambda root: root.update(own))  # noqa: B023
+    checkpoint = zckpt.open(directory, names=names_of(name))
+    assert checkpoint.metadata == {f"zero_rank{rank}.**": rank for rank in range(3)}
+    with refusing(LeftOutError, "2 things in it would be lost: .*zero_rank1.pt:model/odd"):
+        zckpt.convert(checkpoint, tmp_path / "out", to="zckpt")
 
 
 def test_metadata_and_files_of_something_else_are_carried(three):

@@ -41,6 +41,15 @@ ANY = "*"
 NUMBER = "#"
 REST = "**"
 
+EXACTLY = "\0"
+"""What a step of a rule begins with that is a key which looks like one of these."""
+
+
+def exactly(key: object) -> str:
+    """Return a key of a file as the step of a rule, whatever it looks like."""
+    step = str(key)
+    return EXACTLY + step if step in (ANY, NUMBER, REST) else step
+
 
 @immutable
 class Rule:

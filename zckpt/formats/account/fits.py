@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from zckpt.state.inventory import ANY, NUMBER, REST, Rule
+from zckpt.state.inventory import ANY, EXACTLY, NUMBER, REST, Rule
 
 Steps = Sequence[object]
 """Keys, indices and names of fields from the root of a tree."""
@@ -55,7 +55,7 @@ class Fit:
             elif step == NUMBER:
                 self._numbers.append(number)
             elif step is not None:
-                self._named.setdefault(step, []).append(number)
+                self._named.setdefault(step.removeprefix(EXACTLY), []).append(number)
         self._next: dict[str | bool, Fit] = {}
         """By a step that rules name; of others by whether it is a number that has rules of its own."""
         ends = ((one, len(one.pattern)) for one in rules)

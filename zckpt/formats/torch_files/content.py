@@ -44,7 +44,7 @@ from zckpt.formats.torch_files.optimizer import (
 from zckpt.formats.torch_files.tensors import identity_of
 from zckpt.immutable import mutable
 from zckpt.state import Shape, are_distinct, are_texts, dict_of, inside, without
-from zckpt.state.inventory import STATE, Rule
+from zckpt.state.inventory import STATE, Rule, exactly
 from zckpt.state.names import FRONT, aligned
 from zckpt.torchfile import Place, Tensor, is_leaf, is_tensor, value_at, with_value
 
@@ -92,7 +92,7 @@ class Held:
     @property
     def rules(self) -> tuple[Rule, ...]:
         """What is known of the values in it."""
-        place = tuple(str(step) for step in self.path)
+        place = tuple(map(exactly, self.path))
         if self.is_flat:
             return (Rule((*place, "**"), STATE, "hyperparameters"),)
         return optimizer_rules(*place, rest=self.state.rest, at=self.state.at.get(None, ()))

@@ -26,7 +26,7 @@ from zckpt.evidence import shown_shape
 from zckpt.formats.torch_files.tensors import TensorItem, with_scalars
 from zckpt.immutable import immutable
 from zckpt.state import MASTER, Shape, are_distinct, are_texts, dict_of, first_of, is_floating, list_of, without
-from zckpt.state.inventory import CARRIED, IMPLIED, STATE, Rule
+from zckpt.state.inventory import CARRIED, IMPLIED, STATE, Rule, exactly
 from zckpt.state.names import is_number
 from zckpt.torchfile import Digests, FromFile, MetaTensor, Object, Place, Tensor, alike, brief, is_leaf, value_at
 
@@ -193,11 +193,11 @@ def optimizer_rules(*path: str, rest: Mapping[Any, Any] = EMPTY, at: Place = ())
     if at:
         return (
             *optimizer_rules(*path, *map(str, at)),
-            *(Rule((*path, str(key), "**"), CARRIED, BESIDE) for key in rest),
+            *(Rule((*path, exactly(key), "**"), CARRIED, BESIDE) for key in rest),
         )
     carried = [
-        *([str(key)] for key in rest if key != STATE_KEY),
-        *([STATE_KEY, str(key)] for key in rest.get(STATE_KEY, ())),
+        *([exactly(key)] for key in rest if key != STATE_KEY),
+        *([STATE_KEY, exactly(key)] for key in rest.get(STATE_KEY, ())),
     ]
     return (
         *(Rule((*path, *keys, "**"), CARRIED, BESIDE) for keys in carried),

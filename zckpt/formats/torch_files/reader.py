@@ -24,7 +24,7 @@ from zckpt.formats.torch_files.content import content_of, dtypes_of, is_state_di
 from zckpt.formats.torch_files.optimizer import OptimizerState, optimizer_rules, parse_held, with_rest
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
 from zckpt.state import WEIGHT, Checkpoint, GivenNames, Parameter, dict_of, inside, list_of, positions, without
-from zckpt.state.inventory import CARRIED, IMPLIED, Rule
+from zckpt.state.inventory import CARRIED, IMPLIED, Rule, exactly
 from zckpt.torchfile import (
     MAX_DEPTH,
     Object,
@@ -219,7 +219,7 @@ def with_state_dicts(root: object) -> tuple[object, list[Rule]]:
             groups.append({**group, **named, "params": [numbers[of] for of in own]})
         states = {numbers.get(id(p), p): held for p, held in state["state"].items()}
         found[key] = {"state": states, "param_groups": groups}
-    return {**root, **found} if found else root, [_rule(str(key)) for key in found]
+    return {**root, **found} if found else root, [_rule(exactly(key)) for key in found]
 
 
 def _rule(*place: str) -> Rule:

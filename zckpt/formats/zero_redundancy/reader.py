@@ -58,7 +58,7 @@ from zckpt.state import (
     positions,
     without,
 )
-from zckpt.state.inventory import CARRIED, COPY, IMPLIED, Claim, Rule
+from zckpt.state.inventory import CARRIED, COPY, IMPLIED, Claim, Rule, exactly
 from zckpt.state.partition import greedy_order, greedy_partition
 from zckpt.torchfile import Tensor, TorchFile, is_leaf, read_torchfile, value_at
 
@@ -363,7 +363,7 @@ def read_foreign(directory: Directory, names: GivenNames) -> Checkpoint:
                 name = f"{Path(rank.file.path).stem}.{key}"
                 checkpoint.metadata[name] = carried(rank.file, value)
                 if is_leaf(value):  # which has this name only in the metadata
-                    file.rules += (Rule((str(key),), CARRIED, name),)
+                    file.rules += (Rule((exactly(key),), CARRIED, name),)
     checkpoint.step = checkpoint.step if checkpoint.step is not None else checkpoint.most_steps
     return checkpoint
 
