@@ -90,14 +90,15 @@ def test_sub_groups_are_cut_as_the_engine_cuts_them():
     assert verdict.loss_difference <= TOLERANCE["bf16"]
 
 
-def go_on_beside_a_frozen_group(rank, world_size, folder: Path, loads: str = "") -> list[float]:
+def go_on_beside_frozen_groups(rank, world_size, folder: Path, loads: str = "") -> list[float]:
     import deepspeed
 
     spec = Spec("frozen_group", stage=3, dtype="fp32", world_size=world_size)
     torch.manual_seed(len(loads))
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
-    model[0].bias.requires_grad_(False)
-    groups = [[model[0].weight], [model[0].bias], list(model[1].parameters())]
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2), torch.nn.Linear(2, 2))
+    for frozen in (model[0].bias, *model[2].parameters()):
+        frozen.requires_grad_(False)
+    groups = [[model[0].weight], [model[0].bias], list(model[1].parameters()), list(model[2].parameters())]
     optimizer = torch.optim.AdamW([{"params": one, "lr": 0.1 * at} for at, one in enumerate(groups, 1)])
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=ds_config(spec), dist_init_required=False
@@ -118,13 +119,13 @@ def go_on_beside_a_frozen_group(rank, world_size, folder: Path, loads: str = "")
     return [step(), step()]
 
 
-def test_a_group_in_which_nothing_is_trained_stays_without_sub_groups(tmp_path):
-    """ZeRO-3 makes none of it, and files it without any."""
-    expected = run(go_on_beside_a_frozen_group, 2, tmp_path)[0]
+def test_groups_in_which_nothing_is_trained_stay_without_sub_groups(tmp_path):
+    """ZeRO-3 makes none of them, and files them without any, also those after the last that is trained."""
+    expected = run(go_on_beside_frozen_groups, 2, tmp_path)[0]
     zckpt.reshard(tmp_path / "saved", tmp_path / "cut", world_size=1, verify=True)
     zckpt.convert(tmp_path / "saved", tmp_path / "dcp", to="dcp")
     for loads in ("saved", "cut", "dcp"):
-        assert run(go_on_beside_a_frozen_group, 1, tmp_path, loads)[0] == pytest.approx(expected, rel=1e-5)
+        assert run(go_on_beside_frozen_groups, 1, tmp_path, loads)[0] == pytest.approx(expected, rel=1e-5)
 
 
 def tied_ends() -> torch.nn.Module:

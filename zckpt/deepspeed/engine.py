@@ -190,7 +190,7 @@ def training_of(engine: Any) -> Training:
         partitions = optimizer.single_partition_of_fp32_groups
     elif stage == 3:
         stored, partitions = optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat
-        groups = [[] for _ in range(max(optimizer.sub_group_to_group_id.values(), default=-1) + 1)]  # some untrained
+        groups = [[] for _ in optimizer.param_groups]  # some of which nothing is trained
         for index, parameters in enumerate(stored):
             groups[optimizer.sub_group_to_group_id[index]] += parameters
     else:
