@@ -27,6 +27,7 @@ from zckpt.state.boxes import row_major
 from zckpt.torchfile import Global, MetaTensor, Storage, Tensor, read_torchfile
 
 NAMES = {"state1": "exp_avg", "state2": "exp_avg_sq"}
+SLOW = ("exp_avg", "exp_avg_slow")
 ADAM = ["bnb_adamw8bit", "ao_adamw8bit", "ao_adamw4bit", "ao_adamwfp8"]
 IN_DCP = ["dcp_ao_8bit", "dcp_ao_4bit"]
 """Of two ranks, the second of which has floats of some."""
@@ -291,6 +292,30 @@ def test_what_is_not_known_is_refused_by_name(tmp_path):
         with pytest.raises(error, match=match):
             zckpt.convert(path, tmp_path / "t", to="zckpt", dequantize=True)
     assert not (tmp_path / "t").exists()
+
+
+@pytest.mark.parametrize("kind", ["AdEMAMix8bit", "AdEMAMix", "AdamW32bit"])
+def test_bitsandbytes_moments_are_found_in_small_and_large_tensors(kind, tmp_path):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    net = nn.Sequential(nn.Linear(64, 80), nn.Linear(80, 3))  # the first weight is large enough for 8 bits
+    optimizer = getattr(bitsandbytes.optim, kind)(net.parameters())
+    for _ in range(3):
+        net(torch.randn(4, 64)).square().sum().backward()
+        optimizer.step()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    zckpt.convert(tmp_path / "x.pt", tmp_path / "t", to="deepspeed", dequantize=True, world_size=2, stage=2)
+    found = zckpt.open(tmp_path / "t")
+    for name, state in zip(net.state_dict(), optimizer.state_dict()["state"].values(), strict=True):
+        its = state["__bnb_optimizer_quant_state__"]
+        one, two = its["state1"], its["state2"]
+        if "absmax1" in its:
+            scales, undone = its["absmax1"].view(-1), bitsandbytes.functional.dequantize_blockwise
+            assert kind == "AdEMAMix8bit"
+            halves = zip(one, scales.view(2, -1), strict=True)
+            one = [undone(half, absmax=scale, code=its["qmap1"], blocksize=256) for half, scale in halves]
+            two = undone(two, absmax=its["absmax2"], code=its["qmap2"], blocksize=256)
+        expected = {"exp_avg_sq": two, **({"exp_avg": one} if "32" in kind else dict(zip(SLOW, one, strict=True)))}
+        assert all(torch.equal(found.read(name, slot), value) for slot, value in expected.items())
 
 
 def test_the_option_is_refused_where_it_would_do_nothing(tmp_path):

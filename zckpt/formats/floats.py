@@ -24,15 +24,17 @@ def with_floats(*checkpoints: AnyCheckpoint, keeps_files: bool = False) -> list[
     from zckpt.formats.low_bit_floats import weights_as_floats
     from zckpt.formats.torch_files.quantised import as_floats
 
-    found = []
+    found, nested = [], False
     for one in checkpoints:
         path, own = one.source, weights_as_floats(with_float_slots(one, keeps_files=keeps_files))
         parameters = {name: as_floats(its, path) for name, its in own.parameters.items()}
         unnamed = {name: as_floats(its, path) for name, its in own.unnamed.items()}
+        nested |= any(its is not own.parameters[name] for name, its in parameters.items())  # bitsandbytes', in floats
         found.append(replace(own, parameters=parameters, unnamed=unnamed))
     every = [each for one in found for each in (*one.tensors(), *one.unnamed.values())]
     computed = any(isinstance(slot, Computed) for each in every for slot in each.slots.values())
-    if not computed and not any(one.per_rank for one in checkpoints):  # of small tensors, a rank's is in floats
+    of_ranks = any(one.per_rank for one in checkpoints)  # of small tensors, a rank's is in floats
+    if not (computed or nested or of_ranks):
         raise UsageError(
             "there are no quantised weights and no quantised optimizer state to turn into floats",
             path=checkpoints[0].source,

@@ -33,6 +33,7 @@ from zckpt.engine.computed import Computed
 from zckpt.errors import DamagedFileError, UnsupportedError, about
 from zckpt.formats.torch_files.tensors import TORCHAO, description, holds_tensors, slot_of
 from zckpt.state import MASTER, WEIGHT, Parameter, Shape, Slot, is_floating, without
+from zckpt.state.views import unstacked
 from zckpt.torchfile import FromFile, MetaTensor, Tensor, node_of
 
 if TYPE_CHECKING:
@@ -40,8 +41,9 @@ if TYPE_CHECKING:
 
 NESTED = "__bnb_optimizer_quant_state__"
 
-ADAM = {"state1": "exp_avg", "state2": "exp_avg_sq"}
-"""What two states of bitsandbytes are called in `torch.optim`: those of Adam, AdamW and LAMB."""
+ADAM = {"state1": "exp_avg", "state2": "exp_avg_sq", "state3": "exp_avg_slow"}
+"""What two states of bitsandbytes are called in `torch.optim`: those of Adam, AdamW and LAMB. The
+third is the second half of AdEMAMix's first."""
 
 BLOCKS = tuple(1 << power for power in range(6, 13))
 """Elements of a block, of those that bitsandbytes' `quantize_blockwise` takes."""
@@ -187,11 +189,17 @@ def moments_in(pieces: Mapping[str, Slot], of: str) -> tuple[dict[str, Moment], 
 
     Raises UnsupportedError: these are no codes with scales and a map; DamagedFileError: they do not belong together.
     """
+    pairs = [(f"{kind}1", f"{kind}2") for kind in ("state", "absmax") if {f"{kind}1", f"{kind}2"} <= pieces.keys()]
+    halves = {one: unstacked(pieces[one]) for one, two in pairs if pieces[one].shape == (2, *pieces[two].shape)}
+    if "state1" in halves:  # AdEMAMix has two moments there
+        slow = {f"{key[:-1]}3": its[(1,)] for key, its in halves.items()}
+        pieces = {**pieces, **{key: its[(0,)] for key, its in halves.items()}, **slow}
+        pieces |= {"qmap3": pieces["qmap1"]} if "qmap1" in pieces else {}
     keys = [key for key in ADAM if key in pieces]
     found = {}
     for key in keys:
         codes, scale, qmap = pieces[key], pieces.get(f"absmax{key[-1]}"), pieces.get(f"qmap{key[-1]}")
-        name = ADAM[key] if len(keys) == len(ADAM) else key  # Lion's and momentum look alike
+        name = ADAM[key] if len(keys) > 1 else key  # Lion's and momentum look alike
         found[name] = Moment(key, codes)
         if codes.dtype == "float32" and scale is None:
             continue
@@ -213,12 +221,11 @@ def moments_in(pieces: Mapping[str, Slot], of: str) -> tuple[dict[str, Moment], 
 
 def _of_bitsandbytes(pieces: Mapping[str, Slot], parameter: Parameter) -> dict[str, Slot]:
     strange = [key for key in pieces if key.startswith(("max", "new_max"))]  # of whole tensors, not of blocks
-    strange += [
-        key for key in ADAM if key in pieces and pieces[key].shape != parameter.shape
-    ]  # AdEMAMix has two in one
+    if not strange:
+        found, others = moments_in(pieces, parameter.name)  # others such as LAMB's norms
+        strange = [one.key for one in found.values() if one.codes.shape != parameter.shape]
     if strange:
         raise _unknown(strange[0], parameter.name)
-    found, others = moments_in(pieces, parameter.name)  # others such as LAMB's norms
     return {**others, **{name: one.as_floats(name, parameter.shape) for name, one in found.items()}}
 
 
