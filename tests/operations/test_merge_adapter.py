@@ -371,6 +371,12 @@ def test_an_embedding_that_was_saved_beside_its_adapter_stays_tied():
     assert json.loads(Path("m/config.json").read_text())["tie_word_embeddings"] is False
     with refusing(zckpt.UnsupportedError, r"embed\.weight replaces a tied tensor.*in no file"):
         zckpt.merge_adapter("one", path, "n")
+    # PEFT then keeps them tied, and saves it under both names: the base has one
+    options: dict[str, Any] = {"modules_to_save": ["embed"], "ensure_weight_tying": True, "task_type": "CAUSAL_LM"}
+    path = adapter({"embed.weight": added, "head.weight": added.clone()}, at="c", **options)
+    found = merged("one", path, "o.safetensors")
+    assert list(found) == ["embed.weight"]
+    assert torch.equal(found["embed.weight"], added)
 
 
 def test_a_head_that_the_base_lacks_is_added():

@@ -179,8 +179,8 @@ class _Merging:
                 advice="--dequantize merges into the floats that they stand for; or give the unquantised model",
             )
         self._tie(every)
-        own = {name: one for name, one in adapter.replaced.items() if name in every or name in adapter.saved
-               or not self._copy_of(_values(one), ())}  # fmt: skip
+        own = {name: one for name, one in adapter.replaced.items() if name in every or not (
+               self._is_tied(one, every) if name in adapter.saved else self._copy_of(_values(one), ()))}  # fmt: skip
         needed = [(name, name) for name in own if name not in adapter.saved]
         needed += [(one.name, one.module) for one in adapter.products]
         needed += [(name, name) for name in adapter.tokens]
@@ -223,6 +223,13 @@ class _Merging:
             if other is not None and other.name in self.result.parameters:
                 self.notes.append(f"{other.name} equals {name}, and gets the same: the two are tied")
                 self.result.parameters[other.name] = replace(other, slots={}, tied_to=name)
+
+    def _is_tied(self, saved: Parameter, every: Collection[str]) -> bool:
+        """Tell whether PEFT has saved a tensor under two names to keep them tied, of which the base has the other."""
+        others = [one for name, one in self.adapter.replaced.items() if name in every and one.shape == saved.shape]
+        pairs = [[pair(one.name, _values(saved), _values(one))] for one in others]
+        ensured = bool(self.adapter.reading.settings.get("ensure_weight_tying"))
+        return ensured and any(not differences(one) for one in pairs)
 
     def _copy_of(self, slot: Slot, but: Collection[str]) -> Parameter | None:
         """Return the one other tensor of the base of this shape, if its elements are the same, and tied."""
