@@ -369,6 +369,19 @@ def test_it_is_said_where_the_optimizers_own_program_does_not_see_further_keys(t
         assert its["drawn"].equal(torch.full((3,), 2.0))
 
 
+@pytest.mark.parametrize("to", ["consolidated", "dcp"])
+@pytest.mark.parametrize("made", [Turning, Drawing])
+def test_further_keys_are_at_the_top_again_whichever_way_they_have_gone(made, to, tmp_path):
+    model = net()
+    optimizer = trained(made(model.parameters(), lr=0.1), model, 2)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2}, tmp_path / "m.pt")
+    zckpt.convert(tmp_path / "m.pt", tmp_path / "one", to=to)
+    zckpt.convert(tmp_path / "one", tmp_path / "two", to="consolidated")
+    its = torch.load(tmp_path / "two" / "optimizer.pt")
+    assert its["turn"] == 2
+    optimizer.load_state_dict(its)
+
+
 def test_further_keys_for_which_a_class_has_no_place_are_named(tmp_path):
     model = file_of("turning", tmp_path / "m.pt")
     restored = zckpt.load(tmp_path / "m.pt", model=model, optimizer=SGD(model.parameters(), lr=0.1, momentum=0.9))

@@ -29,7 +29,7 @@ from zckpt.formats.torch_files.tensors import description, refuse_trees
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot, are_texts, dict_of, stated, without
 from zckpt.state.inventory import STATE, Rule
 from zckpt.state.names import is_number
-from zckpt.torchfile import FromFile, Renderer, node_of, put_back
+from zckpt.torchfile import Renderer, node_of, put_back
 
 GROUPS = "param_groups"
 """Under which the header's metadata have the param groups, as JSON."""
@@ -220,11 +220,11 @@ def rest_at_top(checkpoint: Checkpoint) -> dict[Any, Any]:
     found = dict_of(node_of(kept))
     groups = found.get("groups")
     is_elsewhere = found.get("at") != [] or found.get("parameters") or (isinstance(groups, list) and any(groups))
-    if not isinstance(kept, FromFile) or is_elsewhere:
+    if is_elsewhere:
         return {}
 
     def each(values: object) -> dict[Any, Any]:
-        return {key: replace(kept, node=one) for key, one in dict_of(values).items()}
+        return {key: torch_writer.value_node(put_back(kept, one)) for key, one in dict_of(values).items()}
 
     rest = dict_of(found.get("rest"))
     return {**each(without(rest, "state")), "state": each(rest.get("state"))}
