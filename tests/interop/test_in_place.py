@@ -114,7 +114,7 @@ def go_on_beside_frozen_groups(rank, world_size, folder: Path, loads: str = "") 
         step()
         engine.save_checkpoint(str(folder / "saved"))
     else:
-        with zckpt.deepspeed.any_world_size(engine) if loads != "cut" else nullcontext():
+        with nullcontext() if loads.startswith("cut") else zckpt.deepspeed.any_world_size(engine):
             assert engine.load_checkpoint(str(folder / loads))[0]
     return [step(), step()]
 
@@ -124,7 +124,8 @@ def test_groups_in_which_nothing_is_trained_stay_without_sub_groups(tmp_path):
     expected = run(go_on_beside_frozen_groups, 2, tmp_path)[0]
     zckpt.reshard(tmp_path / "saved", tmp_path / "cut", world_size=1, verify=True)
     zckpt.convert(tmp_path / "saved", tmp_path / "dcp", to="dcp")
-    for loads in ("saved", "cut", "dcp"):
+    zckpt.convert(tmp_path / "dcp", tmp_path / "cut-from-dcp", to="deepspeed", world_size=1, stage=3)
+    for loads in ("saved", "cut", "dcp", "cut-from-dcp"):
         assert run(go_on_beside_frozen_groups, 1, tmp_path, loads)[0] == pytest.approx(expected, rel=1e-5)
 
 

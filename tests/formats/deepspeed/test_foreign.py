@@ -130,6 +130,22 @@ def test_state_that_does_not_begin_at_zero_is_not_written_as_zeros(stage, tmp_pa
         zckpt.convert(tmp_path / "m.pt", tmp_path / "out", to="deepspeed", world_size=2, stage=stage)
 
 
+@pytest.mark.parametrize(("to", "stage"), [("deepspeed", 2), ("deepspeed", 3), ("universal", None)])
+def test_groups_in_which_nothing_is_trained_are_kept_for_zero3_alone(to, stage, tmp_path):
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 5), "b": torch.nn.Linear(5, 2).requires_grad_(False)})
+    optimizer = torch.optim.AdamW([{"params": one.parameters()} for one in (model["a"], model["b"], torch.nn.Tanh())])
+    model["b"](model["a"](torch.randn(4, 3))).sum().backward()
+    optimizer.step()
+    zckpt.save(tmp_path / "saved", model=model, optimizer=optimizer)
+    more = {} if stage is None else {"stage": stage, "world_size": 2}
+    done = zckpt.convert(tmp_path / "saved", tmp_path / "out", to=to, **more)
+    left_out = "param groups in which nothing is trained are left out (2): DeepSpeed's ZeRO-1 and 2 cannot have any"
+    assert (left_out in done.notes) == (stage != 3)
+    trained = ["a.weight", "a.bias"]
+    expected = [trained, [], []] if stage == 3 else [trained]
+    assert [group.parameters for group in zckpt.open(tmp_path / "out").param_groups] == expected
+
+
 @pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.ASGD])
 def test_numbers_of_parameters_that_are_single_numbers_are_those_of_their_group(make, tmp_path):
     model = torch.nn.Module()

@@ -67,7 +67,7 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf
             slots = without(own.slots, *values)
             lost = {key for key, slot in slots.items() if key in numbers or slot.shape != own.shape}
             lost |= {key for key, one in own.state.items() if key not in values or not same(one, values[key])}
-            begun = held & BEGINS_AT_A_VALUE - slots.keys()
+            begun = held & BEGINS_AT_A_VALUE - slots.keys() if own.numel else set[str]()
             if lost or begun:
                 why = "neither the same for all of param group {}, nor one value per element"
                 if not lost:
@@ -97,10 +97,10 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf
     return converted
 
 
-def as_engines_group(checkpoint: Checkpoint) -> Checkpoint:
+def as_engines_group(checkpoint: Checkpoint, stage: int | None = None) -> Checkpoint:
     """Return it with the param groups that DeepSpeed's engines make of an optimizer's.
 
-    They leave out what is frozen, and groups without parameters.
+    They leave out what is frozen, and groups without parameters, which only ZeRO-3 can have.
     """
 
     def is_trained(name: str) -> bool:
@@ -109,7 +109,17 @@ def as_engines_group(checkpoint: Checkpoint) -> Checkpoint:
 
     trained = [replace(group, parameters=[*filter(is_trained, group.parameters)]) for group in checkpoint.param_groups]
     groups = [group for group in trained if group.parameters]
-    return checkpoint.regrouped(groups) if groups and groups != checkpoint.param_groups else checkpoint
+    if not groups:
+        return checkpoint
+    groups = trained if stage == 3 else groups
+    return checkpoint.regrouped(groups) if groups != checkpoint.param_groups else checkpoint
+
+
+def groups_left_out(source: Checkpoint, made: Checkpoint) -> list[str]:
+    """Say how many param groups `as_engines_group` has left out."""
+    count = len(source.param_groups) - len(made.param_groups)
+    said = f"param groups in which nothing is trained are left out ({count}): DeepSpeed's ZeRO-1 and 2 cannot have any"
+    return [said] if count else []
 
 
 def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:

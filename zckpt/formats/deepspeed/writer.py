@@ -57,7 +57,6 @@ def lay_out(job: Job) -> TargetFiles:
     checkpoint, options = job.checkpoint, job.options
     origin = origin_of(checkpoint)
     if origin is None or not origin.members:
-        job = replace(job, checkpoint=foreign.as_engines_group(checkpoint))
         tag, written = _from_elsewhere(job)
         if is_trainers(job.source):
             written = with_others(written, job, tag, options.world_size)
@@ -85,6 +84,8 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
             expected="a number of ranks" if options.world_size is None else "1, 2 or 3",
             found=f"{checkpoint.format}, {('without a ZeRO stage' if stage is None else f'ZeRO stage {stage}')}",
         )
+    checkpoint = foreign.as_engines_group(job.checkpoint, stage)
+    left_out = foreign.groups_left_out(job.checkpoint, checkpoint)
     if options.hyperparameters is not None and not any(group.hyperparameters for group in checkpoint.param_groups):
         groups, elastic = checkpoint.param_groups, bool(options.elastic) and stage != 3
         given = read_hyperparameters(options.hyperparameters, len(groups), elastic=elastic)
@@ -102,7 +103,7 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
     if options.slice_rules is not None and made is not None:
         converted.origin = replace(made, rules=read_rules(Path(options.slice_rules)), rules_path=options.slice_rules)
     target = _decide(converted, _recut(options, options.world_size, stage))
-    notes = [*foreign.notes(checkpoint, stage=stage), *keys, *stage_notes(target),
+    notes = [*left_out, *foreign.notes(checkpoint, stage=stage), *keys, *stage_notes(target),
              *zenflow.notes(target.origin.model.config, stage)]  # fmt: skip
     if target.ranks[0].lanes > 1:
         notes.append(

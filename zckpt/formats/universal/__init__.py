@@ -44,7 +44,7 @@ class Universal(Strippable):
     def lay_out(self, job: Job) -> TargetFiles:
         """Return a folder for each parameter, the model, and the file next to the directory, which names it."""
         from zckpt.engine.targets import TargetFile
-        from zckpt.formats.deepspeed.foreign import as_engines_group
+        from zckpt.formats.deepspeed.foreign import as_engines_group, groups_left_out
         from zckpt.formats.registry import find_format
         from zckpt.formats.universal.writer import lay_out, notes
 
@@ -52,7 +52,11 @@ class Universal(Strippable):
         own = find_format(job.checkpoint.format)
         version = job.checkpoint.format_version if own is not None and own.family == self.family else None
         outside = [TargetFile.of(LATEST_NAME, job.target.name.encode())]
-        return TargetFiles(lay_out(checkpoint, version), outside=outside, notes=notes(checkpoint))
+        return TargetFiles(
+            lay_out(checkpoint, version),
+            outside=outside,
+            notes=[*groups_left_out(job.checkpoint, checkpoint), *notes(checkpoint)],
+        )
 
     def survey(self, search: Search, found: Found | None) -> Survey:
         """Read every file; an error about one in a folder is about the parameter of that name."""
