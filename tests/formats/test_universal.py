@@ -250,6 +250,15 @@ def test_a_parameter_that_no_step_has_reached_gets_zeros_and_loses_them_again(tm
     assert set(zckpt.open(target).parameters["b.weight"].slots) == {"weight"}
 
 
+def test_state_of_one_element_of_a_parameter_that_is_a_number_keeps_its_shape(tmp_path):
+    state = {"step": torch.tensor(3.0), "p0": torch.ones(1), "exp_avg": torch.tensor(2.0), "m": torch.ones(1, 1)}
+    group = {"lr": 0.1, "params": [0]}
+    content = {"model": {"w": torch.tensor(5.0)}, "optimizer": {"state": {0: state}, "param_groups": [group]}}
+    torch.save(content, tmp_path / "c.pt")
+    found = zckpt.open(assert_comes_back(zckpt.open(tmp_path / "c.pt"), tmp_path / "u")).parameters["w"]
+    assert {key: slot.shape for key, slot in found.optimizer_slots.items()} == {"p0": (1,), "exp_avg": (), "m": (1, 1)}
+
+
 def test_state_of_any_kind_comes_back(tmp_path):
     """Numbers that only some parameters have, 0-d tensors, factored moments, steps that differ."""
     weights = {name: torch.randn(4, 3) for name in ("a", "b", "c")}
@@ -473,6 +482,7 @@ def test_steps_of_their_own_arrive_with_each_parameter(tmp_path):
     source = zckpt.open(save_both(model, optimizer, tmp_path / "x.pt"), names=["late", "early"])
     zckpt.convert(source, tmp_path / "u", to="universal", verify=True)
     assert not zckpt.diff(source, tmp_path / "u").as_dict()["different"]
+    assert source.step == zckpt.open(tmp_path / "u").step == 3
     assert [float(torch.load(tmp_path / "u" / "zero" / name / "step.pt")) for name in ("late", "early")] == [2, 3]
 
 

@@ -366,8 +366,8 @@ class Checkpoint:
 
     @property
     def most_steps(self) -> int | None:
-        """The most steps that an optimizer has taken with a param group; None if nothing counts them."""
-        return most_steps(group.state.get("step") for group in self.param_groups)
+        """The most steps that an optimizer is known to have taken; None if nothing counts them."""
+        return most_steps([self.step, *(group.state.get("step") for group in self.param_groups)])
 
     @property
     def is_bare(self) -> bool:

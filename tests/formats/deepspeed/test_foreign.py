@@ -119,15 +119,23 @@ def test_parameters_without_state_are_named(stage, tmp_path):
     assert any("b.weight, b.bias of param group 0 have no optimizer state" in note for note in notes)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_state_that_does_not_begin_at_zero_is_not_written_as_zeros(stage, tmp_path):
+@pytest.mark.parametrize(
+    "how", [{"to": "universal"}, *({"to": "deepspeed", "world_size": 2, "stage": n} for n in (1, 3))]
+)
+def test_state_that_does_not_begin_at_zero_is_not_written_as_zeros(how, tmp_path):
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 5), "b": torch.nn.Linear(5, 2)})
+    model.nothing = torch.nn.Parameter(torch.ones(0))  # which has no gradient, and begins with nothing
     optimizer = torch.optim.Rprop(model.parameters(), lr=0.1)
     model["a"](torch.randn(4, 3)).sum().backward()
     optimizer.step()
     save_both(model, optimizer, tmp_path / "m.pt")
     with refusing(UnsupportedError, "step_size of b.weight is missing.* does not begin at zero"):
-        zckpt.convert(tmp_path / "m.pt", tmp_path / "out", to="deepspeed", world_size=2, stage=stage)
+        zckpt.convert(tmp_path / "m.pt", tmp_path / "out", **how)
+    optimizer = torch.optim.Rprop(model.parameters(), lr=0.1)
+    model["b"](model["a"](torch.randn(4, 3))).sum().backward()
+    optimizer.step()
+    save_both(model, optimizer, tmp_path / "m.pt")
+    zckpt.convert(tmp_path / "m.pt", tmp_path / "out", **how)
 
 
 @pytest.mark.parametrize(("to", "stage"), [("deepspeed", 2), ("deepspeed", 3), ("universal", None)])

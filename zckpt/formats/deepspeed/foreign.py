@@ -29,7 +29,7 @@ from zckpt.formats.deepspeed.loss_scaling import scaling
 from zckpt.formats.deepspeed.nested import ordered
 from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard, model_of
-from zckpt.formats.deepspeed.values import BEGINS_AT_A_VALUE, weight_or_master
+from zckpt.formats.deepspeed.values import refuse_to_begin, weight_or_master
 from zckpt.formats.group_values import group_values, refuse_several, same
 from zckpt.formats.latest import is_name
 from zckpt.formats.remainder import of_modules, origin
@@ -67,15 +67,13 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf
             slots = without(own.slots, *values)
             lost = {key for key, slot in slots.items() if key in numbers or slot.shape != own.shape}
             lost |= {key for key, one in own.state.items() if key not in values or not same(one, values[key])}
-            begun = held & BEGINS_AT_A_VALUE - slots.keys() if own.numel else set[str]()
-            if lost or begun:
-                why = "neither the same for all of param group {}, nor one value per element"
-                if not lost:
-                    why = "missing, where others of param group {} have it, and does not begin at zero"
+            if lost:
                 raise UnsupportedError(
-                    f"{listed(sorted(lost or begun))} of {own.name} is {why.format(index)}",
+                    f"{listed(sorted(lost))} of {own.name} is neither the same for all of param group {index}, nor one "
+                    "value per element",
                     advice="`zckpt convert --to universal`, dcp or zckpt keeps it for each parameter",
                 )
+            refuse_to_begin(own, held - slots.keys())
             if MASTER not in slots:
                 slots[MASTER] = replace(weight_or_master(own), name=MASTER)
             parameters[own.name] = replace(own, slots=slots, state={})

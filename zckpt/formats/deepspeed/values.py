@@ -28,7 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from zckpt.errors import LayoutError, UnsupportedError
+from zckpt.errors import LayoutError, UnsupportedError, listed
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.torch_files.optimizer import optimizer_rules
 from zckpt.formats.torch_files.tensors import carried, slot_of, span_of, unresolved
@@ -116,6 +116,18 @@ def shard_rules(*, first: bool) -> tuple[Rule, ...]:
 BEGINS_AT_A_VALUE = frozenset({"step_size", "p0", "z"})
 """State of each element that begins elsewhere than at zero: Rprop's at the learning rate, what Prodigy and
 schedule-free optimizers keep at the parameter's own elements."""
+
+
+def refuse_to_begin(parameter: Parameter, missing: Iterable[str]) -> None:
+    """Raise UnsupportedError if zeros are not what state begins with that a parameter lacks, and its group has."""
+    begun = BEGINS_AT_A_VALUE.intersection(missing)
+    if begun and parameter.numel:
+        raise UnsupportedError(
+            f"{listed(sorted(begun))} of {parameter.name} is missing, which others of its param group have, and which "
+            "does not begin at zero",
+            advice="`zckpt convert --to zckpt` or `--to=dcp` keeps the state of each parameter",
+        )
+
 
 OF_ONE_RANK = frozenset({"RMS", "trust_ratio", "weight_norm", "adam_norm"})
 """Single values that are each rank's own even where they happen to be equal."""

@@ -28,7 +28,7 @@ from zckpt.formats.torch_files.optimizer import (
     shared_values,
 )
 from zckpt.formats.torch_files.tensors import TensorItem, holds_tensors, scalars_in, slot_of
-from zckpt.state import MASTER, Checkpoint, GivenNames, ParamGroup, dict_of, list_of, without
+from zckpt.state import MASTER, Checkpoint, GivenNames, ParamGroup, dict_of, list_of, most_steps, without
 from zckpt.state.names import is_number
 from zckpt.storage.files import opened
 from zckpt.torchfile import FromFile, Tensor, has_tensors, node_of
@@ -72,7 +72,8 @@ def attach(
     UsageError
         `names` do not fit the file.
     """
-    unnamed = []
+    unnamed: list[int] = []
+    counted: list[object] = []  # steps of parameters, which a group's need not have alike
     labels = {} if checkpoint.parameters else _labels(optimizer, names)
     found = {} if labels else certain
     if found is None:
@@ -103,8 +104,12 @@ def attach(
         of, gone = (of, (*known, OPTIMIZER)) if isinstance(of, str) else (None, known)
         own = without(group, *gone)
         hyperparameters = {key: FromFile(one, path) if holds_tensors(one) else one for key, one in own.items()}
-        common = _common(optimizer, numbers, path)
+        present = [number for number in numbers if number in optimizer.state]
+        steps = scalars_in({n: optimizer.state[n].get("step") for n in present}, path)
+        counted += [steps.get(n, optimizer.state[n].get("step")) for n in present]
+        common = _common(optimizer, present, steps)
         checkpoint.param_groups.append(ParamGroup(hyperparameters, members, common, of))
+    checkpoint.step = most_steps(counted) if checkpoint.step is None else checkpoint.step
     _attach_rest(checkpoint, optimizer, path)
     foreign = [name for name in optimizer.names.values() if name in checkpoint.unnamed and not is_number(name)]
     if foreign and checkpoint.parameters:
@@ -160,10 +165,8 @@ def further_keys(kept: Mapping[str, object]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _common(optimizer: OptimizerState, numbers: Sequence[int], path: str) -> dict[str, object]:
+def _common(optimizer: OptimizerState, present: Sequence[int], steps: Mapping[int, object]) -> dict[str, object]:
     """Return the single values that all parameters of a group with any state share."""
-    present = [number for number in numbers if number in optimizer.state]
-    steps = scalars_in({n: optimizer.state[n].get("step") for n in present}, path)
     return shared_values(
         [
             ({"step": steps[n]} if n in steps else {})

@@ -35,7 +35,7 @@ from zckpt.formats.deepspeed.axes.auto_ep import FOLDING_KEY, SLICED_AS_WELL, ex
 from zckpt.formats.deepspeed.axes.gpt_model import known_rules
 from zckpt.formats.deepspeed.axes.tp_rules import AVERAGED, REPLICATED, SLICED, SUB, TWO, Rules
 from zckpt.formats.deepspeed.origin import origin_of
-from zckpt.formats.deepspeed.values import implied, weight_or_master
+from zckpt.formats.deepspeed.values import implied, refuse_to_begin, weight_or_master
 from zckpt.formats.lost import stand_in, tensor_of
 from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, value_node, view
@@ -94,7 +94,7 @@ class Stored:
         if tensor.shape == shape:
             return slot_of(name, tensor, self.path)
         if (self.flat or shape == ()) and tensor.numel == math.prod(shape):
-            return reshape(slot_of(name, tensor, self.path), shape)
+            return reshape(slot_of(name, tensor, self.path), shape if self.flat else tensor.shape[1:])
         if self.flat or name == MASTER:
             raise LayoutError(
                 "does not have the parameter's shape",
@@ -256,6 +256,7 @@ def _trained(parameter: Parameter, state: Values, needed: Values, keys: Values) 
             folder.files[key] = {"param": _single(value, key)}
         else:
             folder.values[key] = value
+    refuse_to_begin(parameter, needed.keys() - folder.files.keys())
     for key, value in needed.items():
         if key not in folder.files and key not in folder.values:
             folder.filled.append(key)
@@ -269,8 +270,8 @@ def _trained(parameter: Parameter, state: Values, needed: Values, keys: Values) 
 
 def _tensor(parameter: Parameter, key: str, slot: Slot, dtype: str) -> object:
     label = f"{key}/{parameter.name}"
-    if slot.shape == () == parameter.shape:  # DeepSpeed's loader cuts a dimension, and there must be one
-        return view(new_storage(dtype, 1, [SlotContent(0, slot, label)]), (1,))
+    if parameter.shape == () and slot.numel == 1:  # DeepSpeed's loader cuts a dimension: there is one more
+        return view(new_storage(dtype, 1, [SlotContent(0, slot, label)]), (1, *slot.shape))
     return SlotTensor(slot, dtype, label)
 
 
