@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import zckpt
-from tests.folders import names_in
+from tests.folders import contents, names_in
 from tests.formats.holding import assert_holds, assert_state, converted
 from tests.logical import assert_same_tree
 from tests.refusals import refusing
@@ -139,6 +139,17 @@ def test_a_damaged_model_beside_it_is_all_that_verify_finds(run):
     file = run / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     assert [one.file for one in zckpt.verify(run).findings] == [str(file)]
+
+
+def test_each_file_is_stripped_where_it_lies(run, tmp_path):
+    (run / "optim").rename(run / "deep")
+    (run / "optim").mkdir()
+    (run / "deep").rename(run / "optim" / "deep")
+    zckpt.strip(run, tmp_path / "model", optimizer=True)
+    assert {*contents(tmp_path / "model")} == {*contents(run)}
+    found = zckpt.open(tmp_path / "model")
+    assert found.slot_names() == ["weight"]
+    assert not take_inventory(found).left_out
 
 
 def test_the_mark_of_another_program_is_no_part_of_it(run):

@@ -1002,6 +1002,7 @@ def test_a_run_of_olmo_core_is_its_last_step_with_what_its_ranks_keep(tmp_path):
     assert zckpt.verify(tmp_path, deep=True).sound
     zckpt.strip(tmp_path / "step3", tmp_path / "stripped", optimizer=True)
     assert zckpt.open(tmp_path / "stripped").slot_names() == ["weight"]
+    assert {one.parent.name for one in (tmp_path / "stripped").rglob("*.distcp")} == {"model_and_optim"}
     shutil.copytree(tmp_path / "step3/model_and_optim", tmp_path / "step-4")
     with refusing(UnknownFormatError, "holds steps of two programs: step-4, step10"):
         open_checkpoint(tmp_path)

@@ -19,7 +19,7 @@ from typing import Any
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.companions import copy_of
-from zckpt.formats.dcp.directory import find
+from zckpt.formats.dcp.directory import find, is_whole
 from zckpt.formats.dcp.items import read_items
 from zckpt.formats.dcp.metadata import Metadata, read_metadata
 from zckpt.formats.dcp.tree import STATE, Node, OptimizerPart, build, find_optimizers, leaves
@@ -77,11 +77,12 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
         )
     own: list[Rewritten] = []
     masters_go = False
-    for name, path in directory.folders.items():
+    for path in filter(is_whole, directory.folders.values()):
         metadata = read_metadata(path)
         dropped = _dropped(checkpoint, metadata, request) if request.slots else {}
         masters_go = masters_go or MASTER in dropped.values()
-        own += without_items(f"{name}/" if name else "", metadata, dropped, request)
+        within = path.relative_to(directory.path).as_posix()
+        own += without_items("" if within == "." else f"{within}/", metadata, dropped, request)
     if directory.own is not None and masters_go:
         own.append(rewrite(directory.own, OWN_NAME, _without_masters, unreferenced=False))
     return completed(source, directory.path, own, notes=request.notes)
