@@ -1,8 +1,9 @@
-"""A model in safetensors, or an adapter, with its optimizer in a folder of DCP beside it."""
+"""A model in safetensors, or an adapter, with its optimizer in DCP beside it; and steps with DCP in a folder."""
 
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import zckpt
 from tests.folders import contents, names_in
-from tests.formats.holding import assert_holds, assert_state, converted
+from tests.formats.holding import assert_goes_on, assert_holds, assert_state, converted
 from tests.logical import assert_same_tree
 from tests.refusals import refusing
 from zckpt.errors import UnknownFormatError
@@ -93,10 +95,75 @@ def test_values_with_folders_of_their_own_are_carried(tmp_path):
     source = tmp_path / "checkpoints"
     for name, part in parts.items():
         dcp.save(part, checkpoint_id=source / "iter_000000007" / name)
+    keep(source / "iter_000000007", "dataloader/rank_0.pkl", "dataloader/rank_1.pkl")
     (source / "latest_checkpoint.txt").write_text("iter_000000007")
-    assert {*assert_holds(source, model, optimizer).metadata} == {"scheduler", "trainer"}
+    kept = {"scheduler", "trainer", "dataloader/rank_0", "dataloader/rank_1"}
+    assert {*assert_holds(source, model, optimizer).metadata} == kept
     assert zckpt.verify(source, deep=True).sound
     converted(source, tmp_path / "dcp", "dcp")
+
+
+def keep(step: Path, *names: str):
+    """Save values beside a model, by torch or by pickle alone."""
+    for name in names:
+        (step / name).parent.mkdir(parents=True, exist_ok=True)
+        value = {"epoch": 3, "rng": torch.arange(9, dtype=torch.uint8)}
+        if name.endswith((".pkl", "config.bin")):
+            (step / name).write_bytes(pickle.dumps({**value, "rng": value["rng"].numpy(), "at": Path(name)}))
+        else:
+            torch.save(value, step / name)
+
+
+@pytest.mark.parametrize(("step", "parts", "beside"), [
+    pytest.param("step_3", {"trainer": {"app": ("model", "optimizers")}},
+                 ("trainer/dataloader/rank_0.pt", "orchestrator/progress.pt"), id="prime-rl"),
+    pytest.param("ckpt-step-3", {"weights": ("model", "optimizer")},
+                 ("dataloader", "lr_scheduler", "trainer_config.bin"), id="XTuner"),
+    pytest.param("checkpoint-3", {"distributed_checkpoint": ("model", "optimizer")}, (), id="FastVideo"),
+    pytest.param("checkpoint-3", {"dcp": ("roles.student.transformer", "optimizers.student")}, ("rng_state_rank0.pt",),
+                 id="FastVideo's new trainer"),
+    pytest.param("step_3", {"policy/weights": ("model", None), "policy/optimizer": (None, "optim")},
+                 ("train_dataloader.pt",), id="NeMo RL"),
+    pytest.param("0000000003", {"": ("model", "optim")}, (), id="lingua"),
+])  # fmt: skip
+def test_a_step_has_its_checkpoint_in_a_folder_and_what_the_program_keeps_around_it(step, parts, beside, tmp_path):
+    model, optimizer = trained(lambda: nn.Linear(3, 2))
+    own = model.state_dict(), get_optimizer_state_dict(model, optimizer)
+    run = tmp_path / "run"
+    for folder, keys in parts.items():
+        above, (first, second) = next(iter(keys.items())) if isinstance(keys, dict) else (None, keys)
+        state = {key: one for key, one in zip((first, second), own, strict=True) if key}
+        dcp.save({above: state} if above else state, checkpoint_id=run / step / folder)
+    keep(run / step, *beside)
+    (run / step / "train_state.json").write_text('{"cur_step": 3}')
+    if "" in parts:
+        (run / step / "consolidated").mkdir()
+        dcp_to_torch_save(run / step, run / step / "consolidated" / "consolidated.pth")
+        assert_holds(run / step / "consolidated", model, optimizer)
+    for source in (run / step, *([] if step.startswith("c") else [run])):
+        found = assert_holds(source, model, optimizer)
+        assert Path(found.source) == run / step
+        assert len(found.metadata) == len(beside)
+        assert not found.warnings
+    assert zckpt.verify(run / step, deep=True).sound
+    assert [Path(one.path).name for one in zckpt.history(run).checkpoints] == [step]
+    for to in ("dcp", "zckpt", "consolidated"):
+        assert zckpt.open(converted(run / step, tmp_path / to, to)).metadata.keys() == found.metadata.keys()
+    zckpt.strip(run / step, tmp_path / "stripped", optimizer=True)
+    assert zckpt.open(tmp_path / "stripped").slot_names() == ["weight"]
+    again, its = trained(lambda: nn.Linear(3, 2))
+    assert_goes_on(run / step, model, optimizer, again, its)
+
+
+def test_a_step_with_two_models_is_neither_of_them(tmp_path):
+    """NeMo RL's PPO has a `value` beside its `policy`."""
+    model, optimizer = trained()
+    for name in ("policy", "value"):
+        at = tmp_path / "step_3" / name
+        dcp.save({"model": model.state_dict()}, checkpoint_id=at / "weights")
+        dcp.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=at / "optimizer")
+    with refusing(UnknownFormatError, "did you mean .*/step_3/policy"):
+        zckpt.open(tmp_path / "step_3")
 
 
 def test_iterations_of_megatron_are_not_those_of_cosmos(tmp_path):

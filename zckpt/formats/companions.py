@@ -119,7 +119,7 @@ def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Pat
         from zckpt.formats.lerobot import carry_beside
 
         carry_beside(checkpoint, directory)
-    _note_gaps(checkpoint, sorted(files))
+    note_gaps(checkpoint, sorted(files))
 
 
 def _same(one: str, other: str) -> bool:
@@ -133,11 +133,11 @@ def _same(one: str, other: str) -> bool:
     return len(crcs) == 1 and nbytes == Path(other).stat().st_size
 
 
-def _note_gaps(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+def note_gaps(checkpoint: Checkpoint, names: Iterable[str], numbers: re.Pattern[str] = NUMBERED) -> None:
     """Warn of what the names of other files show to be gone; a program may have kept it elsewhere."""
     numbered: dict[str, dict[int, str]] = {}
     for name in names:
-        if (match := NUMBERED.fullmatch(name)) is not None:
+        if (match := numbers.fullmatch(name)) is not None:
             numbered.setdefault(match[1], {})[int(match[2] or 0)] = name
     for stem, found in numbered.items():
         if len(found) <= (last := max(found)):

@@ -1,11 +1,13 @@
 """Which checkpoint of a run was saved last, where a program keeps one beside the other and names them by their step.
 
 RUN/step-N/                           torchtitan: a DCP directory for each step; it goes on from the last that is whole
-RUN/stepN/, iter_N/                   OLMo-core, Cosmos: the same, of DCP in folders below
+RUN/stepN/, step_N/, iter_N/          OLMo-core, prime-rl and NeMo RL, Cosmos: the same, of DCP in folders below
+RUN/0000000500/                       lingua: the same
 RUN/epE-baB/                          Composer, sharded: the same, by epoch and batch
 RUN/epE-baB-rank0.pt                  Composer, whole: a file of torch.save
 RUN/latest-rank0.pt -> epE-baB...     Composer's link to the one that it saved last
 RUN/last_checkpoint                   detectron2, mmengine: the name or path of the file that was saved last
+DIR/consolidated.pth                  lingua: one step, in one file
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from zckpt.storage.files import entries_of, is_file
 
 LINK = "latest-rank0.pt"
 
-POINTER = "last_checkpoint"
+POINTER, LINGUAS = "last_checkpoint", "consolidated.pth"
 
 _TITAN = re.compile(r"step-([0-9]{1,18})")
-_OLMO = re.compile(r"step([0-9]{1,18})")
+_OLMO = re.compile(r"step_?([0-9]{1,18})")
+_LINGUA = re.compile(r"([0-9]{10})")
 COSMOS = re.compile(r"iter_([0-9]{1,18})")
 _COMPOSER = re.compile(r"ep([0-9]{1,18})-ba([0-9]{1,18})")
 _COMPOSER_FILE = re.compile(r"ep([0-9]{1,18})-ba([0-9]{1,18})-rank0\.pt")
@@ -61,7 +64,7 @@ def last_folder(run: Path, is_whole: Callable[[Path], bool]) -> LastStep | NearM
     names = [entry.name for entry in entries_of(run)]
     by_program = [
         {name: _order(match) for name in names if (match := pattern.fullmatch(name)) and (run / name).is_dir()}
-        for pattern in (_TITAN, _COMPOSER, _OLMO, COSMOS)
+        for pattern in (_TITAN, _COMPOSER, _OLMO, COSMOS, _LINGUA)
     ]
     whole = [{name: at for name, at in found.items() if is_whole(run / name)} for found in by_program]
     if not any(whole):
@@ -87,8 +90,9 @@ def last_file(run: Path) -> LastStep | NearMiss | None:
     Errors are those of `last_folder`.
     """
     said = Path(latest_name(run, POINTER) or "").name  # a path is where the run was, which may have been moved
-    if is_name(said) and is_file(run / said):
-        return LastStep(run / said)
+    for name in (said, LINGUAS):
+        if is_name(name) and is_file(run / name):
+            return LastStep(run / name)
     names = [entry.name for entry in entries_of(run)]
     found = {name: _order(match) for name in names if (match := _COMPOSER_FILE.fullmatch(name))}
     if not found:

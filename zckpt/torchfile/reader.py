@@ -33,7 +33,7 @@ from zckpt.storage.files import FileRange, collector_paused, opened
 from zckpt.torchfile.archive import AlikeRecords, Listed, has_checksums, read_archive
 from zckpt.torchfile.blanks import cut_out, find_blanks, numbers_at, run_with_blanks
 from zckpt.torchfile.nodes import Storage
-from zckpt.torchfile.torch_file import PickleFile, PlainParts, StorageTable, TorchFile
+from zckpt.torchfile.torch_file import PlainParts, StorageTable, TorchFile
 from zckpt.torchfile.trees import check_depth
 from zckpt.torchfile.unpickle import Machine, TruncatedPickleError
 
@@ -85,7 +85,7 @@ def read_torchfile(path: str | os.PathLike[str], *, offset: int = 0, nbytes: int
         return read_source(source)
 
 
-def read_pickle(path: str | os.PathLike[str]) -> PickleFile:
+def read_pickle(path: str | os.PathLike[str]) -> TorchFile:
     """Read a file that is one pickle without tensors, as DCP's `.metadata`.
 
     Raises SourceError: the file cannot be opened; PickleError: it is no pickle, or a malformed or hostile one;
@@ -96,7 +96,10 @@ def read_pickle(path: str | os.PathLike[str]) -> PickleFile:
             raise DamagedFileError("is empty", expected="a pickle")
         with collector_paused():
             machine, root = run_pickle(pickle_of(source, 0, source.nbytes, "pickle"), "pickle")
-        return PickleFile(source.path, root, machine.globals.names, machine.protocol)
+        names = {"pickle": machine.globals.names}
+        return TorchFile(
+            source.path, source.nbytes, "pickle", "little", root, {}, names, machine.protocol, plain=PlainParts()
+        )
 
 
 def read_source(

@@ -135,7 +135,7 @@ class TorchFile:
 
     path: str
     nbytes: int  # of the file, or of the range of it that was read
-    container: str  # `zip` or `legacy`
+    container: str  # `zip`, `legacy`, or `pickle` of what torch has not saved
     byteorder: str  # of tensor data: `little` or `big`
     root: object  # the object tree: plain Python data and nodes
     storages: dict[str, Storage]
@@ -147,16 +147,6 @@ class TorchFile:
     plain: PlainParts | None = field(default=None, repr=False, compare=False)
     """What is known of the tree's parts; None for a tree that is no file's and may change."""
     numbers: tuple[int | str, ...] = ()  # what blanks in the tree stand for: see `blanks`
-
-
-@mutable
-class PickleFile:
-    """A pickle on its own: its object tree, the globals it mentions, and its protocol."""
-
-    path: str
-    root: object
-    globals: tuple[str, ...]
-    protocol: int
 
 
 @immutable(eq=False)

@@ -251,8 +251,8 @@ def below(root: Path, read: Collection[str], own: str) -> Iterator[tuple[Path, s
                 yield Path(entry.path), name, about
                 continue
             why, real = about, os.path.realpath(entry.path)
-            deeper = searched and real != own and entry.name not in FOREIGN_FOLDERS
-            if deeper and not any(within(path, real) for path in read):
+            deeper = searched and entry.name not in FOREIGN_FOLDERS
+            if deeper and real != own and not any(within(path, real) for path in read):
                 why = why or ("another checkpoint" if is_checkpoint(Path(entry.path)) else None)
                 deeper = depth < SEARCHED_DEPTH
             if why is None and entry.name in FOREIGN_FOLDERS:

@@ -1,4 +1,4 @@
-"""Torch files beside a checkpoint that hold values, or an average of its model: what a program keeps of its training.
+"""Torch files and pickles beside a checkpoint: values that a program keeps of its training, or an average of its model.
 
 Where it is in its data, random states, counters: files of any name, which no format has to know.
 """
@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
-from zckpt.errors import SourceError
+from zckpt.errors import SourceError, UnknownFormatError
 from zckpt.formats.account.inventory import NEVER_EMPTY, below
-from zckpt.formats.companions import carry_file
+from zckpt.formats.companions import carry_file, note_gaps
 from zckpt.formats.torch_files.content import content_of, is_averages, shapes_of
 from zckpt.state import Checkpoint, dict_of
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import CARRIED, Claim
 from zckpt.state.names import aligned
 from zckpt.storage.files import read_whole, real_path
-from zckpt.torchfile import Tensor, TorchFile, is_tensor, read_torchfile, walk_tensors
+from zckpt.torchfile import Tensor, TorchFile, is_tensor, read_pickle, read_torchfile, walk_tensors
 from zckpt.torchfile.trees import each, inner
+
+RANKED = re.compile(r"((?:.*_)?rank)_?([0-9]{1,9})\.[a-z]+")
+"""Names of files that each rank has one of."""
 
 MOST_NBYTES = 1 << 24
 """Of such a file."""
@@ -39,6 +43,7 @@ def carry_values(checkpoint: Checkpoint) -> None:
     folders = dict[str, str]()
     known = {*(file.path for file in checkpoint.files), *checkpoint.claims, *checkpoint.leftovers}
     read = {real_path(path, folders) for path in known}
+    carried: dict[Path, list[str]] = {}
     for path, _, about in sorted(below(own, read, os.path.realpath(own))):
         may_be_torchs = not path.suffix or path.name.endswith(NEVER_EMPTY)
         if about is not None or not may_be_torchs or real_path(str(path), folders) in read:
@@ -48,7 +53,11 @@ def carry_values(checkpoint: Checkpoint) -> None:
             checkpoint.claims[str(path)] = Claim(CARRIED, path.stem)
         elif (file := _of_values(path) or _average(path, checkpoint)) is not None:
             inside = path.relative_to(own)
-            carry_file(checkpoint, file, path.stem, inside.with_suffix("").as_posix(), inside.as_posix())
+            stem = [] if path.name.startswith("rank") else [path.stem]  # which says nothing without its folder
+            carry_file(checkpoint, file, *stem, inside.with_suffix("").as_posix(), inside.as_posix())
+            carried.setdefault(path.parent, []).append(path.name)
+    for names in carried.values():
+        note_gaps(checkpoint, names, RANKED)
 
 
 def _number_in(path: Path) -> int | float | None:
@@ -76,12 +85,17 @@ def _average(path: Path, checkpoint: Checkpoint) -> TorchFile | None:
 
 
 def _of_values(path: Path) -> TorchFile | None:
-    """Read a small torch file without other tensors than single numbers, and a few integers; None of any other."""
+    """Read a small file without other tensors than single numbers, and a few integers; None of any other."""
     try:
-        file = read_torchfile(path) if 0 < path.stat().st_size <= MOST_NBYTES else None
+        if not 0 < path.stat().st_size <= MOST_NBYTES:
+            return None
+        try:
+            file = read_torchfile(path)
+        except UnknownFormatError:
+            file = read_pickle(path)
     except (OSError, SourceError):
         return None
-    if file is None or any(is_tensor(node) and type(node) is not Tensor for node in each(file.root, inner)):
+    if any(is_tensor(node) and type(node) is not Tensor for node in each(file.root, inner)):
         return None
     are_values = all(
         one.numel <= 1 or (not is_floating(one.dtype) and one.numel * one.itemsize <= MOST_TENSOR_NBYTES)

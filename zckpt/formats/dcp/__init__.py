@@ -3,7 +3,7 @@
 DIR/.metadata                      a pickle: which tensors and objects there are, in which pieces, and where each lies
 DIR/__<rank>_<n>.distcp            items one after the other, each a whole file of `torch.save`
 DIR/zckpt.pt                       where zckpt wrote it: what such a directory has no place for
-RUN/step-N/, stepN/, iter_N/ ...   runs of torchtitan, OLMo-core, Cosmos, Composer: the last, see `formats.steps`
+RUN/step-N/, step_N/, iter_N/ ...  runs of torchtitan, prime-rl, Cosmos, Composer: the last, see `formats.steps`
 
 Models, optimizers and anything else are under whatever keys the program chose. Every chunk is a box of its tensor, so
 that FSDP, tensor parallelism and both are read in the same way.
@@ -74,7 +74,10 @@ class Dcp(Strippable):
             "transformers' distributed save, NeMo Automodel, Cosmos",
             "a model in shards of safetensors or of DCP, with the optimizer's DCP folder in it or beside it",
         ),
-        ("OLMo-core", "its step directories: DCP in `model_and_optim`, what ranks keep in `train`"),
+        (
+            "OLMo-core, prime-rl, XTuner, FastVideo, NeMo RL, lingua",
+            "their step directories: DCP in a folder (`model_and_optim`, `trainer`, `weights`, ...), values around it",
+        ),
     )
     writes = "torch.distributed.checkpoint"
     options = Options

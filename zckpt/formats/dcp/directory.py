@@ -6,7 +6,8 @@ DIR/.metadata, __R_N.distcp, zckpt.pt                     zckpt: what the dict h
 DIR/{pytorch_model_fsdp_0,optimizer_0}/.metadata ...      Accelerate and the Trainer: a folder for each, and the rest;
                                                           further models have further numbers
 DIR/shard-R-model-N-of-M.safetensors, optimizer/.metadata transformers: its model, and `save_optimizer_distributed`
-DIR/model_and_optim/.metadata ..., train/rankR.pt         OLMo-core: one folder holds all, and what its trainer keeps
+DIR/model_and_optim/.metadata ..., train/rankR.pt         OLMo-core, others by other names (`INNER`): one folder holds
+                                                          all of these, and values lie around it
 DIR/{model,weights,...}/, {optim,optimizer}/.metadata     NeMo Automodel, NeMo RL and loops of one's own: a folder for
                                                           each, or below it, the model's of DCP or safetensors,
                                                           or an adapter's
@@ -17,6 +18,7 @@ DIR/model/, optim/, scheduler/, trainer/                  Cosmos: values, too, h
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from zckpt.formats.suffixes import ADAPTER_NAME, OWN_NAME
@@ -35,13 +37,15 @@ MEGATRON_MARK = b'"sharded_backend"'
 
 HEAD_NBYTES = 4096
 
-OLMO_NAME, MODEL = "model_and_optim", "model"
+INNER = ("model_and_optim", "weights", "trainer", "dcp", "distributed_checkpoint", "policy")
+"""Folders of a step that OLMo-core, XTuner, prime-rl, FastVideo (two) and NeMo RL keep its checkpoint in."""
+
+MODEL = "model"
 
 _OWN = re.compile(r"\.metadata|zckpt\.pt|__(0|[1-9][0-9]*)_(0|[1-9][0-9]*)\.distcp")
 _FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_([0-9]{1,4})")
 _RANK = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp")
 _OPTIMIZER = re.compile(".*optim.*|training_state")
-_OLMO_RANK = re.compile(r"rank([0-9]{1,9})\.pt")
 
 
 @immutable
@@ -50,7 +54,7 @@ class Directory:
 
     One of several may have a model in safetensors.
 
-    `unfinished`: names of later ones of the same run that are not whole; `ranks`: what ranks keep besides, in order.
+    `unfinished`: names of later ones of the same run that are not whole.
     """
 
     path: Path
@@ -58,7 +62,6 @@ class Directory:
     own: Path | None = None
     lightning: Path | None = None
     unfinished: tuple[str, ...] = ()
-    ranks: tuple[Path, ...] = ()
 
     def by_number(self) -> list[list[str]]:
         """Return the names of Accelerate's folders, those of a model and its optimizer together, by their numbers."""
@@ -76,15 +79,15 @@ def find(path: Path) -> Directory | None:
     """
     if not path.is_dir():
         return None
-    if not is_whole(path) and is_whole(path / OLMO_NAME):
-        beside = {entry.name: Path(entry.path) for entry in entries_of(path / "train", lenient=True)}
-        ranks = {int(match[1]): one for name, one in beside.items() if (match := _OLMO_RANK.fullmatch(name))}
-        return Directory(path, {"": path / OLMO_NAME}, ranks=tuple(ranks[rank] for rank in sorted(ranks)))
     folders = {"": path} if is_whole(path) else {
         one.name: one for one in folders_in(path) if _FOLDER.fullmatch(one.name) and is_whole(one)
     } or _pair(path)  # fmt: skip
     own, lightning = (one if is_file(one) else None for one in (path / OWN_NAME, path / LIGHTNING_NAME))
-    return Directory(path, folders, own, lightning if "" in folders else None) if folders else None
+    if folders:
+        return Directory(path, folders, own, lightning if "" in folders else None)
+    inner = [found for name in INNER if (found := find(path / name)) is not None]
+    others = (one for one in folders_in(path) if one.name not in INNER and (is_whole(one) or _pair(one)))
+    return replace(inner[0], path=path) if len(inner) == 1 and not any(others) else None
 
 
 def _pair(path: Path) -> dict[str, Path]:
