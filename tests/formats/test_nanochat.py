@@ -174,3 +174,17 @@ def test_metadata_are_json(saved):
 def test_copies_on_other_ranks_are_held_against_the_first(saved):
     edit(rank_file(saved, 1), lambda one: one["state"][7]["exp_avg"].add_(1))
     assert not zckpt.verify(saved, deep=True).sound
+
+
+def test_of_two_optimizers_in_a_file_the_model_is_read(saved, tmp_path):
+    """As nanochat saved them before 29 January 2026, which is sound, and no rank's file is lost in silence."""
+    for rank in (0, 1):
+        whole = torch.load(rank_file(saved, rank))
+        torch.save([whole, whole], rank_file(saved, rank))
+    checkpoint = zckpt.open(saved)
+    assert "before 29 January 2026" in checkpoint.warnings[0]
+    assert len(take_inventory(checkpoint).left_out) == 2
+    zckpt.consolidate(saved, tmp_path / "m.safetensors", drop=["optim_*"])
+    assert all(torch.equal(one, TRUTH[f"weight/{name}"]) for name, one in load_file(tmp_path / "m.safetensors").items())
+    with refusing(UnsupportedError, "has no optimizer's state"):
+        zckpt.reshard(saved, tmp_path / "target", world_size=1, drop=["optim_*"])

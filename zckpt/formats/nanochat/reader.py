@@ -19,7 +19,7 @@ from zckpt.state.partition import rows_of_rank, stack_of_rank
 from zckpt.state.spans import PaddingSpan
 from zckpt.state.views import concat, narrow, reshape
 from zckpt.storage.files import json_object
-from zckpt.torchfile import Tensor
+from zckpt.torchfile import Tensor, read_torchfile
 
 KIND, ADAMW, MUON = "kind", "adamw", "muon"
 
@@ -43,7 +43,12 @@ def read(place: Step, *, names: GivenNames = None) -> Checkpoint:
     checkpoint.metadata["meta"] = meta = json_object(place.meta, "nanochat's metadata", most=MAXIMUM_JSON_NBYTES)
     checkpoint.claims[str(place.meta)] = Claim(CARRIED, "meta")
     checkpoint.claims |= {str(path): Claim(FOREIGN, "of another step") for path in place.others}
-    if place.ranks:
+    if place.ranks and isinstance(read_torchfile(place.ranks[0]).root, list):
+        checkpoint.warnings.append(
+            "the files of ranks have several optimizers each, as nanochat saved them before 29 January 2026: these are "
+            "not read, and the model is"
+        )
+    elif place.ranks:
         with about(place.path):
             _attach(checkpoint, read_ranks(checkpoint, place.ranks), names)
     checkpoint.step = step_of(checkpoint, meta)

@@ -26,7 +26,7 @@ def recut(job: Job) -> TargetFiles:
     checkpoint, world_size = job.checkpoint, job.options.world_size
     check_world_size(world_size)
     step = checkpoint.origin
-    if not isinstance(step, Step) or not step.ranks:
+    if not isinstance(step, Step) or not checkpoint.param_groups:
         raise UnsupportedError("has no optimizer's state: any number of ranks can load it as it is")
     copies = [copy_of(path, path.name) for path in (step.model, step.meta)]
     files = [_file(checkpoint, rank, world_size, rank_name(step, rank)) for rank in range(world_size)]
