@@ -155,6 +155,19 @@ def test_a_step_has_its_checkpoint_in_a_folder_and_what_the_program_keeps_around
     assert_goes_on(run / step, model, optimizer, again, its)
 
 
+def test_fastvideos_models_in_distillation_are_one_checkpoint(tmp_path):
+    step = tmp_path / "checkpoint-3"
+    pairs = {name: trained(lambda: nn.Linear(3, 2)) for name in ("generator", "critic")}
+    for name, (model, optimizer) in pairs.items():
+        state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id=step / "distributed_checkpoint" / name)
+    dcp.save({"random_state": torch.get_rng_state()}, checkpoint_id=step / "distributed_checkpoint" / "shared")
+    for name, (model, optimizer) in pairs.items():
+        found = assert_holds(step, model, {f"{name}.optimizer": optimizer}, prefix=f"{name}.model.")
+    assert {*found.metadata} == {"shared"}
+    converted(step, tmp_path / "dcp", "dcp")
+
+
 def test_a_step_with_two_models_is_neither_of_them(tmp_path):
     """NeMo RL's PPO has a `value` beside its `policy`."""
     model, optimizer = trained()

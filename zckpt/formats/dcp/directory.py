@@ -37,7 +37,10 @@ MEGATRON_MARK = b'"sharded_backend"'
 
 HEAD_NBYTES = 4096
 
-INNER = ("model_and_optim", "weights", "trainer", "dcp", "distributed_checkpoint", "policy")
+SEVERAL = "distributed_checkpoint"
+"""Where FastVideo has a model and its optimizer, or a folder for each pair of several."""
+
+INNER = ("model_and_optim", "weights", "trainer", "dcp", SEVERAL, "policy")
 """Folders of a step that OLMo-core, XTuner, prime-rl, FastVideo (two) and NeMo RL keep its checkpoint in."""
 
 MODEL = "model"
@@ -80,7 +83,8 @@ def find(path: Path) -> Directory | None:
     if not path.is_dir():
         return None
     folders = {"": path} if is_whole(path) else {
-        one.name: one for one in folders_in(path) if _FOLDER.fullmatch(one.name) and is_whole(one)
+        one.name: one for one in folders_in(path)
+        if (path.name == SEVERAL or _FOLDER.fullmatch(one.name)) and is_whole(one)
     } or _pair(path)  # fmt: skip
     own, lightning = (one if is_file(one) else None for one in (path / OWN_NAME, path / LIGHTNING_NAME))
     if folders:
