@@ -155,6 +155,25 @@ def test_a_step_has_its_checkpoint_in_a_folder_and_what_the_program_keeps_around
     assert_goes_on(run / step, model, optimizer, again, its)
 
 
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("roles", [["student"], ["student", "critic"]])
+def test_an_optimizer_has_the_names_of_a_module_around_its_model(roles, flat, tmp_path):
+    """As FastVideo's new trainer saves its roles."""
+    pairs = {role: trained(lambda: nn.Linear(3, 2)) for role in roles}
+    state, options = {}, StateDictOptions(flatten_optimizer_state_dict=flat)
+    for role, (model, optimizer) in pairs.items():
+        state[f"roles.{role}.transformer"] = model.state_dict()
+        around = nn.ModuleDict({"transformer": model})
+        state[f"optimizers.{role}"] = get_optimizer_state_dict(around, optimizer, options=options)
+    dcp.save(state, checkpoint_id=tmp_path / "checkpoint-3" / "dcp")
+    for role, (model, optimizer) in pairs.items():
+        called, prefix = (f"optimizers.{role}", f"roles.{role}.transformer.") if len(roles) > 1 else (None, "")
+        assert_holds(tmp_path / "checkpoint-3", model, {called: optimizer}, prefix)
+    converted(tmp_path / "checkpoint-3", tmp_path / "dcp", "dcp")
+    zckpt.strip(tmp_path / "checkpoint-3", tmp_path / "stripped", optimizer=True)
+    assert zckpt.open(tmp_path / "stripped").slot_names() == ["weight"]
+
+
 def test_fastvideos_models_in_distillation_are_one_checkpoint(tmp_path):
     step = tmp_path / "checkpoint-3"
     pairs = {name: trained(lambda: nn.Linear(3, 2)) for name in ("generator", "critic")}

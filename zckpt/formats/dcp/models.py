@@ -56,6 +56,20 @@ def find_models(
     return chosen
 
 
+def without_modules(optimizers: Sequence[Optimizer], models: Sequence[ModelPart]) -> None:
+    """Take from an optimizer's names that of a module around its model, where the model's key ends with that.
+
+    FastVideo has `roles.student.transformer`, and in `optimizers.student` the state of `transformer.NAME`.
+    """
+    for part in optimizers:
+        fronts = {name.partition(".")[0] for name in part.names}
+        around = [one for one in models if fronts == {joined(one.path).rpartition(".")[2]}]
+        if around and not any(aligned(one.tensors, part.names) for one in around):
+            names = {name: name.partition(".")[2] for name in part.names}
+            part.rename(names)
+            part.names = frozenset(names.values())
+
+
 def owners(optimizers: Sequence[Optimizer], models: Sequence[ModelPart]) -> list[ModelPart | None]:
     """Return the model of each optimizer: what has most of its names, whatever wrappers they have.
 

@@ -14,7 +14,7 @@ from zckpt.formats.account.trees import LazyTree
 from zckpt.formats.dcp.directory import MEGATRON_NAMES, Directory, is_megatrons, is_whole, rank_of
 from zckpt.formats.dcp.items import ItemFile, ObjectItem, is_empty, read_items
 from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
-from zckpt.formats.dcp.models import find_models, is_average, owners
+from zckpt.formats.dcp.models import find_models, is_average, owners, without_modules
 from zckpt.formats.dcp.optimizer import Optimizer, attach, read_optimizer
 from zckpt.formats.dcp.own import prepare, restore_own, without_carried
 from zckpt.formats.dcp.tree import (
@@ -161,6 +161,7 @@ def _find(
         candidates = list(dicts_of_tensors(root, *(part.path for part in found)))
         tensors = {name for one in candidates for name in one.tensors}
         optimizers = [read_optimizer(part, tensors, checkpoint.source, checkpoint.warnings) for part in found]
+        without_modules(optimizers, candidates)
         models = find_models(candidates, optimizers, checkpoint.warnings, front=own is None)
         _name(optimizers, models)
         return models, optimizers
