@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -23,7 +24,7 @@ from tests.refusals import refusing
 from tests.truth import Truth, assert_same
 from zckpt.codes import OTHER_RUN, WEIGHT_MISMATCH
 from zckpt.engine.plan import fill
-from zckpt.errors import LayoutError, ShardError, UnknownFormatError, UnsupportedError
+from zckpt.errors import LayoutError, ShardError, UnknownFormatError, UnsupportedError, UsageError
 from zckpt.formats.account import take_inventory
 from zckpt.formats.megatron.cut import is_flattened, unflattened
 from zckpt.formats.megatron.keys import stored
@@ -104,6 +105,20 @@ def test_run_iteration_and_file_of_it(tmp_path):
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("longer than any name" * 100)
     with refusing(UnknownFormatError, r"names no checkpoint.*iter_0000004"):
         zckpt.open(tmp_path / "run")
+
+
+def test_the_model_that_ms_swift_exports_beside_it_is_foreign(tmp_path):
+    """Under Hugging Face's names, as its configuration is: with it, Megatron's names would be no model."""
+    source = shutil.copytree(OTHER / NAMES[0] / "ckpt", tmp_path / "checkpoint-2")
+    save_file({"lm_head.weight": torch.ones(2)}, source / "model-00001-of-00001.safetensors")
+    where = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(where))
+    (source / "config.json").write_text('{"model_type": "qwen3"}')
+    assert not take_inventory(zckpt.open(source)).left_out
+    converted(source, tmp_path / "zckpt", "zckpt")
+    with refusing(UsageError, "has Megatron's names, .* give --map"):
+        zckpt.consolidate(source, tmp_path / "model")
+    zckpt.consolidate(source, tmp_path / "model.safetensors")
 
 
 def test_nemo_keeps_it_in_a_folder_with_names_of_its_own(tmp_path):

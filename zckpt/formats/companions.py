@@ -46,7 +46,7 @@ from zckpt.state import (
 )
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import CARRIED as CARRIED_AS_IS
-from zckpt.state.inventory import IMPLIED, LEFT_OUT, Claim
+from zckpt.state.inventory import FOREIGN, IMPLIED, LEFT_OUT, Claim
 from zckpt.state.ranges import Range
 from zckpt.storage.files import Sources, files_in, is_file, read_json, real_path
 from zckpt.torchfile import Tensor, TorchFile, node_of, read_torchfile
@@ -62,6 +62,9 @@ NUMBERED = re.compile(
 """Of ranks and objects that programs count from 0; a file without a number is the first."""
 
 RECIPE = "recipe_state.pt"
+
+MEGATRON = "megatron"
+"""The format beside whose iteration ms-swift exports the model under other names."""
 
 COPIED = re.compile(r"(?:pytorch_)?model(?:-[0-9]+-of-[0-9]+)?\.(?:safetensors|bin)")
 ADAPTER = re.compile(r"adapter_model\.(?:safetensors|bin)")
@@ -113,6 +116,10 @@ def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Pat
         elif ADAPTER.fullmatch(name):
             note_adapter(checkpoint, path)
     note_models(checkpoint, models, directory)
+    if checkpoint.format == MEGATRON and directory != Path(checkpoint.source):
+        exported = {str(path) for name, path in files.items() if COPIED.fullmatch(name) or ADAPTER.fullmatch(name)}
+        exported -= {file.path for file in checkpoint.files}
+        checkpoint.claims |= dict.fromkeys(exported, Claim(FOREIGN, "the model as exported for transformers"))
     if (directory / SHARDED).is_dir():
         _shards(checkpoint, directory / SHARDED)
     if (directory / LEROBOTS).is_dir():

@@ -57,6 +57,9 @@ NUMBERS = ("float64", "float32", "float16", "bfloat16")
 
 ADAPTER_NAME = "adapter_model.safetensors"
 
+MEGATRONS = ".self_attention.linear_"
+"""What names have in Megatron-Core, and in no model of transformers."""
+
 NO_CONFIG = f"no {CONFIG_NAME} was found, which from_pretrained needs; give its directory with --config DIR"
 
 OWNED = Owned(called(OWN_MODEL))
@@ -245,13 +248,15 @@ def lay_out(
     if not tensors:
         raise UsageError("holds no model, only optimizer state", path=checkpoint.source)
     assets = assets_of(checkpoint, chosen)
-    if CONFIG_NAME in assets and not is_adapter(tensors, assets) and has_live_adapter(tensors):
+    adapted = not is_adapter(tensors, assets) and has_live_adapter(tensors)
+    if CONFIG_NAME in assets and (adapted or any(MEGATRONS in name for name in tensors)):
+        what = "has an adapter in it" if adapted else "has Megatron's names"
+        how = "`zckpt merge-adapter SOURCE SOURCE TARGET` merges it" if adapted else "give --map (docs/maps.md)"
         raise UsageError(
-            "has an adapter in it, and from_pretrained would load none of its names",
+            f"{what}, and from_pretrained would load none of its names",
             path=checkpoint.source,
             expected="the model's own names",
-            advice="`zckpt merge-adapter SOURCE SOURCE TARGET` merges it; or write everything unchanged to "
-            "x.safetensors",
+            advice=f"{how}; or write everything unchanged to x.safetensors",
         )
     copied = copies_of(assets)
     types = Counter(type_ for slot, type_ in tensors.values() if isinstance(slot, Computed))
