@@ -2,6 +2,7 @@
 
 RUN/step-N/                           torchtitan: a DCP directory for each step; it goes on from the last that is whole
 RUN/stepN/, step_N/, iter_N/          OLMo-core, prime-rl and NeMo RL, Cosmos: the same, of DCP in folders below
+RUN/ckpt-step-N/, global_step_N/      XTuner, VeOmni: the same
 RUN/0000000500/                       lingua: the same
 RUN/epE-baB/                          Composer, sharded: the same, by epoch and batch
 RUN/epE-baB-rank0.pt                  Composer, whole: a file of torch.save
@@ -29,7 +30,7 @@ LINK = "latest-rank0.pt"
 POINTER, LINGUAS = "last_checkpoint", "consolidated.pth"
 
 _TITAN = re.compile(r"step-([0-9]{1,18})")
-_OLMO = re.compile(r"step_?([0-9]{1,18})")
+_OLMO = re.compile(r"(?:(?:global_)?step_?|ckpt-step-)([0-9]{1,18})")
 _LINGUA = re.compile(r"([0-9]{10})")
 COSMOS = re.compile(r"iter_([0-9]{1,18})")
 _COMPOSER = re.compile(r"ep([0-9]{1,18})-ba([0-9]{1,18})")
