@@ -138,6 +138,10 @@ def test_nemo_keeps_it_in_a_folder_with_names_of_its_own(tmp_path):
     assert take_inventory(opened).left_out == []
     (tmp_path / "model" / "weights").rename(tmp_path / "model" / "model_weights")
     assert list(zckpt.open(tmp_path / "model").parameters) == list(opened.parameters)
+    (tmp_path / "model" / "model_weights").rename(tmp_path / "model" / "weights")
+    (tmp_path / "model" / "weights" / "metadata.json").unlink()
+    with refusing(UnsupportedError, "model/weights: is Megatron-Core's .*, but metadata.json is missing"):
+        zckpt.open(tmp_path / "model")
 
 
 @pytest.mark.parametrize(("step", "kept"), [(3.0, False), (4.0, True)])

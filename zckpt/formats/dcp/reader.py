@@ -58,10 +58,10 @@ def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
     SourceError: files are missing, damaged, or contradict each other; or hold something that zckpt does not know, as
     those of Megatron-Core do.
     """
-    if is_megatrons(directory.path):
+    for folder in filter(is_megatrons, directory.folders.values()):
         raise UnsupportedError(
             "is Megatron-Core's torch_dist format, but metadata.json is missing, which identifies it",
-            path=directory.path,
+            path=folder,
             found=", ".join(MEGATRON_NAMES),
             advice="copy metadata.json to the other files",
         )
