@@ -252,6 +252,19 @@ def test_each_file_is_stripped_where_it_lies(run, tmp_path):
     assert not take_inventory(found).left_out
 
 
+def test_values_of_ranks_on_another_node_are_carried(run, tmp_path):
+    keep(run, "data/rank_0.pt", "at.pt")
+    keep(tmp_path / "node1", "data/rank_1.pt", "at.pt")
+    found = zckpt.open(run, roots=[tmp_path / "node1"])
+    assert {"at", "data/rank_0", "data/rank_1"} <= {*found.metadata}
+    assert not found.warnings
+    torch.save(1, tmp_path / "node1" / "at.pt")
+    (run / "data" / "rank_0.pt").unlink()
+    first, second = sorted(zckpt.open(run, roots=[tmp_path / "node1"]).warnings)
+    assert "differs from" in first
+    assert "rank number 0 is missing" in second
+
+
 def test_the_mark_of_another_program_is_no_part_of_it(run):
     (run / "COMPLETED").write_text("COMPLETED")
     assert not take_inventory(zckpt.open(run)).left_out

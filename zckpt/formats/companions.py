@@ -91,8 +91,8 @@ def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Pat
     files = {name: directory / name for name in files_in(directory)}
     for path in (root / name for root in roots for name in files_in(root) if CARRIED.fullmatch(name)):
         kept = files.setdefault(path.name, path)
-        if kept != path and not _same(str(kept), str(path)):
-            checkpoint.warnings.append(f"{path} differs from {kept}, which is kept")
+        if kept != path:
+            note_other(checkpoint, path, kept)
     models = []
     for name, path in files.items():
         if real_path(str(path), folders) in known:
@@ -129,15 +129,14 @@ def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Pat
     note_gaps(checkpoint, sorted(files))
 
 
-def _same(one: str, other: str) -> bool:
-    """Tell whether two files have the same bytes, as far as they can be read."""
-    nbytes = Path(one).stat().st_size
-    try:
-        with Sources() as sources:
-            crcs = {crc_of(path, 0, nbytes, (), sources) for path in (one, other)}
-    except SourceError:
-        return False
-    return len(crcs) == 1 and nbytes == Path(other).stat().st_size
+def note_other(checkpoint: Checkpoint, path: Path, kept: Path) -> None:
+    """Warn of a file of another node that has not the bytes of the one that is kept, as far as they can be read."""
+    nbytes = kept.stat().st_size
+    crcs: set[int] = set()
+    with suppress(SourceError), Sources() as sources:
+        crcs = {crc_of(str(one), 0, nbytes, (), sources) for one in (kept, path)}
+    if len(crcs) != 1 or nbytes != path.stat().st_size:
+        checkpoint.warnings.append(f"{path} differs from {kept}, which is kept")
 
 
 def note_gaps(checkpoint: Checkpoint, names: Iterable[str], numbers: re.Pattern[str] = NUMBERED) -> None:

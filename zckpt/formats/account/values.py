@@ -12,13 +12,13 @@ from pathlib import Path
 
 from zckpt.errors import SourceError, UnknownFormatError
 from zckpt.formats.account.inventory import NEVER_EMPTY, below
-from zckpt.formats.companions import carry_file, note_gaps
+from zckpt.formats.companions import carry_file, note_gaps, note_other
 from zckpt.formats.torch_files.content import content_of, is_averages, shapes_of
 from zckpt.state import Checkpoint, dict_of
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import CARRIED, Claim
 from zckpt.state.names import aligned
-from zckpt.storage.files import read_whole, real_path
+from zckpt.storage.files import is_file, read_whole, real_path
 from zckpt.torchfile import Tensor, TorchFile, is_tensor, read_pickle, read_torchfile, walk_tensors
 from zckpt.torchfile.trees import each, inner
 
@@ -36,7 +36,10 @@ MOST_TENSOR_NBYTES = 1 << 16
 
 
 def carry_values(checkpoint: Checkpoint) -> None:
-    """Carry what such files in the checkpoint's own directory hold, and in folders of it without a checkpoint."""
+    """Carry what such files in the checkpoint's own directory hold, and in folders of it without a checkpoint.
+
+    On other nodes, too, what is of their ranks only.
+    """
     own = Path(checkpoint.source)
     if not own.is_dir():
         return
@@ -44,7 +47,10 @@ def carry_values(checkpoint: Checkpoint) -> None:
     known = {*(file.path for file in checkpoint.files), *checkpoint.claims, *checkpoint.leftovers}
     read = {real_path(path, folders) for path in known}
     carried: dict[Path, list[str]] = {}
-    for path, _, about in sorted(below(own, read, os.path.realpath(own))):
+    nodes = [own, *(Path(root, os.path.relpath(own, checkpoint.opened)) for root in checkpoint.roots)]
+    every = [(node, *one) for node in nodes for one in sorted(below(node, read, os.path.realpath(node)))]
+    for node, path, _, about in every:
+        inside = path.relative_to(node)
         may_be_torchs = not path.suffix or path.name.endswith(NEVER_EMPTY)
         if about is not None or not may_be_torchs or real_path(str(path), folders) in read:
             continue
@@ -52,10 +58,12 @@ def carry_values(checkpoint: Checkpoint) -> None:
             checkpoint.metadata[path.stem] = number
             checkpoint.claims[str(path)] = Claim(CARRIED, path.stem)
         elif (file := _of_values(path) or _average(path, checkpoint)) is not None:
-            inside = path.relative_to(own)
+            if node != own and is_file(own / inside):
+                note_other(checkpoint, path, own / inside)
+                continue
             stem = [] if path.name.startswith("rank") else [path.stem]  # which says nothing without its folder
             carry_file(checkpoint, file, *stem, inside.with_suffix("").as_posix(), inside.as_posix())
-            carried.setdefault(path.parent, []).append(path.name)
+            carried.setdefault(inside.parent, []).append(path.name)
     for names in carried.values():
         note_gaps(checkpoint, names, RANKED)
 
