@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ import torch
 import torch.distributed.autograd as dist_autograd
 from torch.distributed import rpc
 
+import zckpt
+from tests.folders import names_in
 from tests.gloo import run
 from tests.logical import assert_same_tree
-from zckpt.optim import DistributedOptimizer
+from zckpt.errors import DamagedFileError, UsageError
+from zckpt.formats.native.rank_file import recorded
+from zckpt.optim import DistributedOptimizer, files
 
 pytestmark = pytest.mark.interop
 
@@ -91,11 +96,9 @@ def on_caller(rank, world_size, path: Path, function: Callable[[], Any]) -> Any:
         rpc.shutdown()
 
 
-def on_workers(function: Callable[[], Any], tmp_path: Path, world_size: int = 3) -> Any:
-    return run(on_caller, world_size, tmp_path / "rendezvous", function, fresh=True)[0]
-
-
 TWO = (("worker1", 1, True), ("worker2", 2, True))
+PLACES = (*TWO, ("worker1", 3, True))
+MOVED = (("worker2", 1, True), ("worker0", 2, True), ("worker2", 3, True))
 
 
 def local(*layers: tuple[str, int, bool]) -> list[Layer]:
@@ -172,14 +175,13 @@ def has_gradient(parameter: Any) -> bool:
 
 def state_continues_elsewhere() -> None:
     """Saved with two workers, loaded with three other places for the same parameters, and by torch.optim."""
-    places = (("worker1", 1, True), ("worker2", 2, True), ("worker1", 3, True))
-    model, layers = Model(*places), local(*places)
+    model, layers = Model(*PLACES), local(*PLACES)
     optimizer = DistributedOptimizer(torch.optim.AdamW, model.parameters, lr=0.05)
     for x in inputs(3):
         model.step(optimizer, x)
     saved = optimizer.state_dict()
     assert list(saved["state"]) == [0, 1, 2]
-    moved = Model(("worker2", 1, True), ("worker0", 2, True), ("worker2", 3, True))
+    moved = Model(*MOVED)
     for target, weight in zip(moved.parameters, model.weights(), strict=True):
         rpc.rpc_sync(target.owner(), set_weight, args=(target, weight))
     for layer, weight in zip(layers, model.weights(), strict=True):
@@ -272,6 +274,65 @@ def set_gradient(parameter: Any) -> None:
     parameter.local_value().grad = torch.ones(3, 3)
 
 
+def named(model: Model) -> list[tuple[str, Any]]:
+    return [(f"layer{number}", parameter) for number, parameter in enumerate(model.parameters)]
+
+
+def workers_write_and_read_their_own_parts(directory: Path) -> None:
+    path, model = directory / "saved", Model(*PLACES)
+    optimizer = DistributedOptimizer(torch.optim.AdamW, named(model), lr=0.05)
+    for x in inputs(3):
+        model.step(optimizer, x)
+    files.save(optimizer, path)
+    assert names_in(path) == [
+        "metadata.pt", "model_rank_0.pt", "model_rank_1.pt", "optimizer_rank_0.pt", "optimizer_rank_1.pt",
+    ]  # fmt: skip
+    zckpt.consolidate(path, directory / "model.safetensors", slots="all")
+    zckpt.convert(path, directory / "other", to="zero-redundancy", world_size=3)
+    opened, converted = zckpt.open(path), zckpt.open(directory / "other")
+    moved = Model(*MOVED)
+    for (name, parameter), its in zip(named(moved), model.weights(), strict=True):
+        for slot in ("weight", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(opened.read(name, slot), converted.read(name, slot))
+        assert torch.equal(opened.read(name), its)
+        rpc.rpc_sync(parameter.owner(), set_weight, args=(parameter, its))
+    other = DistributedOptimizer(torch.optim.AdamW, named(moved), lr=1.0)
+    files.load(other, path)
+    assert other.param_groups[0]["lr"] == 0.05
+    for x in inputs(3):
+        model.step(optimizer, x)
+        moved.step(other, x)
+    assert_same_tree(model.weights(), moved.weights())
+    another = DistributedOptimizer(torch.optim.RMSprop, named(moved), lr=1.0)
+    with pytest.raises(UsageError, match="RMSprop cannot continue from the state of layer0"):
+        files.load(another, path)
+    assert another.param_groups[0]["lr"] == 1.0
+
+
+def workers_save_what_lives_with_them(directory: Path) -> None:
+    """In zckpt's format."""
+    path, model, other = directory / "c", Model(*PLACES), Model(*MOVED)
+    optimizer, its = (DistributedOptimizer(torch.optim.AdamW, named(one), lr=0.1) for one in (model, other))
+    model.step(optimizer, inputs(1)[0])
+    zckpt.save(path, optimizer=optimizer, step=1, extra={"table": torch.arange(4)})
+    opened, state = zckpt.open(path), optimizer.state_dict()["state"]
+    for number, weight in enumerate(model.weights()):
+        assert torch.equal(opened.read(f"layer{number}"), weight)
+        assert torch.equal(opened.read(f"layer{number}", "exp_avg_sq"), state[number]["exp_avg_sq"])
+    restored = zckpt.load(path, optimizer=its)
+    assert restored.step == 1
+    assert torch.equal(restored.extra["table"], torch.arange(4))
+    assert_same_tree(its.state_dict()["state"], state)
+    every = [one for file in opened.files if file.role == "rank" for one in recorded(file.path)]
+    one = next(one for one in every if one.name == "exp_avg_sq/layer0")
+    data = bytearray(Path(one.path).read_bytes())
+    data[one.offset] ^= 1
+    Path(one.path).write_bytes(data)
+    with pytest.raises(DamagedFileError, match="exp_avg_sq/layer0: changed since it was written"):
+        zckpt.load(path, optimizer=its)
+    zckpt.load(path, optimizer=its, verify=False)
+
+
 CHECKS = (
     steps_are_those_of_one_optimizer, groups_have_their_own_hyperparameters, parameters_without_a_gradient_stay,
     state_continues_elsewhere, a_dict_of_another_optimizer_changes_nothing, an_error_of_a_worker_is_raised,
@@ -279,14 +340,17 @@ CHECKS = (
 )  # fmt: skip
 
 
-def every_check() -> None:
-    for check in CHECKS:
+CHECKS_OF_FILES = (workers_write_and_read_their_own_parts, workers_save_what_lives_with_them)
+
+
+def every_check(directory: Path) -> None:
+    for check in (*CHECKS, *CHECKS_OF_FILES):
         try:
-            check()
+            check(directory) if check in CHECKS_OF_FILES else check()
         except BaseException as error:
             raise AssertionError(check.__name__) from error
 
 
 def test_on_workers(tmp_path):
     """On the same workers, which take longer to start than most of the checks."""
-    on_workers(every_check, tmp_path)
+    run(on_caller, 3, tmp_path / "rendezvous", partial(every_check, tmp_path), fresh=True)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import rpc
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchOptimizer
 
 import zckpt
-from tests.folders import contents, names_in
+from tests.folders import contents
 from tests.gloo import run
 from tests.live import Words, equal, groups_of, same, train, whole
-from tests.optim.test_distributed import Model, inputs, on_workers, set_weight
 from tests.pairwise import each
-from zckpt.errors import UsageError
-from zckpt.optim import DistributedOptimizer, ZeroRedundancyOptimizer, files
+from zckpt.optim import ZeroRedundancyOptimizer, files
 
 pytestmark = pytest.mark.interop
 
@@ -135,50 +131,3 @@ def test_refusals_reach_all_ranks(tmp_path):
     before = contents(tmp_path)
     run(refuse_other_parameters, 2, tmp_path / "saved")
     assert contents(tmp_path) == before
-
-
-# --- RPC workers
-
-PLACES = (("worker1", 1, True), ("worker2", 2, True), ("worker1", 3, True))
-
-
-def workers_save_and_others_load(path: Path) -> None:
-    model = Model(*PLACES)
-    optimizer = DistributedOptimizer(torch.optim.AdamW, named(model), lr=0.05)
-    for x in inputs(3):
-        model.step(optimizer, x)
-    files.save(optimizer, path)
-    moved = Model(("worker2", 1, True), ("worker0", 2, True), ("worker2", 3, True))
-    checkpoint = zckpt.open(path)
-    for number, parameter in enumerate(moved.parameters):
-        weight = checkpoint.read(f"layer{number}", "weight")
-        rpc.rpc_sync(parameter.owner(), set_weight, args=(parameter, weight))
-    other = DistributedOptimizer(torch.optim.AdamW, named(moved), lr=1.0)
-    files.load(other, path)
-    assert other.param_groups[0]["lr"] == 0.05
-    for x in inputs(3):
-        model.step(optimizer, x)
-        moved.step(other, x)
-    assert same(model.weights(), moved.weights())
-    another = DistributedOptimizer(torch.optim.RMSprop, named(moved), lr=1.0)
-    with pytest.raises(UsageError, match="RMSprop cannot continue from the state of layer0"):
-        files.load(another, path)
-    assert another.param_groups[0]["lr"] == 1.0
-
-
-def named(model: Model) -> list[tuple[str, Any]]:
-    return [(f"layer{number}", parameter) for number, parameter in enumerate(model.parameters)]
-
-
-def test_workers_write_and_read_their_own_parts(tmp_path):
-    path = tmp_path / "saved"
-    on_workers(partial(workers_save_and_others_load, path), tmp_path)
-    assert names_in(path) == [
-        "metadata.pt", "model_rank_0.pt", "model_rank_1.pt", "optimizer_rank_0.pt", "optimizer_rank_1.pt",
-    ]  # fmt: skip
-    zckpt.consolidate(path, tmp_path / "model.safetensors", slots="all")
-    zckpt.convert(path, tmp_path / "other", to="zero-redundancy", world_size=3)
-    one, other = zckpt.open(path), zckpt.open(tmp_path / "other")
-    for name in one.parameters:
-        for slot in ("weight", "exp_avg", "exp_avg_sq"):
-            assert torch.equal(one.read(name, slot), other.read(name, slot))

@@ -42,20 +42,22 @@ def called(monkeypatch, capsys) -> Called:
     return call
 
 
-def test_killed_run_goes_on_with_fewer_ranks(called, tmp_path):
+@pytest.mark.parametrize("worlds", some([((2, 2, 1),)], [(train_and_resume.WORLDS,)]))
+def test_killed_run_goes_on_with_fewer_ranks(worlds, called, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_and_resume, "WORLDS", worlds)
     png = tmp_path / "pictures" / "curves.png"
     status, out, error = called("--quick", "--steps", 16, "--seed", 7, "--directory", tmp_path / "run", "--png", png)
     assert status == 0, out + error
     lines = out.splitlines()
     parts = [line.strip() for line in lines if " ranks: " in line]
-    assert [part[:8] for part in parts] == ["4 ranks:", "4 ranks:", "3 ranks:", "2 ranks:"]
-    assert [part.endswith("was killed") for part in parts] == [True, True, True, False]
-    assert [part.split("saved by ")[1][:7] for part in parts[1:]] == ["4 ranks", "4 ranks", "3 ranks"]
+    assert [part[:8] for part in parts] == [f"{ranks} ranks:" for ranks in worlds]
+    assert [part.endswith("was killed") for part in parts] == [True] * (len(worlds) - 1) + [False]
+    assert [part.split("saved by ")[1][:7] for part in parts[1:]] == [f"{ranks} ranks" for ranks in worlds[:-1]]
     assert any(line.startswith("losses agree") for line in lines)
     if importlib.util.find_spec("matplotlib"):
         assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     opened = zckpt.open(tmp_path / "run" / "run")
-    assert (opened.step, opened.world_size) == (16, 2)
+    assert (opened.step, opened.world_size) == (16, worlds[-1])
 
 
 @pytest.mark.parametrize("arguments", [("--steps", 3), ("--quick",)])

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed import rpc
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -26,9 +25,8 @@ from tests.live import equal, trained
 from tests.logical import assert_same_tree
 from tests.refusals import refusing
 from tests.training.trainings import whole
-from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
-from zckpt.formats.native.rank_file import recorded
-from zckpt.optim import DistributedOptimizer, ZeroOptimizer, ZeroRedundancyOptimizer
+from zckpt.errors import UnsupportedError, UsageError
+from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 from zckpt.training import loading as loading_module
 from zckpt.training import saving as saving_module
 from zckpt.training.directory import write
@@ -416,65 +414,6 @@ def test_a_part_of_the_world_saves_and_loads(rank, world_size, tmp_path):
         assert equal(again, model)
     names = ["checkpoint.json", "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"]
     assert names_in(tmp_path / "pair") == names
-
-
-# --- workers
-
-
-def make_parameter(seed: int, rows: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(rows, 3, generator=torch.Generator().manual_seed(seed)))
-
-
-def value_of(parameter: Any) -> torch.Tensor:
-    return parameter.local_value().detach().clone()
-
-
-def square(parameter: Any) -> torch.Tensor:
-    return parameter.local_value().square().sum()
-
-
-@on_ranks(3, fresh=True)
-def test_workers_save_what_lives_with_them(rank, world_size, tmp_path):
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/rpc", num_worker_threads=8)
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
-    if rank == 0:
-        save_with_workers(world_size, tmp_path)
-    rpc.shutdown()
-
-
-def save_with_workers(world_size: int, directory: Path) -> None:
-    import torch.distributed.autograd as dist_autograd
-
-    def made(seed: int) -> tuple[list[Any], DistributedOptimizer]:
-        where = [f"worker{1 + i % (world_size - 1)}" for i in range(3)]
-        parameters = [rpc.remote(to, make_parameter, args=(seed + i, 2 + i)) for i, to in enumerate(where)]
-        named = [(f"p{i}", parameter) for i, parameter in enumerate(parameters)]
-        return parameters, DistributedOptimizer(torch.optim.AdamW, named, lr=0.1)
-
-    parameters, optimizer = made(0)
-    with dist_autograd.context() as context:
-        losses = [rpc.rpc_sync(p.owner(), square, args=(p,)) for p in parameters]
-        dist_autograd.backward(context, [torch.stack(losses).sum()])
-        optimizer.step(context)
-    zckpt.save(directory / "c", optimizer=optimizer, step=1, extra={"table": torch.arange(4)})
-    opened = zckpt.open(directory / "c")
-    state = optimizer.state_dict()["state"]
-    for i, parameter in enumerate(parameters):
-        assert torch.equal(opened.read(f"p{i}"), rpc.rpc_sync(parameter.owner(), value_of, args=(parameter,)))
-        assert torch.equal(opened.read(f"p{i}", "exp_avg_sq"), state[i]["exp_avg_sq"])
-    _, another = made(50)
-    restored = zckpt.load(directory / "c", optimizer=another)
-    assert restored.step == 1
-    assert torch.equal(restored.extra["table"], torch.arange(4))
-    assert_same_tree(another.state_dict()["state"], state)
-    every = [one for file in opened.files if file.role == "rank" for one in recorded(file.path)]
-    one = next(one for one in every if one.name == "exp_avg_sq/p0")
-    data = bytearray(Path(one.path).read_bytes())
-    data[one.offset] ^= 1
-    Path(one.path).write_bytes(data)
-    with pytest.raises(DamagedFileError, match="exp_avg_sq/p0: changed since it was written"):
-        zckpt.load(directory / "c", optimizer=another)
-    zckpt.load(directory / "c", optimizer=another, verify=False)
 
 
 # --- one process
