@@ -48,7 +48,7 @@ EXACTLY = "\0"
 def exactly(key: object) -> str:
     """Return a key of a file as the step of a rule, whatever it looks like."""
     step = str(key)
-    return EXACTLY + step if step in (ANY, NUMBER, REST) else step
+    return EXACTLY + step if step in (ANY, NUMBER, REST) or step.startswith(EXACTLY) else step
 
 
 @immutable

@@ -76,10 +76,18 @@ class Directory:
 
 
 def find(path: Path) -> Directory | None:
-    """Find the checkpoint that a directory holds; None if it holds none.
+    """Find the checkpoint that a directory holds, or one of its folders; None if neither holds one.
 
     Raises SourceError: the directory cannot be read.
     """
+    if (found := _find_there(path)) is not None or not path.is_dir():
+        return found
+    inner = [found for name in INNER if (found := _find_there(path / name)) is not None]
+    others = (one for one in folders_in(path) if one.name not in INNER and (is_whole(one) or _pair(one)))
+    return replace(inner[0], path=path) if len(inner) == 1 and not any(others) else None
+
+
+def _find_there(path: Path) -> Directory | None:
     if not path.is_dir():
         return None
     folders = {"": path} if is_whole(path) else {
@@ -87,11 +95,7 @@ def find(path: Path) -> Directory | None:
         if (path.name == SEVERAL or _FOLDER.fullmatch(one.name)) and is_whole(one)
     } or _pair(path)  # fmt: skip
     own, lightning = (one if is_file(one) else None for one in (path / OWN_NAME, path / LIGHTNING_NAME))
-    if folders:
-        return Directory(path, folders, own, lightning if "" in folders else None)
-    inner = [found for name in INNER if (found := find(path / name)) is not None]
-    others = (one for one in folders_in(path) if one.name not in INNER and (is_whole(one) or _pair(one)))
-    return replace(inner[0], path=path) if len(inner) == 1 and not any(others) else None
+    return Directory(path, folders, own, lightning if "" in folders else None) if folders else None
 
 
 def _pair(path: Path) -> dict[str, Path]:
