@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from enum import Enum
 from fractions import Fraction
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -417,6 +417,23 @@ def test_an_enum_elsewhere_would_come_back_as_nothing_and_is_refused(kept, tmp_p
     optimizer.turn = Kind.ROWS if kept == "state dict" else 0
     with pytest.raises(UnsupportedError, match=r"is a tests\.optim\.test_beside\.Kind, which only a pickle can hold"):
         zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, **given[kept])
+
+
+def test_what_is_no_data_is_not_given_to_an_optimizer_beside_its_state(tmp_path):
+    class Placed(SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "place": PurePath("a")}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            super().load_state_dict(state_dict)
+
+    model = net()
+    optimizer = trained(Placed(model.parameters()), model, 2)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    with pytest.raises(UsageError, match="an object that only a pickle can make"):
+        zckpt.load(tmp_path / "c.pt", model=model, optimizer=optimizer)
+    restored = zckpt.load(tmp_path / "c.pt", model=model, optimizer=optimizer, strict=False)
+    assert any("an object that only a pickle can make" in note for note in restored.notes)
 
 
 def test_what_a_deque_holds_is_held_against_the_checkpoint(tmp_path):

@@ -186,7 +186,7 @@ def _of_modules(checkpoint: Checkpoint, keys: Collection[str]) -> dict[str, Any]
             read_tensors([TensorRead(slot, Extent.whole(slot.shape), found[key])])
             continue
         [first, *others] = [one for name, one in kept.items() if f".{name}".endswith(f".{key}")] or [Ellipsis]
-        if not others and isinstance(first, PLAIN):
+        if not others and isinstance(first, PLAIN) and is_made(first):
             found[key] = first
     return found
 

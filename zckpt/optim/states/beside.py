@@ -30,7 +30,7 @@ from zckpt.formats.torch_files.optimizer import BESIDE
 from zckpt.immutable import mutable
 from zckpt.optim.flat_parameters import Called
 from zckpt.optim.param_groups import Group, Names, hyperparameters
-from zckpt.optim.values import PLAIN, inside, value_of
+from zckpt.optim.values import PLAIN, inside, is_made, value_of
 from zckpt.state import MASTER, WEIGHT, are_texts, dict_of, without
 from zckpt.state.names import aligned
 from zckpt.torchfile import Global, Object, each, node_of
@@ -104,11 +104,17 @@ class Declared:
             )
 
     def kept(self, node: object, names: Names) -> Beside:
-        """Return what a checkpoint has beside. Raises UsageError: it is another class's, or of another order."""
+        """Return what a checkpoint has beside. Raises UsageError: another class's, in another order, or not data."""
         tree, cls = value_of(node), type(self.optimizer).__name__
         if not _is_tree(tree):
             raise DamagedFileError(f"unreadable {BESIDE}", expected="what zckpt.save writes under this key")
         found = Beside(tree["at"], tree["keys"], tree["parameters"], tree["groups"], tree["rest"])
+        is_own = type(self.optimizer).load_state_dict is not Optimizer.load_state_dict  # torch's looks at no rest
+        if not is_made([found.parameters, found.rest if is_own else None]):
+            raise UsageError(
+                f"what {cls} keeps in addition to its state has an object that only a pickle can make",
+                advice="give strict=False, which leaves it out",
+            )
         strange = [] if tree["class"] in (cls, "") else [key for key in found.rest if key not in self.beside.rest]
         if strange or (tree["class"] != cls and list(self.beside.at or ()) != found.at):
             raise UsageError(
