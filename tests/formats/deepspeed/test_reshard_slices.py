@@ -248,6 +248,13 @@ def test_rows_are_added_where_they_do_not_divide(source, tmp_path):
     assert loaded(tag, 1)["embedding.weight"][-1].tolist() == [0] * 6
 
 
+def test_another_format_has_the_rows_that_it_states_on_one_rank_too(source, tmp_path):
+    zckpt.convert(source(), tmp_path / "own", to="zckpt")
+    for rows, options in ((sliced.VOCABULARY, {}), (sliced.PADDED, {"tensor_parallel_size": 1})):
+        zckpt.convert(tmp_path / "own", tmp_path / f"{rows}", to="deepspeed", world_size=1, **options)
+        assert len(loaded(tag_of(tmp_path / f"{rows}"), 0)["embedding.weight"]) == rows
+
+
 def test_stage_3_pads_as_well(source, tmp_path):
     options = {"stage": 3, "tensor_parallel_size": 2, "padded_vocab_size": 64}
     zckpt.reshard(source(), tmp_path / "three", world_size=2, **options)

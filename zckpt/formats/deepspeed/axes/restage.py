@@ -44,7 +44,8 @@ def stage_states(
     if as_slices is None and isinstance(said := origin_of_state(checkpoint).get(SLICED_EXPERTS), bool):
         as_slices = said
     rows = options.padded_vocab_size
-    if rows is None and degree != checkpoint.topology.tp and origin.rules_path is None:
+    is_asked = options.tensor_parallel_size is not None if origin.is_foreign else degree != checkpoint.topology.tp
+    if rows is None and is_asked and origin.rules_path is None:
         parameters = checkpoint.parameters if origin.is_foreign else {}
         rows = padded_rows(origin.model.content, origin.rules, degree, parameters)
     tp, staged = checkpoint.topology.tp, is_staged(checkpoint, origin, options)
