@@ -114,6 +114,8 @@ def test_another_format_becomes_legacy_files(tmp_path):
     model = read_torchfile(next(out.glob(f"iter_*/mp_rank_01_001/{MODEL}"))).root["model"]
     assert "decoder.layers.0.input_layernorm.weight" in model
     assert model["decoder.layers.0.mlp.linear_fc1._extra_state"] is None
+    zckpt.reshard(out, tmp_path / "one", world_size=1, verify=True, **ALONE)
+    assert "decoder.layers.0.input_layernorm.weight" in read_torchfile(files_in(tmp_path / "one")[0]).root["model"]
 
 
 def files_in(run, name=MODEL) -> list[Path]:

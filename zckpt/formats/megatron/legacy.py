@@ -35,6 +35,7 @@ from zckpt.formats.megatron.directory import FILE, FOLDER, FORMAT, LEGACY, OPTIM
 from zckpt.formats.megatron.fused import apart, expert_count, is_fused, name_of_one
 from zckpt.formats.megatron.local import attach_distributed, attach_plain
 from zckpt.formats.megatron.names import BLOCK, BUFFERS, TIED, Name, in_order, is_expert
+from zckpt.formats.megatron.norms import LOCAL, filed_names
 from zckpt.formats.megatron.objects import OPTIMIZER, VERSION, Arguments, Common, settle, topology_of
 from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, Held, attach, keep_common, keep_rest, optimizers
 from zckpt.formats.megatron.own import read_own, restore_own
@@ -62,7 +63,7 @@ from zckpt.torchfile import Digests, Tensor, TorchFile, has_tensors, read_torchf
 
 UNTIED = "untie_embeddings_and_output_weights"
 
-CHUNKS, BOUNDS, EXPERTS = "virtual stages", "stage bounds", "experts"
+CHUNKS, BOUNDS, EXPERTS, LAYERS = "virtual stages", "stage bounds", "experts", "layers"
 """Under which `Checkpoint.details` have them."""
 
 ORDER = "order of parameters"
@@ -412,8 +413,11 @@ def read(place: Place) -> Checkpoint:
         checkpoint.details[BOUNDS] = ",".join(map(str, bounds))
     if len(first.chunks) > 1:
         checkpoint.details[CHUNKS] = len(first.chunks)
-    if any(map(is_fused, (name for one in ranks for its in one.chunks for name in its))):
+    filed = [name for one in ranks for its in one.chunks for name in its]
+    if any(map(is_fused, filed)):
         checkpoint.details[EXPERTS] = FUSED
+    if own.names and filed_names(filed) != {name: name for name in filed}:  # which the names here do not tell
+        checkpoint.details[LAYERS] = LOCAL
     checkpoint.step = common.step
     restore_own(checkpoint, own)
     return checkpoint

@@ -31,10 +31,10 @@ from zckpt.formats.megatron.buckets import lay_out as lay_out_buckets
 from zckpt.formats.megatron.cut import VOCABULARY, cuts_of
 from zckpt.formats.megatron.directory import FILE, FOLDER, OPTIMIZER_FILE
 from zckpt.formats.megatron.fused import ONE
-from zckpt.formats.megatron.legacy import APART, BOUNDS, CHUNKS, EXPERTS, FUSED, NUMBERED, ORDER, UNTIED
+from zckpt.formats.megatron.legacy import APART, BOUNDS, CHUNKS, EXPERTS, FUSED, LAYERS, NUMBERED, ORDER, UNTIED
 from zckpt.formats.megatron.local import GRADIENTS
 from zckpt.formats.megatron.names import BLOCK, TIED, Name
-from zckpt.formats.megatron.norms import ENGINE, LOCAL, filed_names, live_names
+from zckpt.formats.megatron.norms import LOCAL, filed_names, live_names
 from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, Arguments, states_by
 from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, STATES, STEP
 from zckpt.formats.megatron.order import order_of
@@ -105,9 +105,10 @@ def target_of(checkpoint: Checkpoint, options: object) -> Target:
     if size is None:
         size = default_bucket_numel(arguments, topology.dp) if arguments.get("overlap_grad_reduce") is True else None
     implementation = said("transformer_impl")
-    if implementation is None and filed_names(names) == {name: name for name in names}:
-        implementation = LOCAL if arguments.get("transformer_impl") == LOCAL else ENGINE
-    engine = implementation == ENGINE
+    if implementation is None:
+        known = LOCAL if filed_names(names) != {name: name for name in names} else checkpoint.details.get(LAYERS)
+        implementation = known or arguments.get("transformer_impl")
+    engine = implementation != LOCAL
     return Target(
         topology=topology,
         chunks=chunks,
