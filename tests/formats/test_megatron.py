@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import zckpt
 from tests.engine.test_plan import each_once, hole_of, run
+from tests.folders import names_in
 from tests.formats.holding import converted
 from tests.refusals import refusing
 from tests.truth import Truth, assert_same
@@ -108,7 +109,7 @@ def test_run_iteration_and_file_of_it(tmp_path):
 
 
 def test_the_model_that_ms_swift_exports_beside_it_is_foreign(tmp_path):
-    """Under Hugging Face's names, as its configuration is: with it, Megatron's names would be no model."""
+    """Under Hugging Face's names, as its configuration is, which is not written beside Megatron's names."""
     source = shutil.copytree(OTHER / NAMES[0] / "ckpt", tmp_path / "checkpoint-2")
     save_file({"lm_head.weight": torch.ones(2)}, source / "model-00001-of-00001.safetensors")
     where = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
@@ -116,9 +117,11 @@ def test_the_model_that_ms_swift_exports_beside_it_is_foreign(tmp_path):
     (source / "config.json").write_text('{"model_type": "qwen3"}')
     assert not take_inventory(zckpt.open(source)).left_out
     converted(source, tmp_path / "zckpt", "zckpt")
+    done = zckpt.consolidate(source, tmp_path / "model")
+    assert names_in(tmp_path / "model") == ["model.safetensors"]
+    assert any("--map NAME gives transformers'" in note for note in done.notes)
     with refusing(UsageError, "has Megatron's names, .* give --map"):
-        zckpt.consolidate(source, tmp_path / "model")
-    zckpt.consolidate(source, tmp_path / "model.safetensors")
+        zckpt.consolidate(source, tmp_path / "other", config=source)
 
 
 def test_nemo_keeps_it_in_a_folder_with_names_of_its_own(tmp_path):

@@ -62,6 +62,8 @@ MEGATRONS = ".self_attention.linear_"
 
 NO_CONFIG = f"no {CONFIG_NAME} was found, which from_pretrained needs; give its directory with --config DIR"
 
+NO_MODEL = "no config.json is written, for the names are Megatron's: --map NAME gives transformers' (docs/maps.md)"
+
 OWNED = Owned(called(OWN_MODEL))
 """The directories of models that are replaced."""
 
@@ -188,7 +190,7 @@ def consolidate(
     notes = (*notes, *told)
     laid, num_tensors = lay_out(checkpoint, chosen)
     if not laid.is_file and not {CONFIG_NAME, ADAPTER_CONFIG} & set(laid.copied):
-        notes = (*notes, NO_CONFIG)
+        notes = (*notes, NO_MODEL if has_megatrons_names(checkpoint) else NO_CONFIG)
     return write_from(
         Consolidated, found, replace(laid, notes=(*notes, *left_out)), chosen.path, how, owns=OWNED, dropped=dropped,
         sources=left.sources(found), missing=left.missing, filled=left.filled, num_tensors=num_tensors,
@@ -212,6 +214,11 @@ def as_beside(checkpoints: Sequence[Checkpoint], chosen: Chosen) -> tuple[list[C
     return [one for one, _ in done], tuple(dict.fromkeys(note for _, told in done for note in told))
 
 
+def has_megatrons_names(checkpoint: Checkpoint) -> bool:
+    """Tell whether tensors are called as in Megatron-Core: what lies beside them is of another program."""
+    return any(MEGATRONS in name for name in checkpoint.names)
+
+
 def assets_of(checkpoint: Checkpoint, chosen: Chosen) -> dict[str, Path]:
     """Return the files that go with a model into a directory.
 
@@ -225,7 +232,7 @@ def assets_of(checkpoint: Checkpoint, chosen: Chosen) -> dict[str, Path]:
             )
         return {}
     found = find_assets(checkpoint, given) if given is not None or PART not in checkpoint.details else {}
-    if given is not None or chosen.how.options["map"] in (None, TRANSFORMERS):
+    if given is not None or (chosen.how.options["map"] in (None, TRANSFORMERS) and not has_megatrons_names(checkpoint)):
         return found
     is_own = is_adapter(checkpoint.names, found)  # a map's model has another configuration, and an adapter's says it
     return {key: one for key, one in found.items() if key == ADAPTER_CONFIG and is_own}
@@ -249,7 +256,7 @@ def lay_out(
         raise UsageError("holds no model, only optimizer state", path=checkpoint.source)
     assets = assets_of(checkpoint, chosen)
     adapted = not is_adapter(tensors, assets) and has_live_adapter(tensors)
-    if CONFIG_NAME in assets and (adapted or any(MEGATRONS in name for name in tensors)):
+    if CONFIG_NAME in assets and (adapted or has_megatrons_names(checkpoint)):
         what = "has an adapter in it" if adapted else "has Megatron's names"
         how = "`zckpt merge-adapter SOURCE SOURCE TARGET` merges it" if adapted else "give --map (docs/maps.md)"
         raise UsageError(
