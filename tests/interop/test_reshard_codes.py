@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from tests import gloo
 from tests.deepspeed_engine.spec import plain_config
 from tests.logical import assert_same_tree
 from tests.pairwise import some
+from tests.refusals import refusing
 from tests.truth import bits
 from zckpt.errors import UnsupportedError
 
 pytestmark = pytest.mark.interop
+
+TWO_IN_ONE = "AdEMAMix8bit"
 
 NESTED = "__bnb_optimizer_quant_state__"
 
@@ -106,6 +110,22 @@ def test_codes_of_torchao_are_cut_where_partitions_begin_with_blocks(kind, tmp_p
     assert found == pytest.approx(losses, abs=2e-2)
 
 
+def test_two_moments_in_one_tensor_are_read_and_not_cut(tmp_path):
+    """Two partitions of 8,192 elements, which bitsandbytes quantises, with blocks of its own for each moment."""
+    undone = pytest.importorskip("bitsandbytes").functional.dequantize_blockwise
+    (run := tmp_path / "run").mkdir()
+    gloo.run(_train, 2, 128, run, TWO_IN_ONE)
+    for requantize in (False, True):
+        with refusing(UnsupportedError, "has two moments in one tensor, .* is not cut; .*dequantize"):
+            zckpt.reshard(run, tmp_path / "cut", world_size=1, requantize=requantize)
+    zckpt.reshard(run, tmp_path / "cut", world_size=1, dequantize=True, verify=True)
+    found = zckpt.open(tmp_path / "cut")
+    for at, slot in enumerate(("exp_avg", "exp_avg_slow")):
+        of_ranks = [undone(its["state1"][at], absmax=its["absmax1"][at], code=its["qmap1"], blocksize=256)
+                    for its in of_matrix(run, 2)]  # fmt: skip
+        assert torch.equal(found.read("0.weight", slot).flatten(), torch.cat(of_ranks))
+
+
 def of_any_device(values: torch.Tensor, qmap: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     import bitsandbytes  # noqa: F401  # registers it
 
@@ -140,9 +160,8 @@ def _engine(width: int, seed: int, stage: int = 2, kind: str | None = None) -> A
 
     make = BlockwiseAdam
     if kind is not None:
-        import torchao.optim
-
-        make = partial(getattr(torchao.optim, kind), lr=1e-2)
+        module = import_module("bitsandbytes.optim" if kind == TWO_IN_ONE else "torchao.optim")
+        make = partial(getattr(module, kind), lr=1e-2)
 
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(width, width, bias=False), torch.nn.Linear(width, 1, bias=False))

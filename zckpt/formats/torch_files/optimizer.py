@@ -192,7 +192,7 @@ def optimizer_rules(*path: str, rest: Mapping[Any, Any] = EMPTY, at: Place = ())
     """
     if at:
         return (
-            *optimizer_rules(*path, *map(str, at)),
+            *optimizer_rules(*path, *map(exactly, at)),
             *(Rule((*path, exactly(key), "**"), CARRIED, BESIDE) for key in rest),
         )
     carried = [

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from zckpt.errors import about
+from zckpt.errors import UnsupportedError, about
 from zckpt.formats.deepspeed.rare.quantised import is_quantised, moments_of, of_slices
 from zckpt.formats.deepspeed.target import Target, TargetGroup
 from zckpt.formats.torch_files.quantised import NESTED, Moment
@@ -47,11 +47,16 @@ class Kept(NamedTuple):
 
     @classmethod
     def of(cls, own: Sequence[RankValue], what: str) -> Kept:
-        """Return how values of ranks are kept; errors are those of `moments_of`."""
+        """Return how values of ranks are kept; errors are those of `moments_of`, and of two moments in one."""
         values: dict[str, FromFile] = {}
         moments: dict[str, list[Moment]] = {}
         for one in sorted(own, key=lambda one: (one.part, one.rank)):
             found = moments_of(one, what)
+            if any(moment.key == "state3" for moment in found.values()):
+                raise UnsupportedError(
+                    f"the state of {what} has two moments in one tensor, as of bitsandbytes' AdEMAMix, and is not cut",
+                    advice="--dequantize writes it as float32, for an optimizer that keeps floats",
+                )
             for name, moment in found.items():
                 moments.setdefault(name, []).append(moment)
             if isinstance(one.value, FromFile):
