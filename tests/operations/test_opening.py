@@ -135,3 +135,18 @@ def test_every_verb_of_the_command_line_has_the_same_options_for_where(name):
     options = {one for parameter in cli.commands[name].params for one in parameter.opts}
     assert {"--tag", "--root", "--names", "--tp-rules"} <= options
     assert "--drop" in options or "--dry-run" not in options or name in ("patch", "apply")  # of all files, or none
+
+
+WITH_FOLDERS = ["s2_bf16_dp2", "universal/s2_bf16_dp4", "other/zro_dp2_adamw/ckpt", "other/accel_fsdp2_dp2/state",
+                "other/dcphf_sharded_dp3/ckpt", "other/nanotron_zero1_tp2_dp2/ckpt"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITH_FOLDERS)
+def test_what_macos_leaves_beside_each_file_is_no_part_of_a_checkpoint(name, tmp_path):
+    """Where the file system of a copy has no place for attributes; tar archives have them, too."""
+    shutil.copytree(FIXTURES / name, tmp_path / "c", ignore=shutil.ignore_patterns("truth.*"))
+    expected = zckpt.verify(tmp_path / "c", deep=True).as_dict()
+    for file in [one for one in (tmp_path / "c").rglob("*") if one.is_file()]:
+        file.with_name(f"._{file.name}").write_bytes(b"\0\5\x16\7\0\2\0\0Mac OS X        ")
+    assert zckpt.verify(tmp_path / "c", deep=True).as_dict() == expected
+    zckpt.convert(tmp_path / "c", tmp_path / "native", to="zckpt", verify=True)

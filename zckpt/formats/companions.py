@@ -48,7 +48,7 @@ from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import CARRIED as CARRIED_AS_IS
 from zckpt.state.inventory import FOREIGN, IMPLIED, LEFT_OUT, Claim
 from zckpt.state.ranges import Range
-from zckpt.storage.files import Sources, files_in, is_file, read_json, real_path
+from zckpt.storage.files import BESIDE_A_FILE, Sources, files_in, is_file, read_json, real_path
 from zckpt.torchfile import Tensor, TorchFile, node_of, read_torchfile
 
 CARRIED = re.compile(
@@ -304,7 +304,7 @@ def _shards(checkpoint: Checkpoint, directory: Path) -> None:
 
 
 def files_below(root: Path, *, without: Collection[str] = ()) -> Iterator[tuple[str, Path]]:
-    """Yield the name within `root` and the path of every file below it, sorted.
+    """Yield the name within `root` and the path of every file below it, sorted, as `files_in` has them.
 
     `without`: names within `root` of directories that are left out. Raises SourceError: something is neither a file nor
     a directory, or cannot be read.
@@ -319,7 +319,7 @@ def files_below(root: Path, *, without: Collection[str] = ()) -> Iterator[tuple[
                     path=here / name,
                     advice="put the directory itself there",
                 )
-        for name in sorted(names):
+        for name in sorted(name for name in names if not name.startswith(BESIDE_A_FILE)):
             path = here / name
             if not path.is_file():
                 raise SourceError("is not a regular file", path=path, advice="remove it")

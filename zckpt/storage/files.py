@@ -192,6 +192,10 @@ def entries_of(path: str | os.PathLike[str], *, lenient: bool = False) -> list[o
         raise unreadable(path, error) from error
 
 
+BESIDE_A_FILE = "._"
+"""What macOS puts before a file's name where a file system has no place for the attributes that it keeps of it."""
+
+
 def leads_to_file(entry: os.DirEntry[str]) -> bool:
     """Tell whether an entry is a regular file, or a link to one; errors are those of `is_file`."""
     return is_file(entry) if entry.is_symlink() else entry.is_file()
@@ -203,8 +207,9 @@ def leads_to_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def files_in(path: str | os.PathLike[str], *, lenient: bool = False) -> list[str]:
-    """Return the names of a directory's files; errors are those of `entries_of` and `is_file`."""
-    return [one.name for one in entries_of(path, lenient=lenient) if leads_to_file(one)]
+    """Return the names of a directory's files, without what macOS leaves beside each; errors as of `entries_of`."""
+    every = (one for one in entries_of(path, lenient=lenient) if not one.name.startswith(BESIDE_A_FILE))
+    return [one.name for one in every if leads_to_file(one)]
 
 
 def folders_in(path: str | os.PathLike[str], *, lenient: bool = False) -> list[Path]:

@@ -153,7 +153,7 @@ FOREIGN_RULES = (
         r"\.?_?(?:success|completed?|done|finished)|.*\.(?:lock|md5|sha(?:1|256|512)|crc32?|sum|chk)", re.IGNORECASE)),
     Foreign("left by a write that was interrupted", re.compile(r"\..*\.zckpt-[a-z]+")),
     Foreign("the system's or a version control's", re.compile(
-        r"\.DS_Store|Thumbs\.db|desktop\.ini|\.git(?:attributes|ignore|keep|modules)|\.nfs[0-9a-f]+|.*~|\.[^/]*\.sw[op]",
+        r"\.DS_Store|Thumbs\.db|desktop\.ini|\.git(?:attributes|ignore|keep|modules)|\.nfs[0-9a-f]+|.*~|\.[^/]*\.sw[op]|\._.+",
         re.IGNORECASE)),
 )  # fmt: skip
 """In this order, by the last part of a file's path."""

@@ -336,7 +336,7 @@ def describe_files(checkpoint: Checkpoint, metadata: Metadata, files: Sequence[I
                        file.unreferenced_nbytes, file.archives, LazyTree(file.tree, file.several))
         )  # fmt: skip
     known = {Path(file.path) for file in files}
-    others = [path for path in folder.glob("*.distcp") if path not in known]
+    others = [path for path in folder.glob("[!.]*.distcp") if path not in known]
     empty = {str(path) for path in others if is_file(path) and is_empty(path)}
     checkpoint.claims |= dict.fromkeys(empty, Claim(IMPLIED, "of a rank that had nothing to save"))
     stray = sorted(path.name for path in others if str(path) not in empty)

@@ -25,6 +25,7 @@ from zckpt.formats.safetensors.file import INDEX_NAME, METADATA_KEY, add_file, r
 from zckpt.immutable import mutable
 from zckpt.state import WEIGHT, Checkpoint, Extent, Shape, Slot, Span, are_sizes
 from zckpt.state.inventory import IMPLIED, Rule
+from zckpt.storage.files import files_in
 
 SUFFIX = ".safetensors"
 SHARDING_KEY, OFFSETS_KEY = "DCP_SHARDING_INFO", "saved_offsets"
@@ -91,7 +92,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def _files(path: Path) -> list[Path]:
-    return sorted(one for one in path.iterdir() if one.name.endswith(SUFFIX) and one.is_file())
+    return [path / name for name in files_in(path) if name.endswith(SUFFIX)]
 
 
 def offsets_in(slots: Mapping[str, Slot], metadata: Mapping[str, Any]) -> dict[str, Shape]:
