@@ -38,7 +38,7 @@ from zckpt.operations.places import place_of
 from zckpt.operations.shared_target import SharedTarget, shared_target
 from zckpt.optim.ranks import Place
 from zckpt.optim.values import Values, as_stored
-from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Shape, Span, Topology, by_key, most_steps, without
+from zckpt.state import WEIGHT, Checkpoint, Extent, Shape, Span, Topology, alias_of, by_key, most_steps, without
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import Tensor, TorchFile
 from zckpt.training.directory import Piece, entries, new_identity, storage_entries, write_document, write_rank
@@ -285,7 +285,7 @@ def tie(checkpoint: Checkpoint, first: str, other: str) -> None:
     if alias.group is not None and owner.group is None:
         owner, alias = alias, owner
         owner.slots = {WEIGHT: alias.slots[WEIGHT], **without(owner.slots, WEIGHT)}
-    checkpoint.parameters[alias.name] = Parameter(alias.name, owner.shape, owner.dtype, tied_to=owner.name)
+    checkpoint.parameters[alias.name] = alias_of(owner, alias.name)
 
 
 def _tree(source: str, found: Found, paths: Paths) -> Branch:

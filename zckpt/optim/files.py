@@ -40,7 +40,7 @@ from zckpt.optim.states.by_parameter import Asked, OptimizerState, Source, Targe
 from zckpt.optim.states.several import Optimizers, process_group_of, workers_of
 from zckpt.optim.tensors import Model, bare, unwrapped
 from zckpt.optim.values import number_of_steps
-from zckpt.state import Parameter
+from zckpt.state import alias_of
 from zckpt.state.checkpoint import keys_listed
 from zckpt.state.names import aligned, is_number, like_model
 
@@ -197,8 +197,7 @@ def open_for(
     like_model(found, list(dict.fromkeys([*live, *own])))
     for alias, name in tied.items():
         if alias in found.parameters and name not in found.parameters:
-            its = found.owner(alias)
-            found.parameters[name] = Parameter(name, its.shape, its.dtype, tied_to=its.name)
+            found.parameters[name] = alias_of(found.owner(alias), name)
     if found.per_rank and order:
         raise UnsupportedError(
             f"{keys_listed(found.per_rank)}: each rank had its own, for the elements that it held, and no optimizer "

@@ -19,6 +19,7 @@ from zckpt.state.checkpoint import (
     Scalar,
     SourceFile,
     Topology,
+    alias_of,
     as_float,
     most_steps,
     number_of,

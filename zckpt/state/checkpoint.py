@@ -126,6 +126,11 @@ class Parameter:
         return without(self.slots, WEIGHT, MASTER)
 
 
+def alias_of(owner: Parameter, name: str) -> Parameter:
+    """Return another name of a parameter."""
+    return Parameter(name, owner.shape, owner.dtype, tied_to=owner.name)
+
+
 @mutable
 class ParamGroup:
     """Hyperparameters and the ordered names of the parameters they apply to.

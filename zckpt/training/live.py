@@ -23,7 +23,7 @@ from zckpt.optim.ranks import Ranks
 from zckpt.optim.states.by_parameter import NamedShare, Snapshot
 from zckpt.optim.states.several import Given, Optimizers, merged_groups, named, one_class
 from zckpt.optim.tensors import DIGEST_NBYTES, SAMPLE_NBYTES, Model, ModelState, digest_of, model_state
-from zckpt.state import WEIGHT, Checkpoint, Parameter, by_key
+from zckpt.state import WEIGHT, Checkpoint, Parameter, alias_of, by_key
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
@@ -91,8 +91,7 @@ class Part:
             frozen = is_parameter and not one.requires_grad
             section[name] = Parameter(name, tuple(one.shape), dtype_name(one.dtype), frozen=frozen)
         for name, owner in model.tied.items():
-            its = made.parameters[owner]
-            made.parameters[name] = Parameter(name, its.shape, its.dtype, tied_to=owner)
+            made.parameters[name] = alias_of(made.parameters[owner], name)
         return cls(made, dict(optimizers.classes), set(model.extra))
 
     def join(self, others: Sequence[Part]) -> None:

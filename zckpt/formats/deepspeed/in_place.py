@@ -30,7 +30,7 @@ from zckpt.formats.deepspeed.target import Target, Unpartitioned
 from zckpt.formats.deepspeed.trees import form_of
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.immutable import immutable, mutable
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Shape
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Shape, alias_of
 from zckpt.state.names import as_filed
 
 
@@ -224,8 +224,7 @@ def _like_the_engine(checkpoint: Checkpoint, training: Training, *, optimizer: b
         known = [parameters[name] for name in names if name in parameters]
         for name in names if known else ():
             if name not in parameters:
-                owner = known[0].tied_to or known[0].name
-                parameters[name] = Parameter(name, parameters[owner].shape, parameters[owner].dtype, tied_to=owner)
+                parameters[name] = alias_of(parameters[known[0].tied_to or known[0].name], name)
         first = parameters.get(names[0])
         if first is not None and first.tied_to is not None and names[0] not in wanted:  # DeepSpeed lists frozen ones so
             owner = first.tied_to

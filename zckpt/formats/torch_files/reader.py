@@ -146,12 +146,12 @@ def add_tensors(checkpoint: Checkpoint, model: Mapping[object, object], path: st
         if may_be_trained(name, dtypes):
             owners.setdefault(identity_of(tensors[name]), name)
     for name, tensor in tensors.items():
-        one = Parameter(name, tensor.shape, tensor.dtype, {WEIGHT: slot_of(WEIGHT, tensor, path)})
-        if not may_be_trained(name, dtypes):
-            checkpoint.buffers[name] = one
-            continue
-        owner = owners[identity_of(tensor)] if tensor.numel else name
-        checkpoint.parameters[name] = one if owner == name else replace(one, slots={}, tied_to=owner)
+        is_trained, weight = may_be_trained(name, dtypes), slot_of(WEIGHT, tensor, path)
+        owner = owners[identity_of(tensor)] if is_trained and tensor.numel else name
+        if owner == name:
+            checkpoint.place(name, weight, trained=is_trained)
+        else:
+            checkpoint.parameters[name] = Parameter(name, tensor.shape, tensor.dtype, tied_to=owner)
 
 
 def add_model(checkpoint: Checkpoint, path: Path, rest: object = None) -> None:

@@ -28,7 +28,7 @@ from zckpt.formats.torch_files.reader import add_model, read_optimizer
 from zckpt.formats.transformers_trainer.architectures import architecture, is_converted
 from zckpt.formats.transformers_trainer.directory import STATE_NAME, Directory, ModelFiles, Part
 from zckpt.formats.transformers_trainer.readings import Weights, model_order, read_names
-from zckpt.state import Checkpoint, GivenNames
+from zckpt.state import Checkpoint, GivenNames, alias_of
 from zckpt.state.names import renamed
 from zckpt.storage.files import read_json
 from zckpt.torchfile import read_torchfile
@@ -108,7 +108,7 @@ def _read_safetensors(one: Checkpoint, path: Path) -> None:
         one.place(name, slot, trained=may_be_trained(name, dtypes))
     for alias, owner in aliases_in(texts, slots).items():
         if owner in one.parameters:
-            one.parameters[alias] = replace(one.parameters[owner], name=alias, slots={}, tied_to=owner)
+            one.parameters[alias] = alias_of(one.parameters[owner], alias)
 
 
 FORMAT = "transformers-trainer"
