@@ -18,7 +18,7 @@ from typing import Any
 from zckpt.compare.logical import parameter_values
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
-from zckpt.evidence import refuse_ungrouped
+from zckpt.evidence import keep_number, refuse_ungrouped
 from zckpt.formats.remainder import MAXIMUM_VALUES, jsonables
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
@@ -108,7 +108,7 @@ def attach_optimizer(checkpoint: Checkpoint, path: Path) -> None:
         return
     with about(path):
         groups, state = _parsed(texts, GROUPS, list), _parsed(texts, "state", dict)
-        members: dict[str, int] = {}
+        owners: dict[str, Parameter] = {}
         for index, group in enumerate(groups):
             names = dict_of(group).get("parameters")
             if not isinstance(names, list) or not are_texts(names):
@@ -117,25 +117,21 @@ def attach_optimizer(checkpoint: Checkpoint, path: Path) -> None:
                 raise DamagedFileError("unreadable param group", expected="values by name in `state`")
             if group.get(OF) is not None and not isinstance(group[OF], str):
                 raise DamagedFileError("unreadable param group", expected=f"a name in `{OF}`")
-            members |= dict.fromkeys(names, index)
-        for name, index in members.items():
-            parameter = checkpoint.parameters.get(name)
-            if parameter is None:
-                parameter = checkpoint.unnamed[name] = Parameter(name, (), "float32")
-            parameter.group = index
-            parameter.state |= dict_of(state.get(name))
+            for name in names:
+                owner = owners[name] = checkpoint.parameters.get(name) or keep_number(checkpoint, name, None)
+                owner.group = index
+                owner.state |= dict_of(state.get(name))
         for key, slot in tensors.items():
             kind, _, name = key.partition("/")
-            if name not in members:
+            parameter = owners.get(name)
+            if parameter is None:
                 raise DamagedFileError(f"{key} belongs to no parameter", expected="SLOT/NAME of its param groups")
-            parameter = checkpoint.parameters.get(name) or checkpoint.unnamed[name]
             if name in checkpoint.unnamed:
                 parameter.shape = max(parameter.shape, slot.shape, key=lambda shape: (len(shape), shape))
             elif kind == MASTER and slot.shape != parameter.shape:
                 raise DamagedFileError(f"{key} has another shape", expected=parameter.shape, found=slot.shape)
             parameter.slots[kind] = replace(slot, name=kind)
-        for name in [name for name, one in checkpoint.unnamed.items() if not one.slots and not one.state]:
-            del checkpoint.unnamed[name]
+        checkpoint.unnamed = {name: one for name, one in checkpoint.unnamed.items() if one.slots or one.state}
         checkpoint.param_groups = [
             ParamGroup(without(group, "parameters", "state", OF), list(group["parameters"]),
                        dict(group.get("state", {})), group.get(OF))
