@@ -54,10 +54,6 @@ class Elements:
     slots: tuple[Slot, ...]
     name: str | None = None
 
-    def like(self, dtype: torch.dtype) -> Slot:
-        """Return the slot of an element type, or else the most exact."""
-        return next((slot for slot in self.slots if getattr(torch, slot.dtype) == dtype), self.slots[-1])
-
 
 @immutable
 class Value:

@@ -21,7 +21,7 @@ from zckpt.dcp.keys import Elements, Keys, Option, Value
 from zckpt.engine.checking import Checks, watching
 from zckpt.engine.read import check_reads
 from zckpt.engine.targets import Hole
-from zckpt.engine.tensors import TensorRead, read_tensors
+from zckpt.engine.tensors import TensorRead, read_tensors, slot_like
 from zckpt.errors import UsageError, ZckptError
 from zckpt.formats.dcp.tree import PARAMS
 from zckpt.operations.open import open as open_checkpoint
@@ -182,7 +182,7 @@ class Reader(StorageReader):
             with torch.no_grad(), watching(checks):
                 held = [planner.resolve_tensor(item) for item in tensors]
                 reads = [
-                    TensorRead(meaning.like(tensor.dtype), _extent(item), tensor, item.storage_index.fqn)
+                    TensorRead(slot_like(meaning.slots, tensor.dtype), _extent(item), tensor, item.storage_index.fqn)
                     for item, tensor in zip(tensors, held, strict=True)
                     if isinstance(meaning := self._opened().find(item.storage_index.fqn), Elements)
                 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -40,6 +40,11 @@ class TensorRead:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return an element type as zckpt calls it."""
     return str(dtype).removeprefix("torch.")
+
+
+def slot_like(slots: Sequence[Slot], dtype: torch.dtype) -> Slot:
+    """Return the slot of an element type, or else the last, which is the most exact."""
+    return next((slot for slot in slots if slot.dtype == dtype_name(dtype)), slots[-1])
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zckpt.engine.checking import Checks, watching
-from zckpt.engine.tensors import TensorRead, check_tensors, dtype_name, read_tensors
+from zckpt.engine.tensors import TensorRead, check_tensors, read_tensors, slot_like
 from zckpt.errors import UsageError, as_called, listed, shown
 from zckpt.formats.native.files import headers_shared
 from zckpt.immutable import mutable
@@ -411,11 +411,7 @@ def torn(
 
 def weight_like(parameter: Parameter, dtype: torch.dtype) -> Slot:
     """Return the slot that a weight of an element type is read from: one of the type, or the most exact."""
-    slots = [parameter.slots[name] for name in (WEIGHT, MASTER) if name in parameter.slots]
-    for slot in slots:
-        if slot.dtype == dtype_name(dtype):
-            return slot
-    return slots[-1]
+    return slot_like([parameter.slots[name] for name in (WEIGHT, MASTER) if name in parameter.slots], dtype)
 
 
 TOGETHER_NUMEL = 1 << 22
