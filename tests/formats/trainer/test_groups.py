@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import zckpt
 from tests.formats.holding import converted
 from tests.logical import assert_same_tree
+from zckpt.errors import UnsupportedError
 
 Shape = tuple[int, ...]
 Moments = dict[str, torch.Tensor]
@@ -110,3 +111,18 @@ def test_groups_of_another_rule_are_not_read_by_the_trainers(tmp_path):
     opened = zckpt.open(tmp_path)
     for name in (one.name for one in opened.parameters.values() if "exp_avg" in one.slots):
         assert torch.equal(opened.read(name, "exp_avg"), moments[name]), name
+
+
+def test_groups_that_cannot_be_one_say_what_their_steps_are(tmp_path):
+    names = ["first.weight", "second.weight"]
+    weights = {name: torch.nn.Parameter(torch.ones(2, 2)) for name in names}
+    optimizer = torch.optim.AdamW([{"params": [one]} for one in weights.values()])
+    sum(one.sum() for one in weights.values()).backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["state"][1]["step"] += 4
+    torch.save({"model": weights, "optimizer": state, "step": 5}, tmp_path / "one.pt")
+    with pytest.raises(UnsupportedError, match=r"are one in the Trainer differ.* found step 1\.0 and 5\.0$"):
+        zckpt.convert(
+            tmp_path / "one.pt", tmp_path / "target", to="transformers-trainer", train_batch_size=2, names=names
+        )

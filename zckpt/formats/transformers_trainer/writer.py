@@ -37,7 +37,7 @@ from zckpt.formats.transformers_trainer.directory import ADAPTER_STEM, STATE_NAM
 from zckpt.formats.transformers_trainer.reader import FORMAT
 from zckpt.formats.transformers_trainer.readings import DECAYED, UNDECAYED, group_of, shortened
 from zckpt.formats.transformers_trainer.states import FILES, random_states, scheduler
-from zckpt.state import Checkpoint, ParamGroup, dict_of, size_of, stated, without
+from zckpt.state import Checkpoint, ParamGroup, dict_of, number_of, size_of, stated, without
 from zckpt.storage.files import read_json
 
 OPTIMIZER_NAME = "optimizer.pt"
@@ -181,10 +181,11 @@ def as_the_trainer_has_them(checkpoint: Checkpoint, known: Architecture, notes: 
             mine, its = ({**one.hyperparameters, **one.state} for one in (first, other))
             unlike = [key for key in mine | its if mine.get(key) != its.get(key)]
             if unlike:
+                ours, theirs = (number_of(one.get(unlike[0])) for one in (mine, its))
                 raise UnsupportedError(
                     "param groups that are one in the Trainer differ",
                     expected="the same hyperparameters for all parameters with weight decay, and for all others",
-                    found=f"{unlike[0]} {mine.get(unlike[0])} and {its.get(unlike[0])}",
+                    found=f"{unlike[0]} {ours} and {theirs}",
                 )
         made.append(ParamGroup(dict(first.hyperparameters), names, dict(first.state)))
     return checkpoint.regrouped(made)
