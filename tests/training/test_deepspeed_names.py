@@ -67,14 +67,7 @@ def optimizers(model: nn.Module) -> list[Any]:
     ]
 
 
-CASES = [(False, True, stage) for stage in (0, 1, 2)] + [(True, False, 2)]
-"""Whether a model is compiled, whether it has parameters of no elements, which need no state; and the stage."""
-
-
-@on_ranks(2, each=CASES)
-def test_what_the_engine_saved_is_loaded_into_the_bare_model(rank, world_size, wrap, empty, stage, tmp_path):
-    path = tmp_path / f"{wrap} {stage}"
-    model = trained(wrap, empty, stage, path)
+def assert_loaded_into_the_bare_model(path: Path, model: nn.Module, *, empty: bool) -> None:
     for index in range(3):
         other = Net(empty=empty)
         zckpt.load(path, model=other, optimizer=(optimizer := optimizers(other)[index]))
@@ -95,8 +88,16 @@ def test_what_is_frozen_and_has_no_elements_has_its_shape_under_zero3(rank, worl
     zckpt.assert_restored(tmp_path, model=model, optimizer=engine.optimizer)
 
 
+@on_ranks(2, each=[(0,), (1,), (2,)])
+def test_trained_parameters_of_no_elements_need_no_state(rank, world_size, stage, tmp_path):
+    path = tmp_path / str(stage)
+    assert_loaded_into_the_bare_model(path, trained(False, True, stage, path), empty=True)
+
+
 def save_compiled(rank, world_size, folder: Path) -> list[torch.Tensor]:
-    return [one.detach().clone() for one in trained(True, False, 2, folder).parameters()]
+    model = trained(True, False, 2, folder)
+    assert_loaded_into_the_bare_model(folder, model, empty=False)
+    return [one.detach().clone() for one in model.parameters()]
 
 
 def resume_compiled(rank, world_size, folder: Path) -> list[torch.Tensor]:
@@ -106,7 +107,7 @@ def resume_compiled(rank, world_size, folder: Path) -> list[torch.Tensor]:
     return [one.detach().clone() for one in model.parameters()]
 
 
-def test_resharding_gives_the_engine_the_names_that_it_has(tmp_path):
+def test_every_verb_and_the_engine_have_the_names_of_a_compiled_model(tmp_path):
     source = tmp_path / "run"
     expected = run(save_compiled, 2, source)[0]
     zckpt.reshard(source, tmp_path / "resharded", world_size=3, verify=True)

@@ -22,7 +22,7 @@ PAIRS = [
     ("fsdp1 orig", 2, "fsdp1", 3),
     ("fsdp1", 3, "fsdp1 grad", 2),
     ("fsdp1 grad orig", 2, "fsdp2", 3),
-    ("fsdp2", 2, "fsdp1 orig", 4),
+    ("fsdp2", 2, "fsdp1 orig", 3),
     ("fsdp1 hsdp orig", 4, "fsdp1 whole orig", 2),
     ("fsdp1 whole", 2, "fsdp1 hsdp", 4),
     ("fsdp1 fine mesh orig", 3, "fsdp1 fine orig", 1),

@@ -20,7 +20,8 @@ from tests.gloo import on_ranks, run
 from tests.pairwise import some
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 
-LAYERS = 3
+Degrees = tuple[int, int, int]
+"""Of pipeline, data and tensor parallelism."""
 Found = dict[str, torch.Tensor]
 Losses = dict[str, float]
 
@@ -57,20 +58,20 @@ class Part(nn.Module):
         return x
 
 
-def stages(pp: int, stage: int) -> list[list[int]]:
+def stages(layers: int, pp: int, stage: int) -> list[list[int]]:
     """Return the layers of each part of a stage: layer by layer in turns, two parts where a stage has some of them."""
-    mine = [number for number in range(LAYERS) if number % pp == stage]
-    return [mine[:1], mine[1:]] if 1 < len(mine) < LAYERS else [mine]
+    mine = [number for number in range(layers) if number % pp == stage]
+    return [mine[:1], mine[1:]] if 1 < len(mine) < layers else [mine]
 
 
-def made(degrees: tuple[int, int, int], scale: float) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+def made(layers: int, degrees: Degrees, scale: float) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
     """Return this rank's parts and an optimizer of each, as torchtitan has them; of one rank the whole model."""
     pp, _, tp = degrees
     if degrees == (1, 1, 1):
-        parts: list[nn.Module] = [Part(list(range(LAYERS)))]
+        parts: list[nn.Module] = [Part(list(range(layers)))]
     else:
         mesh = init_device_mesh("cpu", degrees, mesh_dim_names=("pp", "dp", "tp"))
-        parts = [Part(numbers) for numbers in stages(pp, mesh["pp"].get_local_rank())]
+        parts = [Part(numbers) for numbers in stages(layers, pp, mesh["pp"].get_local_rank())]
         for part in parts:
             for layer in part.layers.values():
                 if tp > 1:
@@ -91,10 +92,11 @@ def groups_of(part: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "fused": True}, {"params": flat, "weight_decay": 0.0}]
 
 
-def given(parts: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return what is given to `save` and `load`: a model that is whole by itself."""
-    is_whole = len(parts[0].layers) == LAYERS
-    return {"model": parts[0], "optimizer": optimizers[0]} if is_whole else {"model": parts, "optimizer": optimizers}
+def given(degrees: Degrees, parts: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Return what is given to `save` and `load`: parts, or a model that is whole by itself."""
+    if degrees[0] > 1:
+        return {"model": parts, "optimizer": optimizers}
+    return {"model": parts[0], "optimizer": optimizers[0]}
 
 
 def train(parts: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> Losses:
@@ -120,25 +122,25 @@ def state(parts: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> Fo
     return found
 
 
-def save(rank, world_size, degrees: tuple[int, int, int], folder: Path) -> tuple[Found, Losses]:
-    both = made(degrees, 1.0)
+def save(rank, world_size, layers: int, degrees: Degrees, folder: Path) -> tuple[Found, Losses]:
+    both = made(layers, degrees, 1.0)
     train(*both)
-    saving = zckpt.save(folder / "saved", **given(*both), step=1, async_=True, fingerprint=True)
+    saving = zckpt.save(folder / "saved", **given(degrees, *both), step=1, async_=True, fingerprint=True)
     found = state(*both)
     losses = train(*both)
     saving.result()
     return found, losses
 
 
-def load(rank, world_size, degrees: tuple[int, int, int], folder: Path) -> tuple[Found, Losses]:
-    both = made(degrees, 2.0)
-    restored = zckpt.load(folder / "saved", **given(*both))
+def load(rank, world_size, layers: int, degrees: Degrees, folder: Path) -> tuple[Found, Losses]:
+    both = made(layers, degrees, 2.0)
+    restored = zckpt.load(folder / "saved", **given(degrees, *both))
     assert not restored.missing + restored.unexpected
     assert {group["lr"] for one in both[1] for group in one.param_groups} == {0.01}
     with zckpt.Checkpointer(folder / f"run at {world_size}", on_sigterm=False) as checkpointer:
-        checkpointer.save(1, **given(*both))
-        again = made(degrees, 3.0)
-        assert checkpointer.resume(**given(*again)) is not None
+        checkpointer.save(1, **given(degrees, *both))
+        again = made(layers, degrees, 3.0)
+        assert checkpointer.resume(**given(degrees, *again)) is not None
     return state(*again), train(*again)
 
 
@@ -153,30 +155,30 @@ def of_all(told: list[tuple[Found, Losses]]) -> tuple[Found, Losses]:
 
 
 @pytest.mark.parametrize(
-    ("degrees", "others"),
+    ("layers", "degrees", "others"),
     some(
-        [((2, 2, 1), [(1, 1, 1)]), ((1, 2, 2), [(1, 1, 3)])],
+        [(3, (2, 2, 1), [(1, 1, 1)]), (1, (1, 2, 2), [(1, 1, 3)])],
         [
-            ((2, 1, 1), [(2, 2, 1)]),
-            ((2, 2, 2), [(3, 1, 1), (1, 2, 2)]),
-            ((1, 1, 2), [(1, 2, 2)]),
-            ((1, 3, 1), [(1, 2, 2)]),
+            (3, (2, 1, 1), [(2, 2, 1)]),
+            (3, (2, 2, 2), [(3, 1, 1), (1, 2, 2)]),
+            (3, (1, 1, 2), [(1, 2, 2)]),
+            (3, (1, 3, 1), [(1, 2, 2)]),
         ],
     ),
 )
-def test_what_is_cut_is_saved_as_the_whole_and_loaded_into_any_cut(degrees, others, tmp_path):
-    expected, losses = of_all(run(save, math.prod(degrees), degrees, tmp_path))
+def test_what_is_cut_is_saved_as_the_whole_and_loaded_into_any_cut(layers, degrees, others, tmp_path):
+    expected, losses = of_all(run(save, math.prod(degrees), layers, degrees, tmp_path))
     opened = zckpt.open(tmp_path / "saved")
-    assert len(opened.parameters) == LAYERS * 5
-    assert sorted(opened.buffers) == ["layers.0.seen", "layers.1.seen", "layers.2.seen", "turns"]
-    assert [len(group.parameters) for group in opened.param_groups] == [LAYERS * 2, LAYERS * 3]
+    assert len(opened.parameters) == layers * 5
+    assert sorted(opened.buffers) == [*(f"layers.{number}.seen" for number in range(layers)), "turns"]
+    assert [len(group.parameters) for group in opened.param_groups] == [layers * 2, layers * 3]
     assert not [one.name for one in opened.parameters.values() if one.frozen]
     for key, value in expected.items():
         slot, _, name = key.partition("/")
         if slot != "step" and name != "turns":
             assert torch.equal(opened.read(name, slot), value), key
     for other in others:
-        found, then = of_all(run(load, math.prod(other), other, tmp_path))
+        found, then = of_all(run(load, math.prod(other), layers, other, tmp_path))
         assert found.keys() == expected.keys()
         assert [key for key in expected if not torch.equal(found[key], expected[key])] == [], other
         assert then == pytest.approx(losses, rel=1e-5), other
@@ -230,7 +232,7 @@ def test_what_does_not_fit_together_is_refused(rank, world_size, tmp_path):
     redundant = zckpt.optim.ZeroRedundancyOptimizer(part.parameters(), torch.optim.SGD, lr=0.1)
     save("for a model in parts", UnsupportedError, [part], [redundant])
     save("not a model", UsageError, [part if rank else 7])
-    [cut], _ = made((1, 1, 2), 1.0)
+    [cut], _ = made(2, (1, 1, 2), 1.0)
     if rank == 1:
         cut.get_parameter("layers.1.norm.weight").to_local().data += 1
     save(r"weight of layers\.1\.norm\.weight has different values on ranks", LayoutError, cut)
