@@ -178,6 +178,7 @@ def apart(seed: int) -> nn.Module:
     model.column = nn.Parameter(torch.randn(4, 3)[:, 1])
     model.turned = nn.Parameter(torch.randn(4, 3).T)
     model.register_buffer("every_second", torch.randn(2, 6)[:, ::2])
+    model.register_buffer("every_third_of_one", torch.randn(1)[::3].clone())
     model.register_buffer("conjugated", torch.randn(3, dtype=torch.complex64).conj())
     model.register_buffer("negated", torch.randn(3, dtype=torch.complex64).conj().imag)
     return model
@@ -187,6 +188,7 @@ def apart(seed: int) -> nn.Module:
 def test_tensors_are_saved_and_loaded_whatever_lies_in_memory(async_, tmp_path):
     model, other = apart(1), apart(2)
     assert (model.conjugated.is_conj(), model.negated.is_neg()) == (True, True)
+    assert model.every_third_of_one.stride() == (3,)  # and contiguous, as one element always is
     saving = zckpt.save(tmp_path / "c", model=model, async_=async_)
     if saving is not None:
         saving.result()

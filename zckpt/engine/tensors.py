@@ -54,8 +54,15 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     """
     if not tensor.numel():
         return memoryview(b"")
-    here = tensor.detach().resolve_conj().resolve_neg()
-    return memoryview(here.reshape(-1).view(torch.uint8).numpy().data)
+    return memoryview(as_bytes(tensor.detach().resolve_conj().resolve_neg()).numpy().data)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor as a flat one, in the same memory."""
+    flat = tensor.reshape(-1)
+    if flat.numel() == 1:  # of which the stride may be any number: torch would not take it
+        flat = flat.as_strided((1,), (1,))
+    return flat.view(torch.uint8)
 
 
 def check_tensors(reads: Iterable[TensorRead]) -> None:

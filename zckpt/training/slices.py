@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from zckpt.engine.tensors import dtype_name
+from zckpt.engine.tensors import as_bytes, dtype_name
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.axes.tensor_parallel import cut
 from zckpt.formats.deepspeed.axes.tp_rules import SLICED, Rule, Rules, check_rules, read_rules
@@ -269,7 +269,7 @@ def _collect(
             continue
         elements = held[box].cpu().contiguous() if ranks.rank == sender else torch.empty(box[1], dtype=whole.dtype)
         if sender != at:
-            flat = elements.view(-1).view(torch.uint8)
+            flat = as_bytes(elements)
             with answering():
                 if ranks.rank == sender:
                     dist.send(flat, ranks.members[at], group=ranks.group)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from zckpt.engine.tensors import as_bytes
 from zckpt.optim import param_groups
 from zckpt.optim.param_groups import Group
 from zckpt.optim.ranks import broadcast
@@ -192,7 +193,7 @@ def broadcast_first(tensors: Iterable[torch.Tensor], process_group: dist.Process
         if not tensor.numel():
             continue
         here = tensor.detach()
-        wire = here.contiguous().view(-1).view(torch.uint8)
+        wire = as_bytes(here.contiguous())
         broadcast(wire, 0, process_group).wait()
         if not here.is_contiguous():
             here.copy_(wire.view(here.dtype).view(here.shape))
