@@ -98,26 +98,25 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf
 def as_engines_group(checkpoint: Checkpoint, stage: int | None = None) -> Checkpoint:
     """Return it with the param groups that DeepSpeed's engines make of an optimizer's.
 
-    They leave out what is frozen, and groups without parameters, which only ZeRO-3 can have.
+    They leave out what is frozen and groups without parameters. Only ZeRO-3 can have groups in which all is frozen.
     """
 
     def is_trained(name: str) -> bool:
         one = checkpoint.find(name)
         return one is None or not one.frozen or bool(one.state or one.optimizer_slots)  # frozen after some steps
 
-    trained = [replace(group, parameters=[*filter(is_trained, group.parameters)]) for group in checkpoint.param_groups]
-    groups = [group for group in trained if group.parameters]
-    if not groups:
-        return checkpoint
-    groups = trained if stage == 3 else groups
-    return checkpoint.regrouped(groups) if groups != checkpoint.param_groups else checkpoint
+    filled = [group for group in checkpoint.param_groups if group.parameters]
+    trained = [replace(group, parameters=[*filter(is_trained, group.parameters)]) for group in filled]
+    some = [group for group in trained if group.parameters]
+    groups = trained if stage == 3 else some
+    return checkpoint.regrouped(groups) if some and groups != checkpoint.param_groups else checkpoint
 
 
 def groups_left_out(source: Checkpoint, made: Checkpoint) -> list[str]:
-    """Say how many param groups `as_engines_group` has left out."""
-    count = len(source.param_groups) - len(made.param_groups)
+    """Say how many param groups with parameters `as_engines_group` has left out."""
+    count = sum(bool(group.parameters) for group in source.param_groups) - len(made.param_groups)
     said = f"param groups in which nothing is trained are left out ({count}): DeepSpeed's ZeRO-1 and 2 cannot have any"
-    return [said] if count else []
+    return [said] if count > 0 else []
 
 
 def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:

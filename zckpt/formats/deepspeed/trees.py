@@ -55,8 +55,7 @@ def model_tree(target: Target, mp: Rank, rank: int) -> object:
     tuples = any(type(shape) is tuple for shape in first.values())  # where the source has plain ones
     written = {
         "module": None if is_filed(target) else _module(target, mp, source),
-        # Also of a buffer that has two names: DeepSpeed lists one, and here each has a storage of its own.
-        "buffer_names": list(mp.buffers),
+        "buffer_names": _listed_buffers(target, mp, source),
         "param_shapes": [shapes_of(parameters, tuples=tuples) for parameters in groups],
         "shared_params": _shared(source, mp, rank),
         "dp_world_size": target.world_size,
@@ -98,6 +97,16 @@ def model_tree(target: Target, mp: Rank, rank: int) -> object:
         content[INFO_KEY] = FromFile.of(mp.model.file, target.rules)
     places = _places(target, mp, rank)
     return content | listed_layers(source, places, target.world_size, sharded=target.stage == 3)
+
+
+def _listed_buffers(target: Target, mp: Rank, source: ModelShard) -> list[str]:
+    """Return what DeepSpeed lists, with further names of these: what is written has a storage for each."""
+    names, module = source.buffer_names, source.module
+    storages = {module[name].storage for name in names if name in module}
+    return [
+        name for name in mp.buffers
+        if target.stages is not None or name in names or (name in module and module[name].storage in storages)
+    ]  # fmt: skip
 
 
 def restated(file: TorchFile, content: Mapping[Key, object], anew: Mapping[Key, object]) -> dict[Key, object]:

@@ -57,9 +57,9 @@ def lay_out(job: Job) -> TargetFiles:
     checkpoint, options = job.checkpoint, job.options
     origin = origin_of(checkpoint)
     if origin is None or not origin.members:
-        tag, written = _from_elsewhere(job)
+        tag, written, made = _from_elsewhere(job)
         if is_trainers(job.source):
-            written = with_others(written, job, tag, options.world_size)
+            written = with_others(written, replace(job, checkpoint=made), tag, options.world_size)
             return replace(written, restated={*(written.restated or ()), *random_states(checkpoint)})
         return replace(written, files=with_latest(written.files, tag))
     world_size = checkpoint.topology.dp if options.world_size is None else options.world_size
@@ -72,8 +72,11 @@ def lay_out(job: Job) -> TargetFiles:
     return replace(written, notes=[*written.notes, *lost], restated=restated)
 
 
-def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tuple[str, TargetFiles]:
-    """Return the tag and files of a checkpoint of any other format, as those of BF16_Optimizer on demand."""
+def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tuple[str, TargetFiles, Checkpoint]:
+    """Return the tag and files of a checkpoint of any other format, as those of BF16_Optimizer on demand.
+
+    And the checkpoint with the param groups that are in them.
+    """
     checkpoint, options = job.checkpoint, job.options
     known = checkpoint.zero_stage or remainder.origin(checkpoint).get("zero_stage")
     stage = options.stage if options.stage is not None else known if type(known) is int and known in STAGES else None
@@ -114,7 +117,8 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
     restated = loss_scaling.HANDLED | none | set(filter(foreign.is_counted, checkpoint.metadata))
     tag = target.origin.directory.tag
     notes += _lost_clipping(checkpoint, stage)
-    return tag, TargetFiles(target_files(target, f"{tag}/" if whole else ""), notes=notes, restated=restated)
+    files = target_files(target, f"{tag}/" if whole else "")
+    return tag, TargetFiles(files, notes=notes, restated=restated), checkpoint
 
 
 def _lost_clipping(checkpoint: Checkpoint, stage: int) -> list[str]:
@@ -193,7 +197,7 @@ def _one_model(job: Job) -> TargetFiles:
     elastic = checkpoint.details.get("optimizer_form") == "elastic" if options.elastic is None else options.elastic
     options = replace(options, elastic=elastic and options.stage != 3)
     bf16 = bool(checkpoint.details.get("bf16_optimizer")) and options.stage in (None, 1)
-    tag, written = _from_elsewhere(replace(job, options=options), whole=is_run(job), bf16=bf16)
+    tag, written, _ = _from_elsewhere(replace(job, options=options), whole=is_run(job), bf16=bf16)
     return in_run(replace(written, notes=[*written.notes, ONE_ORDER]), job, tag, options.world_size)
 
 
