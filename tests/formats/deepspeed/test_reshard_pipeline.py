@@ -404,9 +404,10 @@ def test_slices_of_another_format_need_rules(tmp_path):
     ],
 )
 def test_stages_of_another_format_have_to_be_said(options, match, tmp_path):
-    zckpt.convert(run_of(PLAIN), tmp_path / "native", to="zckpt")
-    with refusing((UnsupportedError, UsageError), match):
-        zckpt.convert(tmp_path / "native", tmp_path / "back", to="deepspeed", world_size=2, **{"stage": 1, **options})
+    for to in ("zckpt", "dcp"):  # the latter has no stages, but names that only a pipeline has
+        zckpt.convert(run_of(PLAIN), tmp_path / to, to=to)
+        with refusing((UnsupportedError, UsageError), match):
+            zckpt.convert(tmp_path / to, tmp_path / "back", to="deepspeed", world_size=2, **{"stage": 1, **options})
 
 
 @pytest.mark.parametrize(

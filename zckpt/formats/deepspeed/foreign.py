@@ -23,7 +23,7 @@ from zckpt.formats.deepspeed.axes.experts import (
     of_experts,
 )
 from zckpt.formats.deepspeed.axes.gpt_model import known_rules
-from zckpt.formats.deepspeed.axes.pipeline import is_of_layer
+from zckpt.formats.deepspeed.axes.pipeline import is_of_layer, tied_key
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, TagDirectory
 from zckpt.formats.deepspeed.loss_scaling import scaling
 from zckpt.formats.deepspeed.nested import ordered
@@ -174,7 +174,7 @@ def _refuse(checkpoint: Checkpoint, *, staged: bool) -> None:
             advice="`zckpt convert --to zckpt` or `--to=dcp` keeps everything else",
         )
     layers = [name for name in checkpoint.parameters if is_of_layer(name)]
-    if checkpoint.topology.pp > 1 and layers and not staged:
+    if ((checkpoint.topology.pp > 1 and layers) or any(map(tied_key, layers))) and not staged:
         raise UnsupportedError(
             "a pipeline's layers, but no stages to write them for",
             found=f"pp={checkpoint.topology.pp}, {listed(layers, most=4)}",
