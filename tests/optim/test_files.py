@@ -11,7 +11,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchOptimizer
 
 import zckpt
 from tests.folders import contents
-from tests.gloo import run
+from tests.gloo import on_ranks, run
 from tests.live import Words, equal, groups_of, same, train, whole
 from tests.pairwise import each
 from zckpt.optim import ZeroRedundancyOptimizer, files
@@ -114,20 +114,17 @@ def test_torchs_own_optimizer_loads_what_ranks_write(tmp_path):
     run(load_by_torch, 3, tmp_path / "saved")
 
 
-def refuse_other_parameters(rank, world_size, path: Path) -> None:
-    model = net()
+@on_ranks(2)
+def test_refusals_reach_all_ranks(rank, world_size, tmp_path):
+    model, path = net(), tmp_path / "saved"
+    files.save(make("adamw", model, named=True), path, model=model)
+    before = contents(tmp_path)
     optimizer = ZeroRedundancyOptimizer([("embed.weight", model.embed.weight)], torch.optim.AdamW, lr=1.0)
     with pytest.raises(zckpt.UsageError, match="param groups"):
         files.load(optimizer, path)
     unnamed = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1.0)
     with pytest.raises(zckpt.UsageError, match="has no name"):
-        files.save(unnamed, path.with_name("other"))
+        files.save(unnamed, tmp_path / "other")
     with pytest.raises(zckpt.TargetExistsError):
         files.save(optimizer, path)
-
-
-def test_refusals_reach_all_ranks(tmp_path):
-    run(save_run, 2, tmp_path / "saved", "adamw", True)
-    before = contents(tmp_path)
-    run(refuse_other_parameters, 2, tmp_path / "saved")
     assert contents(tmp_path) == before

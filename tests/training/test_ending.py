@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import zckpt
-from tests.gloo import forked, on_ranks, run
+from tests.gloo import forked, on_ranks
 from zckpt.errors import WorkerError
 from zckpt.training import checkpointer as module
 from zckpt.training import ending
@@ -167,9 +167,11 @@ def test_no_rank_waits_for_another_where_nothing_is_due(rank, world_size, tmp_pa
     checkpointer.close()
 
 
-def told_in_the_middle(rank, world_size, directory: Path, who: list[int]) -> int:
-    """Train up to SIGTERM, ranks meeting every five steps only; return the last step."""
-    checkpointer = zckpt.Checkpointer(directory / "run", keep=1)
+@on_ranks(3, each=[([0],), ([2],), ([0, 1, 2],)])
+def test_all_ranks_end_in_the_same_step(rank, world_size, who, tmp_path):
+    """Ranks meet every five steps only; some are told in between."""
+    directory = tmp_path / f"told {who}"
+    checkpointer = zckpt.Checkpointer(directory, keep=1)
     for step in range(1, STEPS):
         if rank in who and step == 20 + rank:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -180,14 +182,11 @@ def told_in_the_middle(rank, world_size, directory: Path, who: list[int]) -> int
         if checkpointer.is_ending:
             break
     checkpointer.close()
-    return step
-
-
-@pytest.mark.parametrize("who", [[0], [2], [0, 1, 2]])
-def test_all_ranks_end_in_the_same_step(who, tmp_path):
-    [last] = set(run(told_in_the_middle, 3, tmp_path, who))
-    assert 20 <= last < 2000
-    assert zckpt.open(tmp_path / "run").step == last
+    last = [0] * world_size
+    dist.all_gather_object(last, step)
+    assert last == [step] * world_size
+    assert 20 <= step < 2000
+    assert zckpt.open(directory).step == step
 
 
 @on_ranks(3)
