@@ -14,7 +14,6 @@ from tests.deepspeed_engine import Spec, models, training
 from tests.gloo import run
 from tests.optim.zero import test_files as zero
 from tests.pairwise import each
-from tests.truth import assert_same
 
 pytestmark = pytest.mark.interop
 
@@ -43,10 +42,7 @@ def test_stock_deepspeed_resumes_what_was_saved_in_training(spec, world_size, tm
     state, trained = ours[0]
     found, (steps, _, _), resumed = theirs[0]
     assert steps == zero.STEPS
-    assert found.keys() == state.keys()
-    for slot, values in state.items():
-        for name, value in values.items():
-            assert_same(found[slot][name], value.float(), f"{slot}/{name}")
+    zero.assert_state(found, state)
     mean, expected = (fmean(its[-1][-1] for its in every) for every in (theirs, ours))  # each has a share of the batch
     assert math.isclose(mean, expected, rel_tol=1e-5 if spec.dtype == "fp32" else 1e-2), (resumed, trained)
 

@@ -101,15 +101,20 @@ def save_run(rank, world_size, spec: Spec, path: Path, options: dict[str, Any]) 
     return full(optimizer), losses(model, optimizer, spec, after())
 
 
+def full_of_engine(engine: Any, spec: Spec) -> Slots:
+    """Return all state that an engine has, whole, by slot and name."""
+    slots: Slots = {}
+    for name, its in read_live(engine, spec).slots.items():
+        for slot, value in its.items():
+            slots.setdefault(slot, {})[name] = value
+    return slots
+
+
 def resume_in_deepspeed(rank, world_size, spec: Spec, run_directory: Path) -> tuple[Slots, Any, list[float]]:
     engine = build_engine(spec, seed=models.MODEL_SEED + 1)
     path, _ = engine.load_checkpoint(str(run_directory))
     assert path is not None
-    live = read_live(engine, spec)
-    slots: Slots = {}
-    for name, its in live.slots.items():
-        for slot, value in its.items():
-            slots.setdefault(slot, {})[name] = value
+    slots = full_of_engine(engine, spec)
     scaler = engine.optimizer.loss_scaler
     about = (engine.global_steps, getattr(scaler, "cur_scale", None), getattr(scaler, "cur_hysteresis", None))
     found = []
@@ -262,10 +267,7 @@ def load_files(rank, world_size, path: Path, spec: Spec) -> None:
         optimizer.backward(ours)
         optimizer.step()
         assert loss.item() == ours.item()
-    live = read_live(engine, spec)
-    for slot, values in full(optimizer).items():
-        for name, value in values.items():
-            assert torch.equal(live.slots[name][slot], value.float()), (slot, name)
+    assert_state(full_of_engine(engine, spec), full(optimizer))
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s1_fp32_dp3", "s2_bf16_dp2_rr"])
