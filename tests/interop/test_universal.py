@@ -55,6 +55,7 @@ S3_INT_STEP = spec("s3_fp32_fused", stage=3, dtype="fp32", optimizer="fused_layo
 S2_SGDM = spec("s2_fp32_sgdm", dtype="fp32", optimizer="sgdm")
 S3_SGDM = spec("s3_fp32_sgdm", stage=3, dtype="fp32", optimizer="sgdm")
 ROUND_ROBIN = spec("s2_rr", round_robin=True, world_size=4)
+UNPADDED = spec("llama_rr_palign", model="llama", round_robin=True, parameter_alignment=True, world_size=2)
 THREE_GROUPS = spec("s2_fp32_3g", dtype="fp32", groups=3, world_size=4)
 CLIENT = spec("s2_client", client_state=odd_client_state(), scheduler=True, clip=1.0)
 
@@ -198,9 +199,11 @@ def test_a_rank_that_holds_nothing_of_a_group_stops(made, tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_training_with_round_robin_takes_parameters_for_one_another(made, tmp_path):
-    folder = made(ROUND_ROBIN)
-    assert resume_universal(written(folder, tmp_path), ROUND_ROBIN.at(3), folder).slots != []
+@pytest.mark.parametrize("training", [ROUND_ROBIN, UNPADDED], ids=lambda one: one.name)
+def test_a_training_with_round_robin_takes_parameters_for_one_another(training, made, tmp_path):
+    folder = made(training)
+    assert any("round_robin_gradients" in note for note in writer.notes(zckpt.open(folder)))
+    assert resume_universal(written(folder, tmp_path), training.at(3), folder).slots != []
 
 
 # --- beside DeepSpeed's own converter ---------------------------------------------------------------------------------

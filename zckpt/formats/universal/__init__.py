@@ -6,7 +6,7 @@ in the files:
 - Frozen parameters and buffers are not loaded at all; the training has to bring them. The model file has them.
 - ZeRO-1 and 2 load every slot, and every param group's hyperparameters. A rank that holds nothing of a param group
   stops with an IndexError. All parameters of a group must have the same step. With `round_robin_gradients` they take
-  parameters for one another, unless `parameter_alignment` is on, too.
+  parameters for one another, except in param groups that `parameter_alignment` pads.
 - Experts are looked up by their numbers on a rank: where they are spread over several, all get those of the first.
   AutoEP's are one tensor, marked as such, of which each takes its own.
 - ZeRO-3 loads `exp_avg` and `exp_avg_sq` and no other slot, one step for all groups, and gives every group the

@@ -142,9 +142,9 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
                      "rank its own: their layers are not listed under these names")  # fmt: skip
     config = plain(node_of(checkpoint.metadata.get("ds_config")))
     zero = section(dict_of(config), "zero_optimization")
-    if zero.get("round_robin_gradients") and not zero.get("parameter_alignment"):
-        found.append("with round_robin_gradients DeepSpeed's universal loader takes parameters for one another; "
-                     "switch it off, or parameter_alignment on")  # fmt: skip
+    if zero.get("round_robin_gradients"):
+        found.append("with round_robin_gradients DeepSpeed's universal loader takes parameters for one another, except "
+                     "in param groups that parameter_alignment pads; switch it off")  # fmt: skip
     return tuple(found)
 
 
