@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zckpt
-from tests.cli.console import FIXTURES, succeeded
+from tests.cli.console import FIXTURES
 from tests.plans import hole_of, in_file, slot_of, write_directory
 from tests.refusals import refusing
 from zckpt.engine.checking import Checks, Sum
@@ -102,9 +102,7 @@ def test_targets_are_the_same_bit_by_bit(source, made, expected, tmp_path):
         assert (tmp_path / "b" / "x").read_bytes() == expected
 
 
-@pytest.fixture
-def no_direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No file system has it."""
+def test_a_file_system_without_it_is_read_and_written_as_ever_and_named(made, expected, tmp_path, monkeypatch):
     usual = os.open
 
     def refused(path, flags, *rest, **more):
@@ -113,10 +111,6 @@ def no_direct(monkeypatch: pytest.MonkeyPatch) -> None:
         return usual(path, flags, *rest, **more)
 
     monkeypatch.setattr(os, "open", refused)
-
-
-@pytest.mark.usefixtures("no_direct")
-def test_a_file_system_without_it_is_read_and_written_as_ever_and_named(made, expected, tmp_path):
     write_directory(made, tmp_path / "b", direct=True)
     assert (tmp_path / "b" / "x").read_bytes() == expected
     done = zckpt.consolidate(FIXTURES / "s2_bf16_dp2", tmp_path / "m.safetensors", direct=True)
@@ -124,21 +118,6 @@ def test_a_file_system_without_it_is_read_and_written_as_ever_and_named(made, ex
     assert len(said) == 2
     assert "is read through" in said[0]
     assert f"{tmp_path} is written through" in said[1]
-
-
-@pytest.mark.usefixtures("no_direct")
-@pytest.mark.parametrize("words", ["list --deep", "stats", "diff --series", "diff", "fingerprint", "verify --deep"])
-def test_every_verb_that_reads_elements_names_what_it_reads_through_the_cache(words, tmp_path):
-    for name in ("a", "b"):
-        for step in (1, 2):
-            (tmp_path / name / f"step-{step}").mkdir(parents=True)
-            torch.save({"w": torch.full((3,), float(step))}, tmp_path / name / f"step-{step}" / "model.pt")
-    first, other = (tmp_path / name for name in ("a", "b"))
-    runs = {"list --deep": [first], "diff --series": [first, other]}
-    one = first / "step-1" / "model.pt"
-    places = runs.get(words, [one, one] if words == "diff" else [one])
-    done = succeeded(words, "--direct", *map(str, places))
-    assert "is read through the page cache: its file system has no O_DIRECT" in done.stderr
 
 
 @pytest.mark.skipif(not DIRECT, reason="a system without O_DIRECT")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +26,7 @@ from zckpt.cli.streams import check_file, json_text, paint, reporter, width, wri
 from zckpt.cli.verbs import Near, flag, verb
 from zckpt.errors import UsageError, without_controls
 from zckpt.immutable import immutable
-from zckpt.operations.options import Compared, Copying, Place, ReadCopied, Reading, Renaming, Salvaged, only
+from zckpt.operations.options import Compared, Copying, ReadCopied, Reading, Renaming, Salvaged, only
 
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint, Document
@@ -44,7 +42,7 @@ def _no_page(_document: Document) -> str:
 class _Shown:
     """What a verb has found, how it is shown, and what the command ends with."""
 
-    read: Sequence[Checkpoint | Place]  # of elements; of paths all files below
+    checkpoints: Sequence[Checkpoint]
     document: Document
     text: Callable[[Document], str]
     page: Callable[[Document], str] = _no_page
@@ -69,7 +67,7 @@ def _shows(command: Callable[..., _Shown]) -> Callable[..., int]:
         if "memory" in shared:  # elements are read
             shared["reporter"] = reporter(str(click.get_current_context().command.name), quiet=quiet or barless)
         shown = command(**given)
-        _say_what_is_cached(shown.read, direct=shared.get("direct", False), quiet=quiet)
+        _say_what_is_cached(shown.checkpoints, direct=shared.get("direct", False), quiet=quiet)
         if html is not None:
             write_file(html, shown.page(shown.document), overwrite=overwrite)
         if as_json:
@@ -81,18 +79,12 @@ def _shows(command: Callable[..., _Shown]) -> Callable[..., int]:
     return run
 
 
-def _say_what_is_cached(read: Sequence[Checkpoint | Place], *, direct: bool, quiet: bool) -> None:
+def _say_what_is_cached(checkpoints: Sequence[Checkpoint], *, direct: bool, quiet: bool) -> None:
     """Say on standard error which files --direct does not read past the page cache."""
-    if direct and read and not quiet:
-        from zckpt.operations.history import files_of
+    if direct and checkpoints and not quiet:
         from zckpt.storage.direct import unavailable
 
-        def paths(one: Checkpoint | Place) -> list[str]:
-            if isinstance(one, (str, os.PathLike)):
-                return [str(path) for path, _ in files_of(Path(one))]
-            return [file.path for file in one.files]
-
-        for line in unavailable(chain.from_iterable(map(paths, read))):
+        for line in unavailable(file.path for one in checkpoints for file in one.files):
             click.echo(without_controls(line), err=True)
 
 
@@ -157,7 +149,7 @@ def list_command(*, run: Path, shared: dict[str, Any], **given: Any) -> _Shown: 
     from zckpt.report.history import render
     from zckpt.report.page.history import history_page
 
-    return _Shown([run], zckpt.history(run, **given, **shared).as_dict(), render, history_page)
+    return _Shown([], zckpt.history(run, **given, **shared).as_dict(), render, history_page)
 
 
 @verb("diff")
@@ -219,7 +211,7 @@ def diff_command(
                 raise UsageError("--names and --tp-rules do not apply to two runs")
             parted = zckpt.parting(*sources, **common)
             text = partial(render_parting, limit=limit)
-            return _Shown(sources, parted.as_dict(), text, status=int(bool(parted.changed)))
+            return _Shown([], parted.as_dict(), text, status=int(bool(parted.changed)))
         from zckpt.report.difference import render_series
         from zckpt.report.page import series_page
 
@@ -479,7 +471,7 @@ def stats_command(
             return comma_separated(document, layers=layers).removesuffix("\n")
         return render(document, layers=layers, width=width())
 
-    return _Shown([source], zckpt.stats(source, **given, **shared).as_dict(), text, stats_page)
+    return _Shown([], zckpt.stats(source, **given, **shared).as_dict(), text, stats_page)
 
 
 @verb("show")
