@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,28 @@ def test_a_step_with_two_models_is_neither_of_them(tmp_path):
         dcp.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=at / "optimizer")
     with refusing(UnknownFormatError, "did you mean .*/step_3/policy"):
         zckpt.open(tmp_path / "step_3")
+
+
+@pytest.mark.parametrize("inner", ["dcp", "weights"])
+def test_what_lies_around_a_folder_with_a_checkpoint_is_not_that(inner, tmp_path):
+    """A model of transformers, a step of OLMo-core or a run of such is what it was before somebody wrote into it."""
+    dcp.save({"model": {"other": torch.ones(2)}}, checkpoint_id=tmp_path / "made")
+    for name in ("model", "run/step3", "run"):
+        (tmp_path / name).mkdir(exist_ok=True, parents=True)
+        shutil.copytree(tmp_path / "made", tmp_path / name / inner)
+    save_file({"own": torch.ones(3)}, tmp_path / "model" / "model.safetensors")
+    assert zckpt.open(tmp_path / "model").format == "safetensors"
+    dcp.save({"model": {"own": torch.ones(3)}}, checkpoint_id=tmp_path / "run/step3/model_and_optim")
+    for name in ("run/step3", "run"):
+        assert [*zckpt.open(tmp_path / name).names] == ["own"]
+
+
+def test_a_pickle_that_may_run_something_is_not_carried(run):
+    (run / "evil.pkl").write_bytes(b"cposix\nsystem\n(S'true'\ntR.")
+    (run / "large.pkl").write_bytes(pickle.dumps(bytes(1 << 19)))
+    (run / "rank_0.pkl").write_bytes(pickle.dumps({"seen": 3}))
+    left = {item.name for item in take_inventory(zckpt.open(run)).left_out}
+    assert left == {"evil.pkl", "large.pkl"}
 
 
 def test_iterations_of_megatron_are_not_those_of_cosmos(tmp_path):

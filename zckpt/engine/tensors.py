@@ -90,8 +90,10 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
     reach = 0
     for step, size in steps:
         if step <= reach:
+            if not step or tensor.numel() > 1 + sum(step * (size - 1) for step, size in steps):
+                return True
             every = torch.arange(1 + sum(step * (size - 1) for step, size in steps))
-            return not step or bool(every.as_strided(tensor.shape, tensor.stride()).flatten().bincount().max() > 1)
+            return bool(every.as_strided(tensor.shape, tensor.stride()).flatten().bincount().max() > 1)
         reach += step * (size - 1)
     return False
 

@@ -78,10 +78,12 @@ def is_adapter(names: Iterable[str], assets: Collection[str]) -> bool:
     live = any(_LIVE & {*parts} for parts in every.values())
     if not every or live:
         return False
-    if not all(name.startswith(_MODEL) for name in every):
-        return ADAPTER_CONFIG in assets and PROMPT in every
-    own = list(filter(is_added, every))
-    return ADAPTER_CONFIG in assets or (bool(own) and all(without_adapter(name) == name for name in own))
+    if ADAPTER_CONFIG in assets and (PROMPT in every or all(name.startswith(_MODEL) for name in every)):
+        return True
+    own = {name for name in every if name.startswith(_MODEL) and is_added(name)}
+    if not all(name in own or name.startswith(PEFT) for name in every):
+        return False
+    return bool(own) and all(without_adapter(name) == name for name in own)
 
 
 def stem_of(assets: Mapping[str, Path]) -> str:

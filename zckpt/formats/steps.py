@@ -29,8 +29,10 @@ LINK = "latest-rank0.pt"
 
 POINTER, LINGUAS = "last_checkpoint", "consolidated.pth"
 
-_TITAN = re.compile(r"step-([0-9]{1,18})")
-_OLMO = re.compile(r"(?:(?:global_)?step_?|ckpt-step-)([0-9]{1,18})")
+MODELS = (".pth", ".pt", ".bin", ".safetensors")
+
+_FRONTS = ("step-", "step", "step_", "global_step_", "ckpt-step-")
+_NUMBERED = [re.compile(f"{front}([0-9]{{1,18}})") for front in _FRONTS]
 _LINGUA = re.compile(r"([0-9]{10})")
 COSMOS = re.compile(r"iter_([0-9]{1,18})")
 _COMPOSER = re.compile(r"ep([0-9]{1,18})-ba([0-9]{1,18})")
@@ -65,7 +67,7 @@ def last_folder(run: Path, is_whole: Callable[[Path], bool]) -> LastStep | NearM
     names = [entry.name for entry in entries_of(run)]
     by_program = [
         {name: _order(match) for name in names if (match := pattern.fullmatch(name)) and (run / name).is_dir()}
-        for pattern in (_TITAN, _COMPOSER, _OLMO, COSMOS, _LINGUA)
+        for pattern in (_COMPOSER, *_NUMBERED, COSMOS, _LINGUA)
     ]
     whole = [{name: at for name, at in found.items() if is_whole(run / name)} for found in by_program]
     if not any(whole):
@@ -76,8 +78,8 @@ def last_folder(run: Path, is_whole: Callable[[Path], bool]) -> LastStep | NearM
             "give one of them",
         )
     at = next(index for index, one in enumerate(whole) if one)
-    if at == 1 and (run / LINK).is_symlink():
-        return _linked(run, whole[1])
+    if at == 0 and (run / LINK).is_symlink():
+        return _linked(run, whole[0])
     answer = _last(run, whole[at])
     if isinstance(answer, NearMiss):
         return answer
@@ -91,10 +93,11 @@ def last_file(run: Path) -> LastStep | NearMiss | None:
     Errors are those of `last_folder`.
     """
     said = Path(latest_name(run, POINTER) or "").name  # a path is where the run was, which may have been moved
-    for name in (said, LINGUAS):
-        if is_name(name) and is_file(run / name):
-            return LastStep(run / name)
+    if is_name(said) and is_file(run / said):
+        return LastStep(run / said)
     names = [entry.name for entry in entries_of(run)]
+    if [name for name in names if name.endswith(MODELS)] == [LINGUAS]:
+        return LastStep(run / LINGUAS)
     found = {name: _order(match) for name in names if (match := _COMPOSER_FILE.fullmatch(name))}
     if not found:
         return None

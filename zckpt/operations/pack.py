@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path, PurePosixPath
 
@@ -16,7 +16,7 @@ from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.prediction import Known, cuts_of
 from zckpt.state import Checkpoint, Document, Result, nbytes_of
 from zckpt.storage.durable import written
-from zckpt.storage.packed.index import is_inside
+from zckpt.storage.packed.index import Filed, is_inside
 from zckpt.storage.packed.mount import PackedMount
 from zckpt.storage.packed.store import PackedStore, is_store
 from zckpt.storage.packed.write import DEEPEST, Packing, files_of, writing
@@ -139,6 +139,13 @@ def _check_apart(new: Iterable[tuple[str, Unit]], known: Collection[str]) -> Non
             )  # fmt: skip
 
 
+def _are_packed(path: Path, files: Sequence[Filed], packed: Sequence[Filed]) -> bool:
+    """Tell whether a store has files as they are; of old it has a link where that leads to a file elsewhere."""
+    links = {one.name: one for one in packed if one.kind == "link" and (path / one.name).is_symlink()}
+    same = {name for name, one in links.items() if str((path / name).readlink()) == one.target}
+    return packed == files or packed == tuple(links[one.name] if one.name in same else one for one in files)
+
+
 def packed_into(
     store: PackedStore, every: list[tuple[str, Unit]], full_every: int, reporter: Reporter | None
 ) -> Packed:
@@ -149,7 +156,7 @@ def packed_into(
             raise error
     files = {name: files_of(unit.path) for name, unit in every}
     for name, unit in every:
-        if name in names and store.index(names[name]).files != files[name]:
+        if name in names and not _are_packed(unit.path, files[name], store.index(names[name]).files):
             raise UsageError(
                 "the store already has another checkpoint with this name", path=unit.path,
                 expected="files with the packed sizes and times", advice="pack it into another store",

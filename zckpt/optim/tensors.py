@@ -144,12 +144,16 @@ def model_state(model: Model) -> ModelState:
         else:
             found.extra[key] = value
     for name, tensor in found.tensors.items():
-        if isinstance(tensor, torch.Tensor) and is_lazy(tensor):
-            raise UnsupportedError(f"{name} is not initialised", advice="call the model once before")
+        _check_initialised(tensor, name)
     called = {id(one): name for name, one in found.tensors.items()}
     held = {tensor: [(called[id(one)], one) for one in every] for tensor, every in its.steps.items()}
     found.members = Members(held, tuple(found.tensors))
     return found
+
+
+def _check_initialised(tensor: torch.Tensor | Member, name: str) -> None:
+    if isinstance(tensor, torch.Tensor) and is_lazy(tensor):
+        raise UnsupportedError(f"{name} is not initialised", advice="call the model once before")
 
 
 def _of_parts(parts: Sequence[torch.nn.Module]) -> ModelState:
@@ -205,6 +209,7 @@ def share_of(tensor: torch.Tensor | Member, name: str) -> Share | None:
     """
     if isinstance(tensor, Member):
         return None if tensor.extent is None else Share(tuple(tensor.shape), tensor.extent, tensor.tensor, tensor.ranks)
+    _check_initialised(tensor, name)
     if tensor.is_meta:
         raise UnsupportedError(
             f"{name} is on the meta device, where it has no elements",

@@ -431,12 +431,13 @@ class Checkpoint:
 
         What a parameter that is a single number has under another key is of its one element.
         """
-        found = {*FOLLOWS_FROM_STEPS}
+        found, of_elements = {"step"}, set[str]()
         for own in self.owners:
             if own.shape:
                 found |= {key for key, one in own.state.items() if isinstance(one, (int, float, Scalar))}
                 found |= {key for key, slot in own.slots.items() if not slot.shape}
-        return frozenset(found)
+                of_elements |= {key for key, slot in own.slots.items() if slot.shape}
+        return frozenset(found | FOLLOWS_FROM_STEPS - of_elements)
 
     def place(self, name: str, weight: Slot, *, trained: bool) -> None:
         """Add a tensor of the model, as a parameter or a buffer."""

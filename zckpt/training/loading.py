@@ -262,7 +262,8 @@ class Meeting:
                 report.reshaped.append(name)
             else:
                 found[name] = its
-        report.reshaped += [name for name, _, its, one in untied(checkpoint, self.tied()) if its.shape != one.shape]
+        aliases = untied(checkpoint, live.tensors.tied)
+        report.reshaped += [name for name, _, its, one in aliases if its.shape != one.shape]
         ours = {*self.known, *live.tensors.extra}
         report.unexpected = [name for name in checkpoint.names if name not in ours]
         return found
@@ -288,10 +289,12 @@ class Meeting:
         here = self.ranks.do(lambda: list(torn(self.source.checkpoint, self.tied(), held)))
         return list(dict.fromkeys(chain(*self.ranks.gather_all(here))))
 
-    def read_others(self, scheduler: Stateful | None, grad_scaler: Stateful | None, rank: int | None) -> OtherState:
+    def read_others(
+        self, scheduler: Stateful | None, grad_scaler: Stateful | None, rank: int | None, *, made: bool = True
+    ) -> OtherState:
         """Read what the checkpoint has besides the model's tensors and the optimizers."""
         kept = self.live.tensors.extra
-        return read_other_state(self.source.checkpoint, scheduler, grad_scaler, rank, kept)
+        return read_other_state(self.source.checkpoint, scheduler, grad_scaler, rank, kept, made=made)
 
     def check_sums(self, *, spoiled: str | None = None) -> None:
         """Hold what all ranks have read against the checksums of the files; see `check_together`."""
@@ -343,7 +346,10 @@ class _Loading(Meeting):
         made_of_masters = {name for one in self.states for name in one.publishes}
         self.replicated: list[TensorRead] = []
         self.sharded: list[TensorRead] = []
+        firsts = self.tied()
         for name, its in self.found.items():
+            if firsts.get(name) in self.found:  # which is read, into the same memory
+                continue
             tensor = self.live.tensors.tensors[name]
             share = None if name in made_of_masters else share_of(tensor, name)
             if share is not None and share.tensor.numel():

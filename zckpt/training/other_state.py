@@ -110,11 +110,14 @@ def read_other_state(
     grad_scaler: Stateful | None,
     rank: int | None,
     modules: Collection[str] = (),
+    *,
+    made: bool = True,
 ) -> OtherState:
     """Read what a checkpoint has besides the model and the optimizer.
 
     `scheduler`, `grad_scaler`: they get their state; `rank`: whose random states are read; `modules`: keys of what the
-    model's modules keep besides tensors. Raises SourceError: it cannot be read, or what `save` wrote is not as it was.
+    model's modules keep besides tensors; `made`: state with an object of another class is left out. Raises SourceError:
+    it cannot be read, or what `save` wrote is not as it was.
     """
     found = OtherState()
     values = {key: value_of(node) for key, node in checkpoint.metadata.items() if not any(pieces(node))}
@@ -130,7 +133,7 @@ def read_other_state(
             continue
         key = next((one for one in keys if isinstance(values.get(one), Mapping)), keys[0])  # the second of HF's files
         state = values.get(key)
-        if isinstance(state, Mapping) and not is_made(state):
+        if made and isinstance(state, Mapping) and not is_made(state):
             found.missing.append(f"the state of a {name} has an object that only a pickle can make: it is not changed")
         elif isinstance(state, Mapping):
             found.states.append((target, dict(state)))

@@ -250,8 +250,9 @@ class _Held(Meeting):
             self._compare(what, value, mine)
         of_group = {name: one.state for one in snapshot.groups for name in one.parameters}
         names = list(dict.fromkeys([*of_group, *(name for name, _ in state.holding())]))
-        others = {*self.report.reshaped}
-        owners = {name: None if name in others else owner_of(self.source.checkpoint, name) for name in names}
+        reshaped = {*self.report.reshaped}  # of which it is said already
+        names = [name for name in names if name not in reshaped]
+        owners = {name: owner_of(self.source.checkpoint, name) for name in names}
         read: list[dict[str, Any]] = [{} if one is None else {**state.values(one)} for one in owners.values()]
         read_numbers(read, self.source.checkpoint.number_keys)
         expected = dict(zip(names, read, strict=True))
@@ -259,9 +260,10 @@ class _Held(Meeting):
         self.stepped |= {*names} - masters
         self.published |= state.publishes
         for name, slot, share in snapshot.shares:
-            self._hold_slot(f"{slot} of {name}", owners.get(name), slot, share, expected.get(name, {}))
+            if name not in reshaped:
+                self._hold_slot(f"{slot} of {name}", owners.get(name), slot, share, expected.get(name, {}))
         for name, values in snapshot.values.items():
-            for key, value in values.items():
+            for key, value in values.items() if name not in reshaped else ():
                 self._hold_value(name, key, expected.get(name, {}), value)
         odd_state = beside.get("parameters", {})
         for name, values in odd_state.items():
@@ -309,7 +311,7 @@ class _Held(Meeting):
 
     def hold_others(self, scheduler: Stateful | None, grad_scaler: Stateful | None) -> None:
         """Compare what goes with a model and an optimizer."""
-        other = self.read_others(scheduler, grad_scaler, None)
+        other = self.read_others(scheduler, grad_scaler, None, made=False)
         self.differences += [one.partition(":")[0] for one in other.missing]
         for target, state in other.states:
             self._compare("grad_scaler" if target is grad_scaler else "scheduler", state, target.state_dict())

@@ -169,6 +169,16 @@ def test_numbers_of_parameters_that_are_single_numbers_are_those_of_their_group(
         assert found[key].flatten()[0] == value
 
 
+def test_state_of_each_element_may_be_called_as_other_optimizers_call_a_number(tmp_path):
+    def change(content):
+        for one in content["optimizer"]["state"].values():
+            one["mu"] = one.pop("exp_avg")
+
+    edit(model_and_optimizer(tmp_path / "m.pt"), change)
+    zckpt.convert(tmp_path / "m.pt", tmp_path / "out", to="deepspeed", world_size=2, stage=1, verify=True)
+    assert "mu" in zckpt.open(tmp_path / "out").slot_names()
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero3_says_of_which_tensors_it_is_not_known_whether_they_are_buffers(stage, tmp_path):
     edit(model_and_optimizer(tmp_path / "m.pt"), lambda content: content["model"].update(table=torch.ones(4)))

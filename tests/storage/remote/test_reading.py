@@ -408,7 +408,7 @@ def test_how_often_something_is_asked_for(monkeypatch):
     with pytest.warns(UserWarning, match="waiting for s3://bucket: ConnectionRefusedError"):
         times, seconds = clock.asked(refused_)  # of who has answered
     assert times == attempts.ATTEMPTS
-    assert 10 < seconds < 40
+    assert 7 < seconds < 40  # half of 15.75, by chance, at least
     clock.asked(None)
     with pytest.warns(UserWarning, match="TimeoutError"):
         times, seconds = clock.asked(slow, takes=20)

@@ -18,8 +18,9 @@ from zckpt.state import Checkpoint, dict_of
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import CARRIED, Claim
 from zckpt.state.names import aligned
-from zckpt.storage.files import is_file, read_whole, real_path
+from zckpt.storage.files import files_in, is_file, read_whole, real_path
 from zckpt.torchfile import Tensor, TorchFile, is_tensor, read_pickle, read_torchfile, walk_tensors
+from zckpt.torchfile.grades import DATA, grade
 from zckpt.torchfile.trees import each, inner
 
 RANKED = re.compile(r"((?:.*_)?rank)_?([0-9]{1,9})\.[a-z]+")
@@ -27,6 +28,9 @@ RANKED = re.compile(r"((?:.*_)?rank)_?([0-9]{1,9})\.[a-z]+")
 
 MOST_NBYTES = 1 << 24
 """Of such a file."""
+
+MOST_OF_PICKLE = 1 << 18
+"""Of one that torch has not made: it is read into memory, arrays of NumPy too, and may make nothing but data."""
 
 MOST_OF_NUMBER = 64
 """Bytes of a text that is one."""
@@ -46,8 +50,9 @@ def carry_values(checkpoint: Checkpoint) -> None:
     folders = dict[str, str]()
     known = {*(file.path for file in checkpoint.files), *checkpoint.claims, *checkpoint.leftovers}
     read = {real_path(path, folders) for path in known}
-    carried: dict[Path, list[str]] = {}
+    folders_of_ranks = dict[Path, list[str]]()  # all names in those that something is carried of
     nodes = [own, *(Path(root, os.path.relpath(own, checkpoint.opened)) for root in checkpoint.roots)]
+    nodes = [own, *(node for node in nodes if os.path.realpath(node) != os.path.realpath(own))]
     every = [(node, *one) for node in nodes for one in sorted(below(node, read, os.path.realpath(node)))]
     for node, path, _, about in every:
         inside = path.relative_to(node)
@@ -63,8 +68,10 @@ def carry_values(checkpoint: Checkpoint) -> None:
                 continue
             stem = [] if path.name.startswith("rank") else [path.stem]  # which says nothing without its folder
             carry_file(checkpoint, file, *stem, inside.with_suffix("").as_posix(), inside.as_posix())
-            carried.setdefault(inside.parent, []).append(path.name)
-    for names in carried.values():
+            if RANKED.fullmatch(path.name) is not None and inside.parent not in folders_of_ranks:
+                there = [node / inside.parent for node in nodes if (node / inside.parent).is_dir()]
+                folders_of_ranks[inside.parent] = [name for one in there for name in files_in(one, lenient=True)]
+    for names in folders_of_ranks.values():
         note_gaps(checkpoint, names, RANKED)
 
 
@@ -92,6 +99,11 @@ def _average(path: Path, checkpoint: Checkpoint) -> TorchFile | None:
     return file if every and all(one.shape == shape for one, shape in every) else None
 
 
+def _makes_data(file: TorchFile) -> bool:
+    """Tell whether a pickle makes nothing but data, for whoever unpickles it in the file that it is carried into."""
+    return all(grade(*name.rpartition(".")[::2])[0] == DATA for names in file.globals.values() for name in names)
+
+
 def _of_values(path: Path) -> TorchFile | None:
     """Read a small file without other tensors than single numbers, and a few integers; None of any other."""
     try:
@@ -101,6 +113,8 @@ def _of_values(path: Path) -> TorchFile | None:
             file = read_torchfile(path)
         except UnknownFormatError:
             file = read_pickle(path)
+            if path.stat().st_size > MOST_OF_PICKLE or not _makes_data(file):
+                return None
     except (OSError, SourceError):
         return None
     if any(is_tensor(node) and type(node) is not Tensor for node in each(file.root, inner)):

@@ -94,7 +94,7 @@ class Dcp(Strippable):
             )
         found = _find(path, search.tag)
         if found is not None:
-            return found if isinstance(found, NearMiss) else Found(found)
+            return found if isinstance(found, NearMiss) else Found(found, sure=found.is_sure)
         if path.is_dir() and lacks_metadata(path):
             return NearMiss(
                 "the metadata file is missing",

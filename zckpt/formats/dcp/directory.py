@@ -37,11 +37,13 @@ MEGATRON_MARK = b'"sharded_backend"'
 
 HEAD_NBYTES = 4096
 
+OLMO_NAME = "model_and_optim"
+
 SEVERAL = "distributed_checkpoint"
 """Where FastVideo has a model and its optimizer, or a folder for each pair of several."""
 
-INNER = ("model_and_optim", "weights", "trainer", "dcp", SEVERAL, "policy")
-"""Folders of a step that OLMo-core, XTuner, prime-rl, FastVideo (two) and NeMo RL keep its checkpoint in."""
+INNER = ("weights", "trainer", "dcp", SEVERAL, "policy")
+"""Folders of a step that XTuner, prime-rl, FastVideo (two) and NeMo RL keep its checkpoint in."""
 
 MODEL = "model"
 
@@ -49,6 +51,7 @@ _OWN = re.compile(r"\.metadata|zckpt\.pt|__(0|[1-9][0-9]*)_(0|[1-9][0-9]*)\.dist
 _FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_([0-9]{1,4})")
 _RANK = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp")
 _OPTIMIZER = re.compile(".*optim.*|training_state")
+_OLMO_RANK = re.compile(r"rank([0-9]{1,9})\.pt")
 
 
 @immutable
@@ -57,7 +60,8 @@ class Directory:
 
     One of several may have a model in safetensors.
 
-    `unfinished`: names of later ones of the same run that are not whole.
+    `unfinished`: names of later ones of the same run that are not whole; `ranks`: what ranks keep besides, in order;
+    `is_sure`: False where it is a folder's, and the directory may be another checkpoint.
     """
 
     path: Path
@@ -65,6 +69,8 @@ class Directory:
     own: Path | None = None
     lightning: Path | None = None
     unfinished: tuple[str, ...] = ()
+    ranks: tuple[Path, ...] = ()
+    is_sure: bool = True
 
     def by_number(self) -> list[list[str]]:
         """Return the names of Accelerate's folders, those of a model and its optimizer together, by their numbers."""
@@ -76,15 +82,27 @@ class Directory:
 
 
 def find(path: Path) -> Directory | None:
-    """Find the checkpoint that a directory holds, or one of its folders; None if neither holds one.
+    """Find the checkpoint that a directory holds, or a folder of it where nothing else there is one; else None.
 
     Raises SourceError: the directory cannot be read.
     """
-    if (found := _find_there(path)) is not None or not path.is_dir():
-        return found
-    inner = [found for name in INNER if (found := _find_there(path / name)) is not None]
-    others = (one for one in folders_in(path) if one.name not in INNER and (is_whole(one) or _pair(one)))
-    return replace(inner[0], path=path) if len(inner) == 1 and not any(others) else None
+    if not path.is_dir():
+        return None
+    if not is_whole(path) and is_whole(path / OLMO_NAME):
+        beside = {entry.name: Path(entry.path) for entry in entries_of(path / "train", lenient=True)}
+        ranks = {int(match[1]): one for name, one in beside.items() if (match := _OLMO_RANK.fullmatch(name))}
+        return Directory(path, {"": path / OLMO_NAME}, ranks=tuple(ranks[rank] for rank in sorted(ranks)))
+    own, inner = _find_there(path), _inner(path)
+    if own is not None or len(inner) != 1 or is_model(path):
+        return own
+    others = (one for one in folders_in(path) if one.name not in INNER)
+    has_others = any(_find_there(one) or is_whole(one / OLMO_NAME) or _inner(one) for one in others)
+    return None if has_others else replace(inner[0], path=path, is_sure=False)
+
+
+def _inner(path: Path) -> list[Directory]:
+    folders = (path / name for name in INNER)
+    return [found for one in folders if not is_megatrons(one) and (found := _find_there(one)) is not None]
 
 
 def _find_there(path: Path) -> Directory | None:

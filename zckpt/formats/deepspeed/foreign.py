@@ -73,7 +73,7 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf
                     "value per element",
                     advice="`zckpt convert --to universal`, dcp or zckpt keeps it for each parameter",
                 )
-            refuse_to_begin(own, held - slots.keys())
+            refuse_to_begin(own, held - slots.keys() - values.keys())
             if MASTER not in slots:
                 slots[MASTER] = replace(weight_or_master(own), name=MASTER)
             parameters[own.name] = replace(own, slots=slots, state={})
@@ -95,17 +95,18 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf
     return converted
 
 
-def as_engines_group(checkpoint: Checkpoint, stage: int | None = None) -> Checkpoint:
+def as_engines_group(checkpoint: Checkpoint, stage: int | None = None, known: object = None) -> Checkpoint:
     """Return it with the param groups that DeepSpeed's engines make of an optimizer's.
 
-    They leave out what is frozen and groups without parameters. Only ZeRO-3 can have groups in which all is frozen.
+    They leave out what is frozen and groups without parameters. Only ZeRO-3 can have groups in which all is frozen; it
+    files them without parameters. `known`: the stage that it was saved at.
     """
 
     def is_trained(name: str) -> bool:
         one = checkpoint.find(name)
         return one is None or not one.frozen or bool(one.state or one.optimizer_slots)  # frozen after some steps
 
-    filled = [group for group in checkpoint.param_groups if group.parameters]
+    filled = [group for group in checkpoint.param_groups if group.parameters or known == 3]
     trained = [replace(group, parameters=[*filter(is_trained, group.parameters)]) for group in filled]
     some = [group for group in trained if group.parameters]
     groups = trained if stage == 3 else some

@@ -201,9 +201,11 @@ def _keeps_files(checkpoint: Checkpoint, training: Training) -> bool:
     groups = [[filed.get(name, name) for name in group.parameters] for group in checkpoint.param_groups]
     owners = {filed[p.name]: filed[p.tied_to or p.name] for p in checkpoint.parameters.values()}
     wanted = [[owners.get(name) for name in names] for names in training.groups]
+    in_files = {name for one in origin.ranks for name in one.model.module}
     return (
         groups == wanted
         and all(name in owners for names in training.names for name in names)
+        and all(name == owner or name in in_files for name, owner in owners.items())
         and not any(_is_too_narrow(p, training.dtype) for p in checkpoint.parameters.values())
     )
 

@@ -121,6 +121,7 @@ schedule-free optimizers keep at the parameter's own elements."""
 def refuse_to_begin(parameter: Parameter, missing: Iterable[str]) -> None:
     """Raise UnsupportedError if zeros are not what state begins with that a parameter lacks, and its group has."""
     begun = BEGINS_AT_A_VALUE.intersection(missing)
+    begun -= {"z"} if "n" in missing else set()  # FTRL's begins at zero
     if begun and parameter.numel:
         raise UnsupportedError(
             f"{listed(sorted(begun))} of {parameter.name} is missing, which others of its param group have, and which "

@@ -87,7 +87,7 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
             expected="a number of ranks" if options.world_size is None else "1, 2 or 3",
             found=f"{checkpoint.format}, {('without a ZeRO stage' if stage is None else f'ZeRO stage {stage}')}",
         )
-    checkpoint = foreign.as_engines_group(job.checkpoint, stage)
+    checkpoint = foreign.as_engines_group(job.checkpoint, stage, known)
     left_out = foreign.groups_left_out(job.checkpoint, checkpoint)
     if options.hyperparameters is not None and not any(group.hyperparameters for group in checkpoint.param_groups):
         groups, elastic = checkpoint.param_groups, bool(options.elastic) and stage != 3

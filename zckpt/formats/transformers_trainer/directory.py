@@ -110,9 +110,9 @@ class Directory:
         return self.models[0].stem == ADAPTER_STEM
 
     @property
-    def other_adapters(self) -> list[str]:
+    def other_adapters(self) -> list[Path]:
         """Folders of further adapters of an adapter's model, any of which may be what was trained."""
-        return _adapters(folders_in(self.path)) if self.is_adapter else []
+        return [self.path / name for name in _adapters(folders_in(self.path))] if self.is_adapter else []
 
     @property
     def adapter_config(self) -> dict[str, Any]:

@@ -14,19 +14,27 @@ from dataclasses import replace
 from itertools import compress, permutations
 from pathlib import Path
 
-from zckpt.errors import UnsupportedError, about, listed
+from zckpt.errors import SourceError, UnsupportedError, about, listed
 from zckpt.evidence import MOST_PERMUTED, may_be_trained
 from zckpt.evidence.order import put_in_order, tells_order
 from zckpt.formats import lerobot
 from zckpt.formats.assets import CONFIG_NAME
 from zckpt.formats.remainder import models_of_optimizers, names_of_models, restore_from
-from zckpt.formats.safetensors.file import SHARD, add_file, aliases_in, indexed_files, shards_in, take_index
+from zckpt.formats.safetensors.file import (
+    SHARD,
+    add_file,
+    aliases_in,
+    indexed_files,
+    read_header,
+    shards_in,
+    take_index,
+)
 from zckpt.formats.torch_files.attach import attach
 from zckpt.formats.torch_files.content import can_have
 from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS, OptimizerState
 from zckpt.formats.torch_files.reader import add_model, read_optimizer
 from zckpt.formats.transformers_trainer.architectures import architecture, is_converted
-from zckpt.formats.transformers_trainer.directory import STATE_NAME, Directory, ModelFiles, Part
+from zckpt.formats.transformers_trainer.directory import ADAPTER_STEM, STATE_NAME, Directory, ModelFiles, Part
 from zckpt.formats.transformers_trainer.readings import Weights, model_order, read_names
 from zckpt.state import Checkpoint, GivenNames, alias_of
 from zckpt.state.names import renamed
@@ -164,6 +172,15 @@ def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
     return checkpoint
 
 
+def _may_be_of(folder: Path, states: Sequence[OptimizerState]) -> bool:
+    """Tell whether optimizers may be of an adapter, by its shapes, where it is in safetensors."""
+    try:
+        slots, _, _ = read_header(folder / f"{ADAPTER_STEM}.safetensors")
+    except SourceError:
+        return True
+    return can_have({name: slot.shape for name, slot in slots.items()}, states)
+
+
 def _read_optimizers(
     checkpoint: Checkpoint,
     directory: Directory,
@@ -188,7 +205,7 @@ def _read_optimizers(
     models = _models_of(states, weights, is_cut=is_cut, placed=placed)
     if len(model_of) == len(weights) and not is_cut:
         models = [weights[at] for at in model_of]
-    others = directory.other_adapters
+    others = [one.name for one in directory.other_adapters if _may_be_of(one, states)]
     if others and names is None:
         models = [None] * len(states)
     fronts = {id(one): prefix for one, prefix in zip(weights, prefixes, strict=True)}

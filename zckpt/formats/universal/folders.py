@@ -256,7 +256,7 @@ def _trained(parameter: Parameter, state: Values, needed: Values, keys: Values) 
             folder.files[key] = {"param": _single(value, key)}
         else:
             folder.values[key] = value
-    refuse_to_begin(parameter, needed.keys() - folder.files.keys())
+    refuse_to_begin(parameter, needed.keys() - folder.files.keys() - folder.values.keys())
     for key, value in needed.items():
         if key not in folder.files and key not in folder.values:
             folder.filled.append(key)
