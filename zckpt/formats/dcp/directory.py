@@ -102,7 +102,7 @@ def find(path: Path) -> Directory | None:
 
 def _inner(path: Path) -> list[Directory]:
     folders = (path / name for name in INNER)
-    return [found for one in folders if not is_megatrons(one) and (found := _find_there(one)) is not None]
+    return [found for one in folders if not has_megatrons_mark(one) and (found := _find_there(one)) is not None]
 
 
 def _find_there(path: Path) -> Directory | None:
@@ -162,8 +162,13 @@ def lacks_metadata(path: Path) -> bool:
 
 def is_megatrons(path: Path) -> bool:
     """Tell whether Megatron-Core has written a directory: its keys are not those of a model and an optimizer."""
-    common, about = (path / name for name in MEGATRON_NAMES)
-    return is_file(common) or (is_file(about) and MEGATRON_MARK in read_head(str(about), HEAD_NBYTES))
+    return is_file(path / MEGATRON_NAMES[0]) or has_megatrons_mark(path)
+
+
+def has_megatrons_mark(path: Path) -> bool:
+    """Tell whether a directory has the file by which Megatron-Core knows its own."""
+    about = path / MEGATRON_NAMES[1]
+    return is_file(about) and MEGATRON_MARK in read_head(str(about), HEAD_NBYTES)
 
 
 def rank_of(path: str) -> int | None:
