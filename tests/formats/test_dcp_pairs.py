@@ -214,9 +214,23 @@ def test_what_lies_around_a_folder_with_a_checkpoint_is_not_that(inner, tmp_path
         assert [*zckpt.open(tmp_path / name).names] == ["own"]
 
 
+def test_a_step_in_a_folder_is_its_runs_and_all_that_is_damaged_in_it_is_found(tmp_path):
+    model, optimizer = trained()
+    state = {"weights": {"model": model.state_dict()}, "optimizer": {"optim": optimizer.state_dict()}}
+    for name, one in state.items():
+        dcp.save(one, checkpoint_id=tmp_path / "step_3" / "policy" / name)
+    torch.save({"model": {"other": torch.ones(2)}}, tmp_path / "consolidated.pth")
+    opened = zckpt.open(tmp_path)
+    assert (opened.format, len(opened.param_groups)) == ("dcp", 1)
+    for path in tmp_path.rglob("*.distcp"):
+        path.write_bytes(path.read_bytes()[:-200])
+    found = [one for one in zckpt.verify(tmp_path / "step_3").findings if one.severity == "error"]
+    assert {Path(one.file).parent.name for one in found} == {"weights", "optimizer"}
+
+
 def test_a_pickle_that_may_run_something_is_not_carried(run):
     (run / "evil.pkl").write_bytes(b"cposix\nsystem\n(S'true'\ntR.")
-    (run / "large.pkl").write_bytes(pickle.dumps(bytes(1 << 19)))
+    (run / "large.pkl").write_bytes(pickle.dumps(bytes(1 << 21)))
     (run / "rank_0.pkl").write_bytes(pickle.dumps({"seen": 3}))
     left = {item.name for item in take_inventory(zckpt.open(run)).left_out}
     assert left == {"evil.pkl", "large.pkl"}

@@ -175,14 +175,7 @@ def _load(loading: Loading, verify: bool, engine: Any, call: Callable[..., Any],
     wants_scheduler = not module_only and arguments["load_lr_scheduler_states"] and engine.lr_scheduler is not None
     checkpoint = ranks.of_first(lambda: _opened(engine, path))  # which costs more than to send it
     served = ranks.do(
-        lambda: _served(
-            engine,
-            checkpoint,
-            loading.notes,
-            optimizer=wants_optimizer,
-            scheduler=wants_scheduler,
-            strict=arguments["load_module_strict"],
-        )
+        lambda: _served(engine, checkpoint, loading.notes, optimizer=wants_optimizer, scheduler=wants_scheduler)
     )
     if served is not None:
         loading.notes += served.notes
@@ -230,7 +223,7 @@ def _opened(engine: Any, path: Path) -> Checkpoint:
 
 
 def _served(
-    engine: Any, checkpoint: Checkpoint, notes: list[str], *, optimizer: bool, scheduler: bool, strict: bool
+    engine: Any, checkpoint: Checkpoint, notes: list[str], *, optimizer: bool, scheduler: bool
 ) -> Served | None:
     """Return a checkpoint that `_opened` has opened cut for an engine; None where the engine can load it as it is."""
     path = checkpoint.named
@@ -271,9 +264,7 @@ def _served(
         return Extent.whole(checkpoint.owner(name).shape), getattr(torch, training.dtype, torch.float32)
 
     for what in torn(checkpoint, tied, whole) if Ranks().rank == 0 else ():
-        if strict:
-            raise UsageError(what, path=path, advice="untie them, or load_module_strict=False leaves one out")
-        notes.append(f"left out: {what}")
+        raise UsageError(what, path=path, advice="untie them in the model, or make them equal in the checkpoint")
     with about(checkpoint.source):
         served = serve(checkpoint, training, optimizer=optimizer)
     if optimizer:

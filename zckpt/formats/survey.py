@@ -34,6 +34,7 @@ def survey(search: Search) -> Survey:
     `search`: for what `open_checkpoint` could not open.
     """
     asked: list[SourceError] = []
+    unsure: list[tuple[Format, Found]] = []
     for one in formats():
         if not search.given <= one.takes:
             continue
@@ -43,15 +44,24 @@ def survey(search: Search) -> Survey:
             found = None
             asked.append(error)
         if not asked and not (isinstance(found, Found) and found.sure):
+            unsure += [(one, found)] if isinstance(found, Found) else []
             continue
-        try:
-            surveyed = one.survey(search, found if isinstance(found, Found) else None) or survey_files(search.path)
-        except SourceError as error:
-            surveyed = Survey(errors=[error])
+        surveyed = _of_format(one, search, found if isinstance(found, Found) else None) or survey_files(search.path)
         surveyed.errors += asked
         surveyed.format = one
         return surveyed
+    for one, found in unsure:
+        if (its := _of_format(one, search, found)) is not None:
+            its.format = one
+            return its
     return survey_files(search.path)
+
+
+def _of_format(one: Format, search: Search, found: Found | None) -> Survey | None:
+    try:
+        return one.survey(search, found)
+    except SourceError as error:
+        return Survey(errors=[error])
 
 
 def survey_files(source: Path) -> Survey:

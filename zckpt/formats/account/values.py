@@ -29,7 +29,7 @@ RANKED = re.compile(r"((?:.*_)?rank)_?([0-9]{1,9})\.[a-z]+")
 MOST_NBYTES = 1 << 24
 """Of such a file."""
 
-MOST_OF_PICKLE = 1 << 18
+MOST_OF_PICKLE = 1 << 20
 """Of one that torch has not made: it is read into memory, arrays of NumPy too, and may make nothing but data."""
 
 MOST_OF_NUMBER = 64
@@ -50,9 +50,9 @@ def carry_values(checkpoint: Checkpoint) -> None:
     folders = dict[str, str]()
     known = {*(file.path for file in checkpoint.files), *checkpoint.claims, *checkpoint.leftovers}
     read = {real_path(path, folders) for path in known}
-    folders_of_ranks = dict[Path, list[str]]()  # all names in those that something is carried of
-    nodes = [own, *(Path(root, os.path.relpath(own, checkpoint.opened)) for root in checkpoint.roots)]
-    nodes = [own, *(node for node in nodes if os.path.realpath(node) != os.path.realpath(own))]
+    of_ranks = set[tuple[Path, str, str]]()  # folder, stem and suffix of files of ranks that are carried
+    others = (Path(root, os.path.relpath(own, checkpoint.opened)) for root in checkpoint.roots)
+    nodes = [own, *(node for node in others if os.path.realpath(node) != os.path.realpath(own))]
     every = [(node, *one) for node in nodes for one in sorted(below(node, read, os.path.realpath(node)))]
     for node, path, _, about in every:
         inside = path.relative_to(node)
@@ -66,13 +66,15 @@ def carry_values(checkpoint: Checkpoint) -> None:
             if node != own and is_file(own / inside):
                 note_other(checkpoint, path, own / inside)
                 continue
-            stem = [] if path.name.startswith("rank") else [path.stem]  # which says nothing without its folder
-            carry_file(checkpoint, file, *stem, inside.with_suffix("").as_posix(), inside.as_posix())
-            if RANKED.fullmatch(path.name) is not None and inside.parent not in folders_of_ranks:
-                there = [node / inside.parent for node in nodes if (node / inside.parent).is_dir()]
-                folders_of_ranks[inside.parent] = [name for one in there for name in files_in(one, lenient=True)]
-    for names in folders_of_ranks.values():
-        note_gaps(checkpoint, names, RANKED)
+            short = [] if path.name.startswith("rank") else [path.stem]  # which says nothing without its folder
+            carry_file(checkpoint, file, *short, inside.with_suffix("").as_posix(), inside.as_posix())
+            if (match := RANKED.fullmatch(path.name)) is not None:
+                of_ranks.add((inside.parent, match[1], path.suffix))
+    for folder, stem, suffix in sorted(of_ranks):
+        there = [one / folder for one in nodes if (one / folder).is_dir()]
+        names = [name for one in there for name in files_in(one, lenient=True) if name.endswith(suffix)]
+        alike = [name for name in names if (match := RANKED.fullmatch(name)) is not None and match[1] == stem]
+        note_gaps(checkpoint, alike, RANKED)
 
 
 def _number_in(path: Path) -> int | float | None:
@@ -112,8 +114,7 @@ def _of_values(path: Path) -> TorchFile | None:
         try:
             file = read_torchfile(path)
         except UnknownFormatError:
-            file = read_pickle(path)
-            if path.stat().st_size > MOST_OF_PICKLE or not _makes_data(file):
+            if path.stat().st_size > MOST_OF_PICKLE or not _makes_data(file := read_pickle(path)):
                 return None
     except (OSError, SourceError):
         return None

@@ -50,7 +50,7 @@ def _find(path: Path, tag: str | None) -> Directory | NearMiss | None:
     if not isinstance(last, LastStep):
         return directory or last
     directory = find(last.path)
-    return None if directory is None else replace(directory, unfinished=last.unfinished)
+    return None if directory is None else replace(directory, unfinished=last.unfinished, is_sure=True)
 
 
 def _is_step(folder: Path) -> bool:

@@ -178,7 +178,8 @@ def _may_be_of(folder: Path, states: Sequence[OptimizerState]) -> bool:
         slots, _, _ = read_header(folder / f"{ADAPTER_STEM}.safetensors")
     except SourceError:
         return True
-    return can_have({name: slot.shape for name, slot in slots.items()}, states)
+    shapes = {name: slot.shape for name, slot in slots.items()}
+    return any(can_have(shapes, [one]) for one in states)
 
 
 def _read_optimizers(
@@ -205,8 +206,8 @@ def _read_optimizers(
     models = _models_of(states, weights, is_cut=is_cut, placed=placed)
     if len(model_of) == len(weights) and not is_cut:
         models = [weights[at] for at in model_of]
-    others = [one.name for one in directory.other_adapters if _may_be_of(one, states)]
-    if others and names is None:
+    others = [one.name for one in directory.other_adapters]
+    if names is None and any(_may_be_of(one, states) for one in directory.other_adapters):
         models = [None] * len(states)
     fronts = {id(one): prefix for one, prefix in zip(weights, prefixes, strict=True)}
     is_open = False
