@@ -170,12 +170,18 @@ def test_what_is_written_is_what_torch_wrote(name, tmp_path):
     assert_as_torch_wrote(mine, theirs / "consolidated.pt")
 
 
+def ranks_without_model(name: str, path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Return a directory of files of ranks, and the model that was beside them."""
+    directory = ranks(name, path)
+    model = torch.load(directory / "model.pt")
+    (directory / "model.pt").unlink()
+    return directory, model
+
+
 def test_model_in_every_ranks_file_is_read_from_the_first(tmp_path):
     """The others' are its copies."""
     name = "zro_dp3_sgdm_1g"
-    directory = ranks(name, tmp_path / "ranks")
-    model = torch.load(directory / "model.pt")
-    (directory / "model.pt").unlink()
+    directory, model = ranks_without_model(name, tmp_path / "ranks")
     for rank in range(3):
         changed(directory / f"zero_rank{rank}.pt", lambda root: root.update(model=model, seed=rank))  # noqa: B023
     checkpoint = read(directory, names_of(name))
@@ -508,9 +514,7 @@ def test_ranks_files_of_something_else_are_not_taken(tmp_path):
 
 def test_a_key_that_looks_like_a_pattern_speaks_for_itself_only(tmp_path):
     name = "zro_dp3_sgdm_1g"
-    directory = ranks(name, tmp_path / "ranks")
-    model = torch.load(directory / "model.pt")
-    (directory / "model.pt").unlink()
+    directory, model = ranks_without_model(name, tmp_path / "ranks")
     for rank in range(3):
         own = {"model": {**model, **({"odd": "text"} if rank else {})}, "**": rank}
         changed(directory / f"zero_rank{rank}.pt", lambda root: root.update(own))  # noqa: B023

@@ -63,7 +63,7 @@ from zckpt.state.inventory import FILE
 from zckpt.storage.files import is_file
 from zckpt.torchfile import plain
 from zckpt.torchfile.torch_file import NUMPY
-from zckpt.training.loading import torn
+from zckpt.training.loading import differing
 
 _CONSOLIDATE = "get_fp32_state_dict_from_zero_checkpoint"
 """What a ZeRO-3 engine calls to load a model without its optimizer; it opens files of its own."""
@@ -263,7 +263,7 @@ def _served(
     def whole(name: str) -> tuple[Extent, torch.dtype]:
         return Extent.whole(checkpoint.owner(name).shape), getattr(torch, training.dtype, torch.float32)
 
-    for what in torn(checkpoint, tied, whole) if Ranks().rank == 0 else ():
+    for what in differing(checkpoint, tied, whole) if Ranks().rank == 0 else ():
         raise UsageError(what, path=path, advice="untie them in the model, or make them equal in the checkpoint")
     with about(checkpoint.source):
         served = serve(checkpoint, training, optimizer=optimizer)

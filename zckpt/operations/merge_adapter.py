@@ -179,8 +179,7 @@ class _Merging:
                 advice="--dequantize merges into the floats that they stand for; or give the unquantised model",
             )
         self._tie(every)
-        own = {name: one for name, one in adapter.replaced.items() if name in every or not (
-               self._is_tied(one, every) if name in adapter.saved else self._copy_of(_values(one), ()))}  # fmt: skip
+        own = {name: one for name, one in adapter.replaced.items() if name in every or not self._is_tied(name, every)}
         needed = [(name, name) for name in own if name not in adapter.saved]
         needed += [(one.name, one.module) for one in adapter.products]
         needed += [(name, name) for name in adapter.tokens]
@@ -224,9 +223,12 @@ class _Merging:
                 self.notes.append(f"{other.name} equals {name}, and gets the same: the two are tied")
                 self.result.parameters[other.name] = replace(other, slots={}, tied_to=name)
 
-    def _is_tied(self, saved: Parameter, every: Collection[str]) -> bool:
-        """Tell whether PEFT has saved a tensor under two names to keep them tied, of which the base has the other."""
-        others = [one for name, one in self.adapter.replaced.items() if name in every and one.shape == saved.shape]
+    def _is_tied(self, name: str, every: Collection[str]) -> bool:
+        """Tell whether a tensor is one of the base under another name: PEFT has saved both to keep them tied."""
+        saved = self.adapter.replaced[name]
+        if name not in self.adapter.saved:
+            return self._copy_of(_values(saved), ()) is not None
+        others = [one for its, one in self.adapter.replaced.items() if its in every and one.shape == saved.shape]
         pairs = [[pair(one.name, _values(saved), _values(one))] for one in others]
         ensured = bool(self.adapter.reading.settings.get("ensure_weight_tying"))
         return ensured and any(not differences(one) for one in pairs)

@@ -268,14 +268,14 @@ class Meeting:
         report.unexpected = [name for name in checkpoint.names if name not in ours]
         return found
 
-    def tied(self) -> dict[str, str]:
+    def firsts(self) -> dict[str, str]:
         """Return further names of tensors that have several here, with the first of each."""
         live, firsts = self.live.tensors, dict[int, str]()
-        every = {name: firsts.setdefault(id(one), name) for name, one in live.tensors.items()}
+        every = {name: firsts.setdefault(id(one), name) for name, one in live.tensors.items()}  # buffers, too
         return {name: first for name, first in every.items() if name != first} | live.tied
 
     def torn(self, *, broadcast: bool = False) -> list[str]:
-        """Return what `torn` says of them on some rank; with `broadcast`, one compares what all have whole.
+        """Return what `differing` says of them on some rank; with `broadcast`, one compares what all have whole.
 
         All ranks call it together.
         """
@@ -286,7 +286,7 @@ class Meeting:
                 return None
             return share.extent, share.tensor.dtype
 
-        here = self.ranks.do(lambda: list(torn(self.source.checkpoint, self.tied(), held)))
+        here = self.ranks.do(lambda: list(differing(self.source.checkpoint, self.firsts(), held)))
         return list(dict.fromkeys(chain(*self.ranks.gather_all(here))))
 
     def read_others(
@@ -346,7 +346,7 @@ class _Loading(Meeting):
         made_of_masters = {name for one in self.states for name in one.publishes}
         self.replicated: list[TensorRead] = []
         self.sharded: list[TensorRead] = []
-        firsts = self.tied()
+        firsts = self.firsts()
         for name, its in self.found.items():
             if firsts.get(name) in self.found:  # which is read, into the same memory
                 continue
@@ -399,7 +399,7 @@ def untied(checkpoint: Checkpoint, same: Mapping[str, str]) -> Iterator[tuple[st
             yield alias, name, its, one
 
 
-def torn(
+def differing(
     checkpoint: Checkpoint, same: Mapping[str, str], held: Callable[[str], tuple[Extent, torch.dtype] | None]
 ) -> Iterator[str]:
     """Yield what to say of two tensors that are one here, if neither is the other, rounded.
@@ -431,15 +431,15 @@ def _cut(extent: Extent) -> Iterator[Extent]:
 
 def _are_alike(slots: Sequence[Slot], extent: Extent, dtype: torch.dtype) -> bool:
     """Tell whether two slots have the same bits there, in an element type, or where one is rounded to the other's."""
-    kinds = {getattr(torch, slot.dtype) for slot in slots}
-    if all(kind.is_floating_point for kind in (dtype, *kinds)):
-        kinds = {dtype, *(kinds if len(kinds) > 1 else ())}
-    elif len(kinds) > 1:
+    types = {getattr(torch, slot.dtype) for slot in slots}
+    are_floats = all(one.is_floating_point for one in (dtype, *types))
+    if len(types) > 1 and not are_floats:
         return False
-    for kind in kinds:
-        room = [torch.empty(extent.numel, dtype=kind) for _ in slots]
-        read_tensors([TensorRead(slot, extent, one) for slot, one in zip(slots, room, strict=True)])
-        if torch.equal(*(one.view(torch.uint8) for one in room)):
+    compared = types if not are_floats else {dtype} if len(types) == 1 else {dtype, *types}
+    for one in compared:
+        room = [torch.empty(extent.numel, dtype=one) for _ in slots]
+        read_tensors([TensorRead(slot, extent, its) for slot, its in zip(slots, room, strict=True)])
+        if torch.equal(*(its.view(torch.uint8) for its in room)):
             return True
     return False
 

@@ -92,20 +92,24 @@ def find(path: Path) -> Directory | None:
         beside = {entry.name: Path(entry.path) for entry in entries_of(path / "train", lenient=True)}
         ranks = {int(match[1]): one for name, one in beside.items() if (match := _OLMO_RANK.fullmatch(name))}
         return Directory(path, {"": path / OLMO_NAME}, ranks=tuple(ranks[rank] for rank in sorted(ranks)))
-    own, inner = _find_there(path), _inner(path)
-    if own is not None or len(inner) != 1 or is_model(path):
+    if (own := _find_there(path)) is not None:
         return own
+    inner = _inner(path)
+    if len(inner) != 1 or is_model(path):
+        return None
     others = (one for one in folders_in(path) if one.name not in INNER)
     has_others = any(_find_there(one) or is_whole(one / OLMO_NAME) or _inner(one) for one in others)
     return None if has_others else replace(inner[0], path=path, is_sure=False)
 
 
 def _inner(path: Path) -> list[Directory]:
+    """Find the checkpoints of folders that a step may have its own in; Megatron's are another format's."""
     folders = (path / name for name in INNER)
     return [found for one in folders if not has_megatrons_mark(one) and (found := _find_there(one)) is not None]
 
 
 def _find_there(path: Path) -> Directory | None:
+    """Find the checkpoint of a directory: itself, several of FastVideo, Accelerate's folders, a model and optimizer."""
     if not path.is_dir():
         return None
     folders = {"": path} if is_whole(path) else {

@@ -244,9 +244,11 @@ class ItemFile:
         if empty:  # of which nothing is read: that the last is there tells of a file that was cut
             self._range(descriptor, max(empty, key=lambda number: place[number] + chunks.nbytes[number]))
         some = numbers or empty  # a rank may have chunks without elements alone
-        first, blob = max((sum(chunks.range(number)) for number in objects), default=0), None
-        if some:  # behind objects alone is a blob without tensors
+        if some:
             first = place[some[0]]
+        else:  # behind values alone is a blob without tensors
+            first = max((sum(chunks.range(number)) for number in objects), default=0)
+        blob = None
         if all(place[number] == first for number in some):
             blob = read_blob(FileRange(descriptor, self.path, first, self.nbytes - first))
         self.is_safetensors = blob is not None

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 NESTED = "__bnb_optimizer_quant_state__"
 
 ADAM = {"state1": "exp_avg", "state2": "exp_avg_sq", "state3": "exp_avg_slow"}
-"""What two states of bitsandbytes are called in `torch.optim`: those of Adam, AdamW and LAMB. The
-third is the second half of AdEMAMix's first."""
+"""What states of bitsandbytes are called in `torch.optim`: two of Adam, AdamW and LAMB; the third is the second half of
+AdEMAMix's first."""
 
 BLOCKS = tuple(1 << power for power in range(6, 13))
 """Elements of a block, of those that bitsandbytes' `quantize_blockwise` takes."""
