@@ -119,7 +119,7 @@ def planned(options: argparse.Namespace) -> None:
     import zckpt.engine.write as written
     import zckpt.operations.target as target
     from zckpt.engine.checking import Checks
-    from zckpt.engine.tasks import Portions, results_of, tasks_of
+    from zckpt.engine.workers import Portions, results_of, tasks_of
 
     name = f"scale-{options.kind}-{options.ranks}-{options.parameters}"
     source = options.work / name

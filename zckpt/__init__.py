@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from zckpt.operations.map import Map, map  # noqa: A004
     from zckpt.operations.merge_adapter import Merged, merge_adapter
     from zckpt.operations.open import OpenedCheckpoint, open  # noqa: A004
-    from zckpt.operations.pack import Packed, pack
+    from zckpt.operations.pack import Packed, Unpacked, pack, unpack
     from zckpt.operations.parting import Parting, parting
     from zckpt.operations.patch import Patched, apply, patch
     from zckpt.operations.prune import Pruned, prune
@@ -88,7 +88,6 @@ if TYPE_CHECKING:
     from zckpt.operations.stats import Distribution, Statistics, stats
     from zckpt.operations.strip import Stripped, strip
     from zckpt.operations.target import Written
-    from zckpt.operations.unpack import Unpacked, unpack
     from zckpt.operations.verify import Finding, Verification, verify
     from zckpt.operations.watch import Appeared, watch
     from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Scalar, Slot, Span, Topology
@@ -108,7 +107,7 @@ _HOMES = {
     "zckpt.operations.inspect": ("Inspection",),
     "zckpt.operations.map": ("Map",),
     "zckpt.operations.merge_adapter": ("Merged",),
-    "zckpt.operations.pack": ("Packed",),
+    "zckpt.operations.pack": ("Packed", "Unpacked", "unpack"),
     "zckpt.operations.parting": ("Parting",),
     "zckpt.operations.patch": ("Patched", "apply"),
     "zckpt.operations.prune": ("Pruned",),
@@ -120,7 +119,6 @@ _HOMES = {
     "zckpt.operations.show": ("Elements",),
     "zckpt.operations.stats": ("Distribution", "Statistics"),
     "zckpt.operations.strip": ("Stripped",),
-    "zckpt.operations.unpack": ("Unpacked",),
     "zckpt.operations.verify": ("Finding", "Verification"),
     "zckpt.operations.watch": ("Appeared",),
     "zckpt.training.checkpointer": ("Checkpointer",),

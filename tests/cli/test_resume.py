@@ -231,9 +231,9 @@ class InterruptedReporter(SilentReporter):
 
 @pytest.mark.usefixtures("small_tasks")
 def test_what_other_processes_have_done_is_gone_on_with(out, monkeypatch):
-    from zckpt.engine import tasks
+    from zckpt.engine import workers
 
-    monkeypatch.setattr(tasks, "LEAST_TASK_NBYTES", 1 << 10)
+    monkeypatch.setattr(workers, "LEAST_TASK_NBYTES", 1 << 10)
     paths = "s2_bf16_dp2", out / MODEL
     with ProcessPoolExecutor(2) as pool, pytest.raises(KeyboardInterrupt, match="bytes are written and kept in"):
         zckpt.consolidate(*paths, executor=pool, reporter=InterruptedReporter())

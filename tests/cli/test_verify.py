@@ -13,7 +13,7 @@ from tests.cli.console import FIXTURES, command, environment, on_terminal, refus
 from tests.damage import copy, flip, optimizer_file, place, set_element
 from tests.pairwise import some
 from zckpt.operations.verify import verify
-from zckpt.report.verification import render
+from zckpt.report.reports import render_verification
 
 RUN = "s2_bf16_dp2"
 SOUND = FIXTURES / RUN
@@ -118,7 +118,9 @@ def test_many_findings_and_names_are_counted():
     names = [f"p{i}" for i in range(1000)]
     finding = {"code": "ZC-202", "severity": "error", "title": "NaN or Inf", "message": "m", "ranks": [0, 1]}
     finding |= {"file": None, "parameters": names, "expected": None, "found": None, "advice": None}
-    text = render({**document, "sound": False, "findings": [finding] * 300}, width=80, paint=lambda text, _: text)
+    text = render_verification(
+        {**document, "sound": False, "findings": [finding] * 300}, width=80, paint=lambda text, _: text
+    )
     assert "300 errors" in text
     assert "and 100 more findings" in text
     assert "and 992 more" in text

@@ -18,8 +18,7 @@ import zckpt
 from tests.plans import file_of, hole_of, in_file, slot_of, write_directory
 from zckpt.engine.plan import plan
 from zckpt.engine.targets import TargetFile
-from zckpt.engine.tasks import Portions
-from zckpt.engine.workers import LEAST_BUFFER_NBYTES, QUEUED, THREADS, Workers, budget, running_on
+from zckpt.engine.workers import LEAST_BUFFER_NBYTES, QUEUED, THREADS, Portions, Workers, budget, running_on
 from zckpt.state import Extent, Span
 
 MEBIBYTE = 1 << 20

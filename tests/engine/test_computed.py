@@ -20,10 +20,9 @@ from tests.refusals import refusing
 from tests.strategies import shapes, tilings
 from zckpt.engine.computed import Computed
 from zckpt.engine.copy import read_extent
-from zckpt.engine.low_rank import KEPT_NBYTES, LowRank
-from zckpt.engine.means import Decayed, Mean
 from zckpt.engine.plan import Plan, plan
 from zckpt.engine.quantise import end_to_end
+from zckpt.engine.sums import KEPT_NBYTES, Decayed, LowRank, Mean
 from zckpt.engine.targets import Hole, TargetFile
 from zckpt.engine.workers import running_on
 from zckpt.errors import LayoutError

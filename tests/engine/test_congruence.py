@@ -15,7 +15,7 @@ from zckpt.engine import congruence
 from zckpt.engine.congruence import residue
 from zckpt.formats.safetensors.file import read_header
 from zckpt.state import WEIGHT, Checkpoint
-from zckpt.storage.clone import BLOCK_NBYTES, LEAST_NBYTES, cloneable, may_clone
+from zckpt.storage.disk import BLOCK_NBYTES, LEAST_NBYTES, cloneable, may_clone
 
 MIB = 1 << 20
 

@@ -29,7 +29,7 @@ from zckpt.engine.workers import running_on
 from zckpt.errors import DamagedFileError
 from zckpt.state import Extent, Span
 from zckpt.storage import files as storage_files
-from zckpt.storage.direct import OpenTarget
+from zckpt.storage.disk import OpenTarget
 from zckpt.storage.files import LEAST_DIRECT_NBYTES, PAGE_NBYTES, Sources, aligned
 
 NBYTES = 3 << 20

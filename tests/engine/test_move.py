@@ -21,8 +21,8 @@ from zckpt.engine.plan import plan
 from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.engine.write import write
 from zckpt.errors import DamagedFileError
-from zckpt.storage.clone import BLOCK_NBYTES, LEAST_NBYTES, clone, cloneable
 from zckpt.storage.crc32 import crc32
+from zckpt.storage.disk import BLOCK_NBYTES, LEAST_NBYTES, clone, cloneable
 
 RECORD_NBYTES = 40_000
 SOURCE_NBYTES = 10 * RECORD_NBYTES

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.state.test_spans import flat_cut, shard_cut
-from zckpt.engine import packs, together
-from zckpt.engine.packs import PackedSlot
+from zckpt.engine import together
 from zckpt.engine.plan import fill, plan
+from zckpt.engine.read import VirtualFile
 from zckpt.engine.targets import Hole, Lazily, TargetFile
-from zckpt.engine.virtual import VirtualFile
+from zckpt.engine.together import PackedSlot
 from zckpt.engine.write import write
 from zckpt.errors import LayoutError
 from zckpt.state import CutFiles, CutSpans, Extent, Slot
@@ -57,7 +57,6 @@ def test_a_target_has_what_its_ranks_shares_are(tmp_path_factory, flat, numels, 
     spans = source(directory, numels, old, flat=flat)
     made = row(spans, new)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packs, "MOST_NBYTES", most)
         patch.setattr(together, "MOST_NBYTES", most)
         patch.setattr(together, "GAP_NBYTES", gap)
 

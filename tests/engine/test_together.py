@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from tests.plans import file_of, hole_of, read_slot
 from tests.refusals import refusing
 from zckpt.engine.copy import read_extent
-from zckpt.engine.fine import Cut, fine_cut
-from zckpt.engine.packs import PackedSlot
-from zckpt.engine.plan import plan
+from zckpt.engine.plan import Cut, fine_cut, plan
 from zckpt.engine.scan import SlotSet, scan
 from zckpt.engine.targets import Checksum, TargetFile
-from zckpt.engine.together import read_together
+from zckpt.engine.together import PackedSlot, read_together
 from zckpt.engine.write import write
 from zckpt.errors import ZckptError
 from zckpt.state import CutFiles, CutSpans, Extent, Slot

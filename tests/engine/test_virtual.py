@@ -12,15 +12,14 @@ import pytest
 from tests.cli.console import FIXTURES
 from tests.refusals import refusing
 from zckpt.engine.plan import plan
-from zckpt.engine.read import check_reads
+from zckpt.engine.read import VirtualFile, check_reads
 from zckpt.engine.targets import TargetFile
-from zckpt.engine.virtual import VirtualFile
 from zckpt.engine.write import write
 from zckpt.errors import DamagedFileError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.deepspeed.decide import decide
-from zckpt.formats.deepspeed.documents import target_files
 from zckpt.formats.deepspeed.options import RecutOptions
+from zckpt.formats.deepspeed.writer import target_files
 
 
 def laid_out(source: Path, world_size: int, stage: int) -> list[TargetFile]:

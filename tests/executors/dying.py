@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from zckpt.engine import tasks, workers
+from zckpt.engine import workers
 from zckpt.engine import write as written
 from zckpt.storage import journal
 
@@ -54,7 +54,7 @@ def write_batch(batch: written.Batch) -> Any:
 def small_tasks(set_attribute: Any = setattr) -> None:
     """Let a few megabytes be many batches and many tasks, and worth going on with."""
     set_attribute(workers, "BATCH_NBYTES", 1 << 16)
-    set_attribute(tasks, "LEAST_TASK_NBYTES", 1 << 18)
+    set_attribute(workers, "LEAST_TASK_NBYTES", 1 << 18)
     set_attribute(journal, "LEAST_NBYTES", 0)
 
 

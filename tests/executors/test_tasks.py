@@ -15,8 +15,8 @@ import zckpt
 from tests.cli.console import command, environment, refused
 from tests.executors import dying
 from tests.folders import names_in
-from zckpt.engine import tasks, write
-from zckpt.engine.tasks import Known, Portions, results_of, tasks_of
+from zckpt.engine import workers, write
+from zckpt.engine.workers import Known, Portions, results_of, tasks_of
 from zckpt.errors import MissingPackageError, UsageError, WorkerError
 from zckpt.executors.launch import launched
 from zckpt.storage import journal
@@ -30,7 +30,7 @@ def test_tasks_are_consecutive_batches_of_fewer_and_fewer_bytes():
     assert sizes == sorted(sizes, reverse=True)
     assert (sizes[0], sizes[-5:-1]) == (20, [13] * 4)  # a tenth of all, then of what is left; 65 MB at the end
     assert len(sizes) < 18
-    assert max(len(task.batches) for task in tasks_of(int, [0] * 200, portions, 5)) == tasks.TASK_BATCHES
+    assert max(len(task.batches) for task in tasks_of(int, [0] * 200, portions, 5)) == workers.TASK_BATCHES
 
 
 @pytest.mark.parametrize("workers", [1, 1000])
@@ -38,8 +38,8 @@ def test_tasks_are_neither_tiny_nor_endless(workers):
     portions = Portions(1 << 40, lambda batch: batch << 20)
     made = list(tasks_of(int, [8] * 64, replace(portions, total=(64 << 23) // workers), workers))
     nbytes = {sum(task.batches) << 20 for task in made}
-    assert max(nbytes) <= tasks.TASK_NBYTES
-    assert min(nbytes) >= tasks.LEAST_TASK_NBYTES
+    assert max(nbytes) <= workers.TASK_NBYTES
+    assert min(nbytes) >= workers.LEAST_TASK_NBYTES
 
 
 def test_worker_that_sees_another_file_stops(tmp_path):
@@ -80,8 +80,8 @@ def test_what_is_written_elsewhere_is_synced_there_and_what_is_written_here_by_t
     synced = []
     monkeypatch.setattr(os, "fdatasync", synced.append, raising=False)
     assert results_of(task) == [3]
-    assert not synced or tasks._kernel() is None
-    monkeypatch.setattr(tasks, "_kernel", lambda: "another machine")
+    assert not synced or workers._kernel() is None
+    monkeypatch.setattr(workers, "_kernel", lambda: "another machine")
     assert results_of(task) == [3]
     (tmp_path / "u").write_bytes(bytes(5))
     (tmp_path / "u").rename(tmp_path / "t")  # another file, of the same size

@@ -158,7 +158,7 @@ def old(*arguments: str) -> Callable[[Path], object]:
 
 def unpacked(out: Path) -> Iterator[tuple[str, Path]]:
     """What stores give back: yield each checkpoint's name, and where it is until the next one."""
-    from zckpt.operations.unpack import unpack
+    from zckpt.operations.pack import unpack
     from zckpt.storage.packed.store import PackedStore, is_store
 
     for store in filter(is_store, out.rglob("sto*")):

@@ -55,7 +55,7 @@ from zckpt.formats.dcp import reader as adapter
 from zckpt.formats.dcp.directory import find
 from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.formats.safetensors import file as safetensors_file
-from zckpt.formats.safetensors import shards as safetensors_shards
+from zckpt.formats.safetensors import file as safetensors_shards
 from zckpt.operations.inspect import inspect
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.values import value_of
@@ -180,7 +180,7 @@ def test_file_that_is_not_named_is_told(tmp_path):
 def test_shards_without_an_index_are_put_together(name, below):
     truth, path = Truth(OTHER / name), source(name) / below
     assert safetensors_shards.is_sharded(path)
-    checkpoint = opened(safetensors_shards.read(path))
+    checkpoint = opened(safetensors_shards.read_shards(path))
     assert_model_is(checkpoint, truth)
     assert checkpoint.warnings[0].startswith("the files do not say how many shards there were")
 
@@ -196,7 +196,7 @@ def test_shard_missing_before_the_last_is_refused(shard, tmp_path):
     path = copied("dcphf_sharded_dp3", tmp_path)
     (path / f"shard-0000{shard}-model-00001-of-00001.safetensors").unlink()
     with refusing(ShardError, f"do not cover it.*shard {shard} is missing"):
-        safetensors_shards.read(path)
+        safetensors_shards.read_shards(path)
 
 
 def test_shard_that_is_there_twice_is_refused(tmp_path):
@@ -204,7 +204,7 @@ def test_shard_that_is_there_twice_is_refused(tmp_path):
     name = "shard-0000{}-model-00001-of-00001.safetensors"
     shutil.copy(path / name.format(2), path / name.format(4))
     with refusing(LayoutError, "twice"):
-        safetensors_shards.read(path)
+        safetensors_shards.read_shards(path)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_shard_that_says_nonsense_of_its_pieces_is_refused(found, tmp_path):
     save_file({"a": torch.ones(3)}, path, metadata={"DCP_SHARDING_INFO": found})
     assert safetensors_shards.is_sharded(tmp_path)
     with refusing(DamagedFileError, "does not say which pieces"):
-        safetensors_shards.read(tmp_path)
+        safetensors_shards.read_shards(tmp_path)
 
 
 # --- on the spot: the same state under whatever keys ---------------------------------------------------------------

@@ -19,7 +19,7 @@ from zckpt.engine.copy import read_extent
 from zckpt.errors import DamagedFileError, LayoutError, LeftOutError, ShardError, UnsupportedError
 from zckpt.formats.account import take_inventory
 from zckpt.formats.megatron.buckets import Layout, Member, between, fit, lay_out
-from zckpt.formats.megatron.order import orders
+from zckpt.formats.megatron.stages import orders
 from zckpt.naming.apply import mapped
 from zckpt.naming.document import parse_map
 from zckpt.state import Checkpoint, Extent

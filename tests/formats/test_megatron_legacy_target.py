@@ -21,9 +21,8 @@ from tests.truth import assert_slots_equal
 from zckpt.engine.plan import fill
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.megatron.cut import KEPT, Cut, cuts_of
-from zckpt.formats.megatron.order import order_of
-from zckpt.formats.megatron.own import own_tree
-from zckpt.formats.megatron.stages import bounds_of, dealt, expert_counts, on_expert_rank
+from zckpt.formats.megatron.objects import own_tree
+from zckpt.formats.megatron.stages import bounds_of, dealt, expert_counts, on_expert_rank, order_of
 from zckpt.state import Extent, Slot, Span
 from zckpt.torchfile import read_torchfile
 

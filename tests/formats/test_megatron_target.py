@@ -20,7 +20,7 @@ from tests.refusals import refusing
 from zckpt.errors import TargetExistsError, UnsupportedError, UsageError
 from zckpt.formats.account import take_inventory
 from zckpt.formats.megatron.keys import Placed, placed
-from zckpt.formats.megatron.norms import filed_names, keyed_names
+from zckpt.formats.megatron.names import filed_names, keyed_names
 from zckpt.torchfile import read_torchfile
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

@@ -25,7 +25,7 @@ from zckpt.errors import (
 from zckpt.formats.account import take_inventory
 from zckpt.formats.megatron.buckets import between
 from zckpt.formats.megatron.cut import Cut, cut_of
-from zckpt.formats.megatron.order import order_of, orders
+from zckpt.formats.megatron.stages import order_of, orders
 from zckpt.state import Extent, Slot, Span
 
 OTHER = Path(__file__).parents[2] / "fixtures" / "other"

@@ -42,9 +42,8 @@ from zckpt.formats.native import rank_file as ranks
 from zckpt.formats.native import reader
 from zckpt.formats.native.document import encode, read_document
 from zckpt.formats.native.files import is_native, is_own, rank_name
-from zckpt.formats.native.layouts import Cut, Layouts, PieceSpans, Table, offsets_in, spans_of, summed
-from zckpt.formats.native.node_reader import NodeReader
-from zckpt.formats.native.node_writer import NodeWriter
+from zckpt.formats.native.nodes import NodeReader, NodeWriter
+from zckpt.formats.native.rank_file import Cut, Layouts, PieceSpans, Table, offsets_in, spans_of, summed
 from zckpt.formats.native.reader import Reading, check_digests, headers_shared, read
 from zckpt.formats.native.writer import describe, lay_out, lay_out_document, place
 from zckpt.formats.remainder import origin

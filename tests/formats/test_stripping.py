@@ -21,7 +21,7 @@ from tests.truth import bits
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.stripping import kept_ranges, shares
 from zckpt.operations.strip import strip
-from zckpt.state.ranges import without
+from zckpt.state.boxes import without
 
 RANGES = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)).map(lambda one: (one[0], sum(one))), max_size=12)
 

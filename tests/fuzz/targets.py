@@ -23,14 +23,13 @@ from zckpt.formats.deepspeed.axes.tp_rules import read_rules
 from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters
 from zckpt.formats.safetensors.file import header_in
 from zckpt.naming import Naming
-from zckpt.operations.remote_target import _said
-from zckpt.report.inspection import render
+from zckpt.operations.shared_target import _said
+from zckpt.report.reports import render_inspection
 from zckpt.report.text import printable
 from zckpt.storage.durable import _go_on
 from zckpt.storage.files import read_whole
 from zckpt.storage.journal import Journal, Purpose, journal_name
-from zckpt.storage.packed.mount import PackedMount
-from zckpt.storage.packed.store import PackedStore
+from zckpt.storage.packed.store import PackedMount, PackedStore
 from zckpt.torchfile import alike, dump, plain, read_source
 from zckpt.torchfile.reader import run_pickle
 
@@ -184,7 +183,7 @@ def salvaged(path: Path) -> None:
 def inspected(path: Path) -> None:
     found = zckpt.inspect(path, include_globals=True, include_inventory=True).as_dict()
     json.dumps(found)
-    text = render(printable(found), parameters=True, files=True, with_globals=True)
+    text = render_inspection(printable(found), parameters=True, files=True, with_globals=True)
     assert not any(ord(one) < 32 and one != "\n" for one in text)
 
 

@@ -20,7 +20,7 @@ from tests.pairwise import some
 from tests.truth import assert_same
 from zckpt.formats.dcp.directory import find
 from zckpt.formats.dcp.reader import read as read_dcp
-from zckpt.formats.safetensors import shards as safetensors_shards
+from zckpt.formats.safetensors import file as safetensors_shards
 from zckpt.optim.values import value_of
 
 pytestmark = pytest.mark.interop
@@ -90,7 +90,7 @@ def test_what_ranks_save_is_read_as_they_have_it(wrap, world_size, tmp_path):
         for name, tensor in live["model"].items():
             assert_same(average["of"][name], tensor, f"{to} {name}")
     if (tmp_path / "hf").is_dir():
-        shards = opened(safetensors_shards.read(tmp_path / "hf"))
+        shards = opened(safetensors_shards.read_shards(tmp_path / "hf"))
         assert {p.name for p in shards.tensors()} == set(live["model"]) - {"head.weight"}
         for one in shards.tensors():
             assert_same(shards.read(one.name), live["model"][one.name], one.name)

@@ -23,7 +23,7 @@ from tests.pairwise import some
 from tests.storage.test_naming import kill_before, killed
 from zckpt.deepspeed import saving
 from zckpt.deepspeed.native import Held, names_of, sent
-from zckpt.deepspeed.pickled import capture
+from zckpt.deepspeed.saving import capture
 from zckpt.errors import TargetExistsError, UnsupportedError, ZckptError
 from zckpt.optim.ranks import ALONE, Ranks
 

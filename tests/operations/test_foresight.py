@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 import zckpt
 import zckpt.engine.plan as plans
-import zckpt.formats.deepspeed.documents as documents
+import zckpt.formats.deepspeed.writer as documents
 from tests.cli.console import FIXTURES, environment, refused, succeeded
 from tests.folders import names_in, snapshot
 from tests.refusals import refusing

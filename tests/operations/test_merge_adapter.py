@@ -125,7 +125,7 @@ def test_verls_actor_is_base_and_adapter_and_says_its_scale():
 
 def test_experts_that_the_base_has_one_by_one_are_merged_as_a_map_has_them(monkeypatch):
     """In blocks that hold parts of experts, too; and back under the names of the files."""
-    monkeypatch.setattr("zckpt.engine.low_rank.BLOCK_NBYTES", 1 << 19)  # of 873 rows, of which an expert has 700
+    monkeypatch.setattr("zckpt.engine.sums.BLOCK_NBYTES", 1 << 19)  # of 873 rows, of which an expert has 700
     mlp = "model.layers.0.block_sparse_moe"
     base = {f"{mlp}.experts.{e}.w{n}.weight": torch.randn(350, 150) if n != 2 else torch.randn(150, 350)
             for e in range(3) for n in (1, 2, 3)}  # fmt: skip

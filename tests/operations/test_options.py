@@ -11,7 +11,6 @@ from tests.cli.console import FIXTURES
 from zckpt.cli import cli
 from zckpt.formats import registry
 from zckpt.formats.options import options_of as format_options
-from zckpt.operations.how import How
 from zckpt.operations.options import (
     Compared,
     ComparedTwo,
@@ -25,6 +24,7 @@ from zckpt.operations.options import (
     Salvaged,
     options_of,
 )
+from zckpt.operations.target import How
 
 GROUPS = {
     "open": Reading, "inspect": Salvaged, "map": Reading, "consolidate": Filled, "convert": Converted,

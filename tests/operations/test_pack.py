@@ -22,10 +22,9 @@ from tests.folders import names_in
 from tests.pairwise import some
 from tests.refusals import refusing
 from zckpt.errors import TargetError
-from zckpt.operations.unpack import unpack
+from zckpt.operations.pack import unpack
 from zckpt.storage.packed.index import RANGE, ROW, Filed, Index, read_index
-from zckpt.storage.packed.mount import mounted_place
-from zckpt.storage.packed.store import STORE, PackedStore, document
+from zckpt.storage.packed.store import STORE, PackedStore, document, mounted_place
 
 MADE = {
     "step-1": "s2_bf16_dp2/global_step5",

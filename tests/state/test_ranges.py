@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zckpt.state.ranges import Range, merge, total, without
+from zckpt.state.boxes import Range, merge, total, without
 
 RANGES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)).map(lambda one: (one[0], sum(one))), max_size=8)
 

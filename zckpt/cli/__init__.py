@@ -21,7 +21,7 @@ from types import FrameType
 import click
 
 from zckpt import __version__
-from zckpt.cli import history, reading, writing
+from zckpt.cli import reading, writing
 from zckpt.cli.streams import CannotPrintError, json_text, standard_streams
 from zckpt.cli.verbs import Verbs
 from zckpt.errors import Interrupted, SourceError, TargetError, UsageError, ZckptError, shown
@@ -53,7 +53,7 @@ def cli(debug: bool) -> None:
     """
 
 
-for room in (reading, writing, history):
+for room in (reading, writing):
     for command in vars(room).values():
         if isinstance(command, click.Command):
             command.context_settings.update(HELP)  # click keeps the help option of the first call, which may be alone

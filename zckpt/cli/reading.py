@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import zckpt
-from zckpt.cli.history import run_argument, watched
 from zckpt.cli.options import (
     FILE,
     PLACE,
@@ -24,6 +23,7 @@ from zckpt.cli.options import (
 )
 from zckpt.cli.streams import check_file, json_text, paint, reporter, width, write_file
 from zckpt.cli.verbs import Near, flag, verb
+from zckpt.cli.writing import run_argument, watched
 from zckpt.errors import UsageError, without_controls
 from zckpt.immutable import immutable
 from zckpt.operations.options import Compared, Copying, ReadCopied, Reading, Renaming, Salvaged, only
@@ -82,7 +82,7 @@ def _shows(command: Callable[..., _Shown]) -> Callable[..., int]:
 def _say_what_is_cached(checkpoints: Sequence[Checkpoint], *, direct: bool, quiet: bool) -> None:
     """Say on standard error which files --direct does not read past the page cache."""
     if direct and checkpoints and not quiet:
-        from zckpt.storage.direct import unavailable
+        from zckpt.storage.disk import unavailable
 
         for line in unavailable(file.path for one in checkpoints for file in one.files):
             click.echo(without_controls(line), err=True)
@@ -115,12 +115,12 @@ def inspect_command(
     ]
 
     def text(_document: Document) -> str:
-        from zckpt.report.inspection import render, render_several
+        from zckpt.report.reports import render_inspection, render_several
 
         listed = {"parameters": parameters, "files": files, "with_globals": with_globals}
         if len(sources) > 1 and not any(listed.values()):
             return render_several(documents)
-        return "\n\n".join(render(one, **listed) for one in documents)
+        return "\n\n".join(render_inspection(one, **listed) for one in documents)
 
     def page(document: Document) -> str:
         from zckpt.report.page import inspect_page
@@ -146,10 +146,10 @@ def list_command(*, run: Path, shared: dict[str, Any], **given: Any) -> _Shown: 
 
     Reads the structure and a sample of the weights of each, or with --deep every byte.
     """
-    from zckpt.report.history import render
     from zckpt.report.page.history import history_page
+    from zckpt.report.reports import render_history
 
-    return _Shown([], zckpt.history(run, **given, **shared).as_dict(), render, history_page)
+    return _Shown([], zckpt.history(run, **given, **shared).as_dict(), render_history, history_page)
 
 
 @verb("diff")
@@ -205,26 +205,26 @@ def diff_command(
         from zckpt.operations.parting import is_run
 
         if len(sources) == 2 and all(map(is_run, sources)):
-            from zckpt.report.difference import render_parting
+            from zckpt.report.reports import render_parting
 
             if common.pop("names") or common.pop("tp_rules"):
                 raise UsageError("--names and --tp-rules do not apply to two runs")
             parted = zckpt.parting(*sources, **common)
             text = partial(render_parting, limit=limit)
             return _Shown([], parted.as_dict(), text, status=int(bool(parted.changed)))
-        from zckpt.report.difference import render_series
         from zckpt.report.page import series_page
+        from zckpt.report.reports import render_series
 
         moved = zckpt.series(sources, **common)
         text = partial(render_series, width=width(), limit=limit)
         return _Shown(moved.checkpoints, moved.as_dict(), text, series_page)
     if len(sources) != 2:
         raise UsageError("diff compares two checkpoints", expected="A B", found=f"{len(sources)} given")
-    from zckpt.report.difference import render
     from zckpt.report.page import diff_page
+    from zckpt.report.reports import render_difference
 
     done = zckpt.diff(sources[0], sources[1], **two, **common)
-    text = partial(render, width=width(), paint=paint(), limit=limit)
+    text = partial(render_difference, width=width(), paint=paint(), limit=limit)
     return _Shown([done.a, done.b], done.as_dict(), text, diff_page, int(not done.equal))
 
 
@@ -253,10 +253,10 @@ def resume_check_command(*, source: Path, shared: dict[str, Any], **given: Any) 
     Reads no tensor. Exit status 0: everything comes back; 1: something is lost, it does not resume, or zckpt cannot
     tell.
     """
-    from zckpt.report.resuming import render
+    from zckpt.report.reports import render_resume_check
 
     found = zckpt.resume_check(source, **given, **shared)
-    return _Shown([], found.as_dict(), render, status=int(not found.resumes))
+    return _Shown([], found.as_dict(), render_resume_check, status=int(not found.resumes))
 
 
 @verb("fingerprint")
@@ -309,9 +309,9 @@ def _verified(*, source: Path, shared: dict[str, Any], **given: Any) -> _Shown: 
     checkpoint = found.checkpoint
 
     def text(document: Document) -> str:
-        from zckpt.report.verification import render
+        from zckpt.report.reports import render_verification
 
-        return render(document, width=width(), paint=paint())
+        return render_verification(document, width=width(), paint=paint())
 
     def page(document: Document) -> str:
         from zckpt.report.page import verify_page
@@ -388,12 +388,12 @@ def scan_command(place: Path) -> _Shown:
     Graded: data; known classes of frameworks, and which program needs them; unknown; dangerous, which is what runs
     code, and what shows one program something else than another. Exit status: 1 if anything is dangerous.
     """
-    from zckpt.report import scanning
+    from zckpt.report.reports import render_scan, sarif
     from zckpt.torchfile.grades import DANGEROUS
 
     found = zckpt.scan(place)
-    sarif = lambda document: json_text(scanning.sarif(document)) + "\n"  # noqa: E731
-    return _Shown([], found.as_dict(), scanning.render, sarif, int(found.grade == DANGEROUS))
+    sarif_text = lambda document: json_text(sarif(document)) + "\n"  # noqa: E731
+    return _Shown([], found.as_dict(), render_scan, sarif_text, int(found.grade == DANGEROUS))
 
 
 @verb("map")
@@ -463,13 +463,13 @@ def stats_command(
     """
     if as_csv and click.get_current_context().params["as_json"]:
         raise UsageError("--csv and --json exclude each other", expected="one of them")
-    from zckpt.report.figures import comma_separated, render
     from zckpt.report.page import stats_page
+    from zckpt.report.reports import comma_separated, render_figures
 
     def text(document: Document) -> str:
         if as_csv:
             return comma_separated(document, layers=layers).removesuffix("\n")
-        return render(document, layers=layers, width=width())
+        return render_figures(document, layers=layers, width=width())
 
     return _Shown([], zckpt.stats(source, **given, **shared).as_dict(), text, stats_page)
 
@@ -488,7 +488,7 @@ def show_command(*, source: Path, name: str, as_json: bool, shared: dict[str, An
 
     In an .npy file, types that NumPy lacks are stored exactly, as float32.
     """
-    from zckpt.report.figures import render_elements
+    from zckpt.report.reports import render_elements
 
     found = zckpt.show(source, name, **given, **shared)
     click.echo(json_text(found.as_dict(), indent=None) if as_json else render_elements(found, width=width()))

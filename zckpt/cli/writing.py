@@ -1,6 +1,8 @@
 """The verbs that write checkpoints, stores of checkpoints, and what changed.
 
 A command is its options and its help; the verb of its name gets what click makes of them.
+
+The verbs about the checkpoints of a run that do more than read: `prune`, and `verify --watch`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from typing import Any
 import click
 
 import zckpt
-from zckpt.cli.history import run_argument
 from zckpt.cli.options import (
     PATH,
     PLACE,
@@ -32,7 +33,7 @@ from zckpt.cli.options import (
 )
 from zckpt.cli.streams import json_text, reporter
 from zckpt.cli.verbs import flag, verb
-from zckpt.errors import SourceError, UsageError, without_controls
+from zckpt.errors import SourceError, TargetError, UsageError, without_controls
 from zckpt.operations.options import Averaging, Consolidating, Filled, Merging, ReadCopied, ReadWritten, Renamed
 from zckpt.storage.remote import is_url
 
@@ -265,6 +266,9 @@ writing_options = together(
 store_argument = click.argument("store", type=PATH)
 
 
+run_argument = click.argument("run", type=PLACE)
+
+
 @verb("pack")
 @run_argument
 @store_argument
@@ -279,7 +283,7 @@ store_argument = click.argument("store", type=PATH)
 @flag("--dry-run", help="Show what would be packed; write nothing.")
 @json_option
 @quiet_option
-@running("packing.packed")
+@running("reports.packed")
 def pack_command() -> None:
     """Add a run's checkpoints, of any formats, to a STORE, in a fraction of the space.
 
@@ -291,7 +295,7 @@ def pack_command() -> None:
 @store_argument
 @target_argument
 @writing_options
-@running("packing.unpacked")
+@running("reports.unpacked")
 def unpack_command() -> None:
     """Restore the files of one checkpoint, STORE/NAME, or of all in STORE, bit for bit."""
 
@@ -310,7 +314,7 @@ def unpack_command() -> None:
 @click.option("--encoding", type=click.Choice(["xor", "overwrite"]), default="xor", help="For slime. Default: xor.")
 @writing_options
 @takes(ReadCopied)
-@running("packing.patched")
+@running("reports.patched")
 def patch_command() -> None:
     """Write what turns checkpoint A into checkpoint B of the same model, whatever their formats and world sizes.
 
@@ -324,9 +328,69 @@ def patch_command() -> None:
 @target_argument
 @writing_options
 @takes(ReadCopied)
-@running("packing.unpacked")
+@running("reports.unpacked")
 def apply_command() -> None:
     """Apply PATCH to A: write the files of the other checkpoint, bit for bit.
 
     PATCH can also be a version that slime has published, weight_v000003, with A the model at any earlier version.
     """
+
+
+STANDARD_ERROR = 2
+
+
+@verb("prune")
+@run_argument
+@click.option("--keep-last", type=int, required=True, metavar="N", help="Keep the N sound ones with the highest steps.")
+@click.option("--keep-every", type=int, metavar="K", help="Keep those whose step is a multiple of K.")
+@click.option(
+    "--keep-best", metavar="METRIC[:min|max]", help="Keep the best one by a logged metric; for a loss, the lowest."
+)
+@flag("--delete", help="Remove them. Without this, nothing changes.")
+@click.option(
+    "--also",
+    multiple=True,
+    metavar="PATTERN",
+    help="Also remove these files with a checkpoint, even if they may be yours.",
+)
+@flag("--unsound", help="Also remove checkpoints that are not sound.")
+@flag("--deep", help="Read every byte of each to check that it is sound.")
+@click.option(
+    "--settle",
+    default=60.0,
+    show_default=True,
+    metavar="S",
+    help="Keep what was written to in the last S seconds.",
+)
+@json_option
+def prune_command(run: Path, as_json: bool, **given: Any) -> int:  # noqa: ANN401  # what click gives
+    """Show which checkpoints of a run can be removed, and how much that frees; --delete removes them.
+
+    Only sound ones count. Checkpoints stay if `latest` or a link names them, if they are being written, are not sound,
+    or hold files that may be yours. A kill never leaves half a checkpoint.
+    """
+    from zckpt.report.reports import render_pruned
+
+    found = zckpt.prune(run, **given).as_dict()
+    click.echo(json_text(found) if as_json else render_pruned(found))
+    return TargetError.exit_status if found["failed"] else 0
+
+
+def watched(run: Path, *, on_finding: str | None = None, quiet: bool, **given: Any) -> int:  # noqa: ANN401  # what click gives
+    """Print a line for each checkpoint that appears; a finding ends it, or runs a command that gets the line."""
+    import subprocess
+    import sys
+
+    odd = False
+    for one in zckpt.watch(run, **given):
+        line = json_text(one.as_dict(), indent=None)
+        if not quiet:
+            click.echo(line)
+            sys.stdout.flush()
+        if one.findings:
+            odd = True
+            if on_finding is None:
+                break
+            command = ["sh", "-c", on_finding]  # the user's own
+            subprocess.run(command, input=line.encode(), stdout=STANDARD_ERROR, check=False)  # noqa: S603
+    return int(odd)

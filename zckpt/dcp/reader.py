@@ -28,7 +28,7 @@ from zckpt.operations.open import open as open_checkpoint
 from zckpt.optim.ranks import ALONE, Ranks, check_together, find_checksums
 from zckpt.optim.values import inside, read_scalars, refuse_lossy, value_of
 from zckpt.state import Extent, Scalar, Slot
-from zckpt.storage.distant import check_unchanged
+from zckpt.storage.stand_ins import check_unchanged
 from zckpt.torchfile import each
 
 PLAIN = (

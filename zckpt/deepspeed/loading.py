@@ -1,7 +1,7 @@
 """Checkpoints for stock DeepSpeed, in place.
 
 `load_checkpoint` is led to a folder of empty files with the names that the engine looks for, and a checkpoint engine
-that gives it, for each of those names, a file that is planned and never written (`zckpt.engine.virtual`): its own
+that gives it, for each of those names, a file that is planned and never written (`zckpt.engine.read`): its own
 rank's, laid out as `reshard` would write it. DeepSpeed loads that as it loads its own.
 
 What it can load as it is it opens itself, through the same checkpoint engine: whatever is read is held against the
@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from zckpt.compare.twice import check_files_apart
+from zckpt.compare.copies import check_files_apart
 from zckpt.deepspeed.engine import (
     ENGINE,
     check_goes_on,
@@ -41,14 +41,12 @@ from zckpt.deepspeed.engine import (
     training_of,
 )
 from zckpt.engine.checking import Checks, watching
-from zckpt.engine.read import check_reads
-from zckpt.engine.virtual import VirtualFile
+from zckpt.engine.read import VirtualFile, check_reads
 from zckpt.errors import LeftOutError, SourceError, UnsupportedError, UsageError, about, listed
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.formats.companions import copy_of
-from zckpt.formats.consolidated.model import model_tree
-from zckpt.formats.consolidated.tensors import trained_tensors
+from zckpt.formats.consolidated.model import model_tree, trained_tensors
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, classify
 from zckpt.formats.deepspeed.in_place import Served, is_as_it_is, serve
 from zckpt.formats.survey import checksums_by_path

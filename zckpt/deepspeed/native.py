@@ -23,8 +23,8 @@ from typing import Any
 from zckpt.deepspeed.engine import in_memory, kind_that_keeps, training_of
 from zckpt.deepspeed.loading import load_plain
 from zckpt.engine.plan import check_covered
+from zckpt.engine.read import VirtualFile
 from zckpt.engine.targets import TargetFile
-from zckpt.engine.virtual import VirtualFile
 from zckpt.errors import TargetError, UnsupportedError, ZckptError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED

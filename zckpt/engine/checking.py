@@ -31,8 +31,8 @@ from zckpt.engine.targets import Checksum, end_of, start_of
 from zckpt.errors import DamagedFileError, UsageError, listed
 from zckpt.immutable import immutable
 from zckpt.state import by_key, nbytes_of
+from zckpt.state.boxes import merge, total
 from zckpt.state.context import during
-from zckpt.state.ranges import merge, total
 from zckpt.storage.crc32 import combine, crc32
 from zckpt.storage.files import Sources, write_all
 

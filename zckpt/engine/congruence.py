@@ -14,7 +14,7 @@ from zckpt.engine.plan import fill
 from zckpt.engine.targets import Hole
 from zckpt.state import ZEROS
 from zckpt.state.boxes import SpanIndexes
-from zckpt.storage.clone import BLOCK_NBYTES, may_clone
+from zckpt.storage.disk import BLOCK_NBYTES, may_clone
 
 LEAST_NBYTES = 1 << 20
 """Of a hole that padding is spent on: at most a block, and with it the sources are looked up once more."""

@@ -30,9 +30,9 @@ from zckpt.immutable import immutable
 from zckpt.state import ZEROS, Extent, Shape, Slot, is_floating, itemsize
 from zckpt.state.boxes import SpanIndexes
 from zckpt.state.spans import reach_of
-from zckpt.storage.clone import BLOCK_NBYTES
-from zckpt.storage.distant import Range, found
+from zckpt.storage.disk import BLOCK_NBYTES
 from zckpt.storage.files import Sources
+from zckpt.storage.stand_ins import Range, found
 
 LARGE_NBYTES = 1 << 16
 """From this size on what lies end to end in the target is written by itself: what is between is not waited for."""

@@ -20,11 +20,10 @@ from zckpt.engine.targets import Literal, end_of
 from zckpt.engine.together import GAP_NBYTES
 from zckpt.engine.workers import batched
 from zckpt.immutable import immutable
-from zckpt.storage.clone import clone
 from zckpt.storage.crc32 import crc32
-from zckpt.storage.direct import OpenTarget
-from zckpt.storage.distant import found
+from zckpt.storage.disk import OpenTarget, clone
 from zckpt.storage.files import PAGE_NBYTES, read_into, write_all
+from zckpt.storage.stand_ins import found
 
 SMALL_NBYTES = 1 << 15
 """A piece of at most this goes together with others: a call to the system costs as much as its bytes."""

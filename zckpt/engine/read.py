@@ -1,11 +1,22 @@
-"""Elements of slots in memory, hole by hole. The same plan as for a file, with memory for a target."""
+"""Elements of slots in memory, hole by hole. The same plan as for a file, with memory for a target.
+
+A file that is planned and never written: whoever reads it gets its bytes from where they are now.
+
+A plan is run range by range, when a range is asked for and into the reader's own memory. So a loader of files, such as
+`torch.load`, gets a file of another layout at the cost of reading what is in it: nothing is held here, or written.
+Checksums are not filled in: that of a zip record would need its bytes before they are asked for.
+"""
 
 from __future__ import annotations
 
+import io
+import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -13,15 +24,18 @@ from zckpt.engine.cast import cast, numpy_dtype
 from zckpt.engine.checking import Checks, Seen, WatchedSources, watched_by
 from zckpt.engine.copy import overflowed, pieces_of, ranges_read, read_piece
 from zckpt.engine.plan import Piece, fill
-from zckpt.engine.targets import Hole
-from zckpt.engine.tasks import Portions
-from zckpt.engine.workers import THREADS, Workers, batched
+from zckpt.engine.targets import Hole, Literal, TargetFile, end_of, start_of
+from zckpt.engine.together import Pack
+from zckpt.engine.workers import THREADS, Portions, Workers, batched
 from zckpt.errors import about
 from zckpt.state import ZEROS, itemsize
 from zckpt.state.boxes import SpanIndexes
 from zckpt.state.spans import reach_of
-from zckpt.storage.distant import ahead
 from zckpt.storage.files import opened, too_short
+from zckpt.storage.stand_ins import ahead
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 Batch = TypeVar("Batch")
 
@@ -102,3 +116,110 @@ def _read_batch(watched: frozenset[str], batch: Sequence[tuple[Piece, memoryview
         for piece, into in batch:
             found += overflowed(piece, read_piece(piece, into, sources), sources)
         return [*sources.seen, *found]
+
+
+PACKED_NBYTES = 8 << 20
+"""Of a pack that are read at once."""
+
+
+class VirtualFile(io.RawIOBase):
+    """A target file for reading. Bytes that nothing fills are zero, as in a file that was made at its size.
+
+    `threads`: whether large ranges are read by several. `read_nbytes`: of tensors, so far.
+    """
+
+    def __init__(self, file: TargetFile, *, threads: bool = True) -> None:
+        super().__init__()
+        self._threads = threads
+        self._nbytes = file.nbytes
+        parts: list[Literal | Hole | Pack] = [*file.literals, *file.holes, *file.packs]
+        self._parts = sorted((part for part in parts if part.nbytes), key=start_of)
+        self._at = 0
+        self.read_nbytes = 0
+
+    def readable(self) -> bool:
+        """Tell that it can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Tell that any range of it can be read."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Go to a byte, and return which it is."""
+        self._at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence] + offset
+        return self._at
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        """Fill a buffer with what is next; return how many bytes there were.
+
+        Raises DamagedFileError: a file ends too early; SourceError: a file cannot be read.
+        """
+        into = memoryview(buffer).cast("B")
+        start = self._at
+        end = max(min(start + len(into), self._nbytes), start)
+        into = into[: end - start]
+        reads: list[tuple[Hole, memoryview]] = []
+        packed: list[tuple[Pack, int, memoryview]] = []
+        late: list[tuple[memoryview, memoryview]] = []
+        done = start
+        for part in self._parts[max(bisect_right(self._parts, start, key=start_of) - 1, 0) :]:
+            if part.offset >= end:
+                break
+            if end_of(part) <= start:
+                continue
+            low, high = max(part.offset, start), min(end_of(part), end)
+            _clear(into[done - start : low - start])
+            view = into[low - start : high - start]
+            done = max(done, high)
+            start_in, end_in = low - part.offset, high - part.offset
+            if isinstance(part, Literal):
+                view[:] = memoryview(part.data)[start_in:end_in]
+            elif isinstance(part, Pack):
+                packed += _of_pack(part, view, start_in, end_in)
+            else:
+                size = itemsize(part.dtype)
+                first, last = start_in // size, -(-end_in // size)
+                found = view
+                if first * size != start_in or last * size != end_in:  # an element is asked for in part
+                    found = memoryview(bytearray((last - first) * size))
+                    late.append((view, found[start_in - first * size :][: view.nbytes]))
+                extent = replace(part.extent, start=part.extent.start + first, numel=last - first)
+                reads.append((replace(part, offset=0, extent=extent), found))
+        _clear(into[done - start :])
+        self.read_nbytes += sum(into.nbytes for _, into in reads) + sum(one.moved_nbytes for one, _, _ in packed)
+        if reads:
+            read_all(reads, threads=self._threads)
+        if packed:
+            checks = watched_by()
+            checks.expect(path for piece, _, _ in packed for path in piece.paths())
+            batches = batched(packed, lambda one: one[0].nbytes)
+            run_watched(partial(_unpack, checks.watched), batches, checks, threads=self._threads)
+        for view, whole in late:
+            view[:] = whole
+        self._at = end
+        return end - start
+
+
+def _clear(view: memoryview) -> None:
+    if len(view):
+        view[:] = bytes(len(view))
+
+
+def _of_pack(pack: Pack, view: memoryview, start: int, end: int) -> Sequence[tuple[Pack, int, memoryview]]:
+    """Return pieces for bytes [start, end) of a pack: each with how many of its bytes come before, and its memory."""
+    size = pack.row.itemsize
+    whole = replace(pack, low=pack.low + start // size, high=pack.low - (-end // size))
+    found = []
+    for piece in whole.pieces(PACKED_NBYTES):
+        at = piece.offset - pack.offset
+        low, high = max(at, start), min(at + piece.nbytes, end)
+        found.append((piece, low - at, view[low - start : high - start]))
+    return found
+
+
+def _unpack(watched: frozenset[str], batch: Sequence[tuple[Pack, int, memoryview]]) -> list[Seen]:
+    with WatchedSources(watched) as sources:
+        for piece, skipped, view in batch:
+            view[:] = piece.read(sources)[skipped : skipped + view.nbytes]
+        return sources.seen

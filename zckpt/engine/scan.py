@@ -23,18 +23,16 @@ import numpy as np
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, reporting
 from zckpt.engine.cast import Array, cast, numpy_dtype
 from zckpt.engine.copy import pieces_of, ranges_read, read_piece
-from zckpt.engine.fine import fine_cut
-from zckpt.engine.plan import Piece
+from zckpt.engine.plan import Piece, fine_cut
 from zckpt.engine.targets import Hole
-from zckpt.engine.tasks import Portions
 from zckpt.engine.together import CutPiece, arrays_of
-from zckpt.engine.workers import Workers, batched, budget, threads_for
+from zckpt.engine.workers import Portions, Workers, batched, budget, threads_for
 from zckpt.errors import UnsupportedError
 from zckpt.immutable import immutable
 from zckpt.state import Extent, Shape, Slot, itemsize
 from zckpt.state.boxes import SpanIndexes
-from zckpt.storage.distant import ahead
 from zckpt.storage.files import PAGE_NBYTES, Sources
+from zckpt.storage.stand_ins import ahead
 
 BLOCK_NBYTES = 1 << 20
 """Read of each slot at once: small enough to be looked at in the cache, and planning it costs little in comparison."""

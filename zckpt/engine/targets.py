@@ -12,7 +12,7 @@ from zckpt.state import Extent, Shape, Slot, itemsize
 from zckpt.state.mappings import Sized
 
 if TYPE_CHECKING:
-    from zckpt.engine.packs import Pack
+    from zckpt.engine.together import Pack
 
 Item = TypeVar("Item")
 

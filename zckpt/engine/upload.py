@@ -23,14 +23,13 @@ from typing import Protocol, runtime_checkable
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, reporting
 from zckpt.engine.checking import Checked, Checks, Seen, WatchedSources, crc_of
 from zckpt.engine.copy import elements, overflowed, pieces, ranges_read
-from zckpt.engine.packs import Pack
 from zckpt.engine.plan import FilePlan, Piece, Plan
 from zckpt.engine.targets import Checksum, Literal, end_of, start_of
-from zckpt.engine.tasks import Portions
-from zckpt.engine.workers import Workers
+from zckpt.engine.together import Pack
+from zckpt.engine.workers import Portions, Workers
 from zckpt.engine.write import DIRECT_NBYTES
 from zckpt.immutable import immutable
-from zckpt.storage import distant
+from zckpt.storage import stand_ins
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.files import Sources
 from zckpt.storage.memory import Room, buffers_within
@@ -210,7 +209,7 @@ def _made(part: Part, checks: Checks, direct: int = 0) -> tuple[bytearray, list[
     buffer = bytearray(part.nbytes)
     view = memoryview(buffer)
     some = [item for item in part.items if isinstance(item, Piece)]
-    with WatchedSources(checks.watched, direct) as sources, distant.ahead(ranges_read(some)):
+    with WatchedSources(checks.watched, direct) as sources, stand_ins.ahead(ranges_read(some)):
         for item in part.items:
             low, high = max(item.offset, part.offset), min(end_of(item), end_of(part))
             into = view[low - part.offset : high - part.offset]
@@ -245,7 +244,7 @@ def passing(part: Part, checks: Checks) -> tuple[str, int, int] | None:
         begins.add((source.path, source.offset - item.offset))  # of the file there, at the beginning of that here
         at = max(at, end_of(item))
     path, start = next(iter(begins), ("", 0))
-    if len(begins) != 1 or at < end_of(part) or path in checks.watched or distant.found(path) is None:
+    if len(begins) != 1 or at < end_of(part) or path in checks.watched or stand_ins.found(path) is None:
         return None
     return path, start + part.offset, part.nbytes
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zckpt.engine.tasks import while_wanted
+from zckpt.engine.workers import while_wanted
 from zckpt.errors import WorkerError, require
 
 CONNECTED_SECONDS = 15

@@ -44,10 +44,10 @@ from zckpt.state import (
     stated,
     without,
 )
+from zckpt.state.boxes import Range
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import CARRIED as CARRIED_AS_IS
 from zckpt.state.inventory import FOREIGN, IMPLIED, LEFT_OUT, Claim
-from zckpt.state.ranges import Range
 from zckpt.storage.files import BESIDE_A_FILE, Sources, files_in, is_file, read_json, real_path
 from zckpt.torchfile import Tensor, TorchFile, node_of, read_torchfile
 
@@ -288,12 +288,12 @@ def _original(parameter: Parameter, copy: Slot, *, widens: bool) -> Slot | None:
 
 def _shards(checkpoint: Checkpoint, directory: Path) -> None:
     """Note the pieces of a model, where they lie below the files that they were put together into."""
-    from zckpt.formats.safetensors import shards as safetensors_shards
+    from zckpt.formats.safetensors import file as safetensors_shards
 
     try:
         if not safetensors_shards.is_sharded(directory):
             return
-        pieces = safetensors_shards.read(directory)
+        pieces = safetensors_shards.read_shards(directory)
     except SourceError:
         return
     slots = {one.name: one.slots[WEIGHT] for one in pieces.tensors()}

@@ -18,7 +18,7 @@ from typing import Any
 from zckpt.engine.computed import Computed
 from zckpt.engine.quantise import in_blocks
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.consolidated.tensors import Tensors
+from zckpt.formats.consolidated.model import Tensors
 from zckpt.state import Shape, dict_of
 from zckpt.state.dtypes import is_floating, itemsize
 

@@ -31,8 +31,8 @@ from zckpt.formats.companions import copy_of, files_below
 from zckpt.formats.torch_files.writer import FromFile, SlotContent, lay_out, new_storage
 from zckpt.immutable import immutable, mutable
 from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span, by_key
+from zckpt.state.boxes import Range, merge, total, without
 from zckpt.state.dtypes import itemsize
-from zckpt.state.ranges import Range, merge, total, without
 from zckpt.storage.files import is_file
 from zckpt.storage.ownership import FINGERPRINT_NAME
 from zckpt.torchfile import Storage, Tensor, TorchFile, children, each, is_leaf, read_torchfile, walk_tensors

@@ -131,8 +131,7 @@ class Naming:
     def _mapped(self, checkpoint: Checkpoint, source: MapSource, side: int | None) -> Mapped:
         from zckpt.naming.apply import mapped
         from zckpt.naming.document import read_map
-        from zckpt.naming.installed import transformers_map
-        from zckpt.naming.numbered import by_transformers
+        from zckpt.naming.installed import by_transformers, transformers_map
         from zckpt.naming.sizes import arguments_of, check_settings, numbers_of, read_config
 
         config, where = read_config(self.map_config, checkpoint)

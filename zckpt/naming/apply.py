@@ -23,10 +23,10 @@ from zckpt.errors import LayoutError, UnsupportedError, UsageError, listed
 from zckpt.formats.low_bit import codes_in
 from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.immutable import immutable
+from zckpt.naming.axes import take
 from zckpt.naming.document import Map, Rule, Template
 from zckpt.naming.renames import check_different
 from zckpt.naming.sizes import Sizes, Tensor
-from zckpt.naming.taken import take
 from zckpt.state import WEIGHT, Checkpoint, Parameter, ParamGroup, Shape, Slot, by_key, differ, positions
 from zckpt.state.boxes import intersection, overlap
 from zckpt.state.checkpoint import keys_listed

@@ -35,8 +35,7 @@ from typing import NoReturn, TypeGuard
 
 from zckpt.errors import UsageError
 from zckpt.immutable import immutable
-from zckpt.naming.axes import Axes, Factor, evaluated, names_in, parse_axes, within
-from zckpt.naming.taken import Taken, parse_taken
+from zckpt.naming.axes import Axes, Factor, Taken, evaluated, names_in, parse_axes, parse_taken, within
 from zckpt.state import are_texts, first_of, without
 
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)(?:\+([0-9]{1,4}|[A-Za-z_]\w*))?\}")

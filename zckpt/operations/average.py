@@ -21,18 +21,17 @@ from typing import Any
 
 from zckpt.compare.slots import differences, pair
 from zckpt.engine.computed import Computed, Function
-from zckpt.engine.means import Decayed, Mean
 from zckpt.engine.scan import SlotSet, refuse_endless
+from zckpt.engine.sums import Decayed, Mean
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.low_bit import codes_in
 from zckpt.immutable import immutable, mutable
 from zckpt.operations.consolidate import NUMBERS, Chosen, Consolidated, as_beside, write_computed
-from zckpt.operations.how import How
 from zckpt.operations.losses import check_nothing_lost, refuse_beside, refuse_rank_values
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Averaging, Place, Unpack, naming_of, shares
-from zckpt.operations.target import summary
+from zckpt.operations.target import How, summary
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Parameter, Slot, by_key
 from zckpt.state.names import like_model
 

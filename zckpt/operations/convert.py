@@ -10,7 +10,7 @@ from pathlib import Path
 from zckpt.errors import UnsupportedError, UsageError, about, listed
 from zckpt.evidence import refuse_ungrouped
 from zckpt.formats.assets import CONFIG_NAME, find_assets, is_adapter
-from zckpt.formats.consolidated.tensors import optimizer_slots
+from zckpt.formats.consolidated.model import optimizer_slots
 from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.format import Format, Job, TargetFiles
 from zckpt.formats.low_bit import codes_in
@@ -18,13 +18,12 @@ from zckpt.formats.options import choose
 from zckpt.formats.registry import find_format, formats, get
 from zckpt.formats.transformers_trainer.architectures import lacks_tied_name
 from zckpt.naming import AS_IT_IS, Naming
-from zckpt.operations.how import How
 from zckpt.operations.losses import check_nothing_lost, keeps_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Converted, Filled, Place, Unpack, naming_of, others, shares
 from zckpt.operations.proof import slots_proof
 from zckpt.operations.salvage import salvage
-from zckpt.operations.target import Written, write_from
+from zckpt.operations.target import How, Written, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.names import as_filed
 

@@ -11,9 +11,8 @@ from typing import Any
 from zckpt.compare.slots import differences, pair
 from zckpt.engine.cast import Array
 from zckpt.engine.computed import Computed, Function
-from zckpt.engine.low_rank import KEPT_NBYTES, LowRank, Norms
-from zckpt.engine.means import Sum
 from zckpt.engine.scan import refuse_endless
+from zckpt.engine.sums import KEPT_NBYTES, LowRank, Norms, Sum
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, listed
 from zckpt.formats.adapters import CONFIG_NAME, Adapter, Product, holds_adapter, read_adapter, without_adapters
 from zckpt.formats.assets import CONFIG_NAME as MODEL_CONFIG
@@ -22,11 +21,10 @@ from zckpt.formats.low_bit import codes_in, settings_of
 from zckpt.formats.low_bit_floats import weights_as_floats
 from zckpt.immutable import immutable
 from zckpt.operations.consolidate import NUMBERS, Chosen, Consolidated, as_beside, write_computed
-from zckpt.operations.how import How
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Merging, Place, Unpack, naming_of, shares
-from zckpt.operations.target import summary
+from zckpt.operations.target import How, summary
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Parameter, Shape, Slot
 from zckpt.state.views import concat, narrow, reshape, transpose
 from zckpt.storage.files import read_json

@@ -1,27 +1,177 @@
-"""A run's checkpoints as one store, in a fraction of the room; and their files again, bit for bit."""
+"""A run's checkpoints as one store, in a fraction of the room; and their files again, bit for bit.
+
+What predicts the bytes of a checkpoint's files: the same elements of the checkpoint before it, and masters.
+
+Both may be of any formats and world sizes: what is asked for is an extent of a slot of a parameter.
+
+The files of checkpoints in a store, or of what a patch makes, bit for bit as they were packed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import field, replace
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 
 from zckpt.engine import Reporter, reporting
-from zckpt.errors import DamagedFileError, SourceError, UsageError, ZckptError
+from zckpt.engine.plan import Copy, fill
+from zckpt.engine.targets import Hole
+from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnsupportedError, UsageError, ZckptError
 from zckpt.formats import open_checkpoint
-from zckpt.formats.units import Unit, is_named, latest_of
-from zckpt.immutable import immutable
+from zckpt.formats.units import TRACKERS, Unit, is_named, latest_of
+from zckpt.immutable import immutable, mutable
 from zckpt.operations.history import units_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
-from zckpt.operations.prediction import Known, cuts_of
-from zckpt.state import Checkpoint, Document, Result, nbytes_of
+from zckpt.state import (
+    MASTER,
+    WEIGHT,
+    ZEROS,
+    Checkpoint,
+    Document,
+    Extent,
+    Result,
+    Slot,
+    Span,
+    by_key,
+    itemsize,
+    nbytes_of,
+)
+from zckpt.state.boxes import SpanIndexes
+from zckpt.storage.ahead import ahead
 from zckpt.storage.durable import written
+from zckpt.storage.ownership import Owned, check_target
+from zckpt.storage.packed.chunks import AS_IT_IS, CHUNK_NBYTES, TO_BFLOAT16, TO_FLOAT16
 from zckpt.storage.packed.index import Filed, is_inside
-from zckpt.storage.packed.mount import PackedMount
-from zckpt.storage.packed.store import PackedStore, is_store
-from zckpt.storage.packed.write import DEEPEST, Packing, files_of, writing
+from zckpt.storage.packed.store import GIVEN, PackedMount, PackedStore, is_store, place_in
+from zckpt.storage.packed.write import DEEPEST, Cut, Packing, Prediction, Range, files_of, writing
 from zckpt.storage.packed.write import Known as Chunks
 from zckpt.storage.remote import is_url
+
+CASTS = {"bfloat16": TO_BFLOAT16, "float16": TO_FLOAT16}
+
+LEAST_RANGE_NBYTES = 256
+"""Elements of one that lie in pieces in the other are predicted if the pieces are as large as this; a range is 24."""
+
+WIDTHS = (1, 2, 4, 8)
+
+Key = tuple[str, str, str]
+"""The path of a state in its checkpoint, a parameter, a slot."""
+
+
+@mutable
+class Known:
+    """The slots of a checkpoint that lies in a store, or is going to."""
+
+    number: int
+    slots: dict[Key, Slot]
+    numbers: Mapping[str, int]  # the files' numbers, by the paths that spans have
+    path: Path = Path()
+    _indexes: SpanIndexes = field(default_factory=SpanIndexes)
+
+    @classmethod
+    def of(
+        cls, number: int, states: Mapping[str, Checkpoint], path: Path = Path(), files: Sequence[Filed] = ()
+    ) -> Known:
+        """Return the slots of what formats find in a checkpoint, by where they find it, and of which files."""
+        slots = {
+            (at, one.name, key): slot
+            for at, state in states.items()
+            for one in state.holders()
+            for key, slot in one.slots.items()
+        }
+        return cls(number, slots, {_file_at(path, one.name): count for count, one in enumerate(files)}, path)
+
+    def ranges(self, key: Key, like: Slot, extent: Extent, dtype: str) -> tuple[Range, ...]:
+        """Return where the elements of an extent lie, in their order; none: not there, or in too small pieces."""
+        slot = self.slots.get(key)
+        if slot is None or slot.dtype != dtype or slot.shape != like.shape or slot.replicas or slot.factors:
+            return ()
+        try:
+            copies = fill(Hole(0, slot.name, slot, extent, dtype), self._indexes)
+        except LayoutError:
+            return ()
+        pieces = [piece for one in copies for piece in self._pieces(one, dtype)]
+        if sum(nbytes for *_, nbytes in pieces) != extent.numel * itemsize(dtype):
+            return ()
+        return tuple((self.number, file, offset, nbytes) for _, file, offset, nbytes in sorted(pieces))
+
+    def _pieces(self, copy: Copy, dtype: str) -> Iterable[tuple[int, int, int, int]]:
+        """Yield of a copy what lies end to end: where it belongs, the file, and where it is there."""
+        (source, *more), size = copy.sources, itemsize(dtype)
+        odd = more or copy.unresolved or copy.byteorder != "little" or copy.source_dtype != dtype
+        if odd or source.path == ZEROS or source.path not in self.numbers:
+            return
+        if source.strides[-1:] != (size,) or copy.strides[-1:] != (size,):
+            return
+        nbytes = copy.shape[-1] * size
+        if len(copy.shape) > 1 and nbytes < LEAST_RANGE_NBYTES:
+            return
+        at = [(copy.offset, source.offset)]
+        for count, there, here in zip(copy.shape[:-1], source.strides[:-1], copy.strides[:-1], strict=True):
+            at = [(to + n * here, offset + n * there) for to, offset in at for n in range(count)]
+        for to, offset in at:
+            yield to, self.numbers[source.path], offset, nbytes
+
+
+def _file_at(path: Path, name: str) -> str:
+    """Return where a file of a checkpoint is, which may be that file."""
+    return str(path if path.is_file() else path / name)
+
+
+def cuts_of(own: Known, base: Known | None) -> Callable[[str], Sequence[Cut]]:
+    """Return what tells how a file of a checkpoint is cut, by its name; `base`: the one that is in the store."""
+    spans = by_key(
+        (span.path, (*span.reach, key, slot, span))
+        for key, slot in own.slots.items()
+        for every in slot.sets
+        for span in every
+        if span.path in own.numbers and span.extent.numel
+    )
+    for some in spans.values():
+        some.sort(key=lambda one: one[:2])
+
+    def cuts(name: str) -> list[Cut]:
+        found, at = [], 0
+        for low, high, key, slot, span in spans.pop(_file_at(own.path, name), []):
+            if low >= at and itemsize(span.dtype) in WIDTHS:
+                found.append(Cut(low, high, itemsize(span.dtype), dict(_predictions(own, base, key, slot, span))))
+                at = high
+        return found
+
+    return cuts
+
+
+def _predictions(own: Known, base: Known | None, key: Key, slot: Slot, span: Span) -> Iterable[tuple[str, Prediction]]:
+    if not span.is_contiguous or span.byteorder != "little":
+        return
+    (at, name, slot_name), cast = key, CASTS.get(span.dtype)
+    if slot_name == WEIGHT and cast is not None:
+        for kind, known in (("own", own), ("base master", base)):
+            if known is not None and (ranges := known.ranges((at, name, MASTER), slot, span.extent, "float32")):
+                yield kind, Prediction(cast, ranges)
+    if base is not None:
+        other = {MASTER: WEIGHT, WEIGHT: MASTER}.get(slot_name, slot_name)
+        ranges = base.ranges(key, slot, span.extent, span.dtype)
+        ranges = ranges or base.ranges((at, name, other), slot, span.extent, span.dtype)
+        if ranges:
+            yield "base", Prediction(AS_IT_IS, ranges)
+
+
+def as_tensors(checkpoint: Checkpoint) -> tuple[Known, list[Slot]]:
+    """Return the slots of a checkpoint as if each was a file of its elements in row-major order, and these slots."""
+    every = Known.of(GIVEN, {".": checkpoint})
+    slots, given = dict[Key, Slot](), list[Slot]()
+    for key, slot in sorted(every.slots.items(), key=lambda one: one[0]):
+        if itemsize(slot.dtype) in WIDTHS and slot.numel:
+            path = os.fsdecode(b"%d" % len(given))
+            slots[key] = replace(slot, spans=(Span(slot.whole, path, 0, slot.dtype),), replicas=(), factors=None)
+            given.append(slot)
+    return Known(GIVEN, slots, {str(n): n for n in range(len(given))}), given
+
 
 FULL_EVERY = DEEPEST + 1
 
@@ -203,3 +353,146 @@ def units_of_place(path: Path) -> list[Unit]:
         return units_of(path)
     except SourceError:
         return []
+
+
+AT_ONCE_NBYTES = 8 * CHUNK_NBYTES
+
+
+@immutable(repr=True)
+class Unpacked(Result):
+    """What `unpack` wrote, or with `dry_run` would write: target, checkpoints, number of files, bytes."""
+
+    target: str
+    checkpoints: list[str]
+    files: int
+    nbytes: int
+    dry_run: bool
+
+
+def unpack(
+    store: Place,
+    target: Place,
+    *,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    reporter: Reporter | None = None,
+) -> Unpacked:
+    """Restore the files of one checkpoint in a store, or of all: bytes, modes, times and links.
+
+    Parameters
+    ----------
+    store : path-like
+        `STORE/NAME`, or the store; then `target` gets a directory for each checkpoint.
+    target : path-like
+        A directory (or a file, if the checkpoint is one) that does not exist. It appears whole or not at all.
+    overwrite : bool
+        Replace a file, or a directory that has no other files.
+    dry_run : bool
+        Show what would be written; write nothing.
+    reporter : Reporter, optional
+
+    Raises
+    ------
+    SourceError
+        There is no such checkpoint, or its data is damaged.
+    TargetError
+        The target exists or cannot be written.
+    """
+    found = place_in(store)
+    if found is None:
+        raise SourceError(
+            "is not a store of checkpoints", path=store, expected="a store that `zckpt pack` wrote, or a name in it"
+        )
+    packed, path = PackedStore(found[0]), Path(target)
+    names, wrong = packed.names()
+    wanted = [found[1]] if found[1] in names else [n for n in names if not found[1] or n.startswith(f"{found[1]}/")]
+    for error in () if found[1] and wanted else wrong.values():
+        raise error
+    if not wanted:
+        raise SourceError("the store has no such checkpoint", path=store, expected=", ".join(names) or "none")
+    alone = wanted == [found[1]]
+    numbers = {"" if alone else name.removeprefix(f"{found[1]}/"): names[name] for name in wanted}
+    every = [one for number in numbers.values() for one in packed.index(number).files]
+    nbytes, files = nbytes_of(every), sum(one.kind == "file" for one in every)
+    done = Unpacked(str(path), wanted, files, nbytes, dry_run)
+    if not dry_run:
+        latest = {} if found[1] else {name: data for name, data in packed.beside() if name in TRACKERS}
+        write_files(packed, numbers, path, overwrite=overwrite, reporter=reporter, beside=latest)
+    return done
+
+
+def write_files(
+    store: PackedStore,
+    numbers: dict[str, int],
+    path: Path,
+    *,
+    overwrite: bool,
+    reporter: Reporter | None,
+    prove: Callable[[Path], None] | None = None,
+    beside: Mapping[str, bytes] = MappingProxyType({}),
+) -> None:
+    """Write checkpoints, by where they go in the target, and files `beside` them.
+
+    `prove`: sees what has no name yet; what it raises leaves none.
+
+    Raises SourceError: what they are made of is damaged, or some would lie in one place; TargetError: the target exists
+    or cannot be written.
+    """
+    indexes = {front: store.index(number) for front, number in numbers.items()}
+    every = [
+        (front if index.is_file else os.path.join(front, one.name), one, (numbers[front], count))  # noqa: PTH118
+        for front, index in indexes.items()
+        for count, one in enumerate(index.files)
+    ]
+    names = Counter([*beside, *(at for at, one, _ in every if one.kind != "folder")])
+    folders = {at for at, one, _ in every if one.kind == "folder"}
+    folders |= {front for front, index in indexes.items() if not index.is_file}
+    for name in (*names, *folders):  # a link in the place of a folder would lead out of the target
+        if names[name] + (name in folders) > 1 or any(str(above) in names for above in PurePosixPath(name).parents):
+            raise UnsupportedError(
+                "two checkpoints of the store have files in one place", path=store.path, found=name,
+                advice="give `zckpt unpack` STORE/NAME, to restore each one by itself",
+            )  # fmt: skip
+    owned = None if [*names] == [""] else Owned(lambda name: name in names)
+    check_target(path, overwrite=overwrite, owned=owned)
+
+    def copy(job: tuple[Path, int, int, int, int]) -> int:
+        at, number, file, offset, nbytes = job
+        data = bytearray(nbytes)
+        store.read_into(number, file, offset, memoryview(data))
+        with at.open("r+b") as out:
+            out.seek(offset)
+            out.write(data)
+        return nbytes
+
+    with (
+        written([path], overwrite=overwrite, owned=owned) as [partial],
+        reporting(reporter, nbytes_of(one for _, one, _ in every)) as progress,
+    ):
+        for front in numbers:
+            (partial / front if front in folders else (partial / front).parent).mkdir(parents=True, exist_ok=True)
+        for name, one, _ in every:
+            at = partial / name
+            if one.kind == "folder":
+                at.mkdir(exist_ok=True)
+            elif one.kind == "link":
+                at.symlink_to(one.target)
+            else:
+                with at.open("wb") as out:
+                    os.truncate(out.fileno(), one.nbytes)
+        jobs = (
+            (partial / at, *where, offset, min(AT_ONCE_NBYTES, one.nbytes - offset))
+            for at, one, where in every
+            for offset in range(0, one.nbytes, AT_ONCE_NBYTES)
+        )
+        with closing(ahead(copy, jobs)) as copies:
+            for done in copies:
+                progress.advance(done)
+        for name, data in beside.items():
+            (partial / name).write_bytes(data)
+        if prove is not None:
+            prove(partial)
+        for name, one, _ in sorted(every, key=lambda each: (each[1].kind == "folder", -each[0].count("/"))):
+            if one.kind != "link":
+                (partial / name).chmod(one.mode & (0o7777 if one.kind == "folder" else 0o777))  # none runs as its owner
+            os.utime(partial / name, ns=(one.modified_ns, one.modified_ns), follow_symlinks=False)

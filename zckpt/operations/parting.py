@@ -18,7 +18,7 @@ from zckpt.operations.fingerprint import fingerprint
 from zckpt.operations.history import units_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.state import Document, Result, number
-from zckpt.storage.packed.mount import mounted_place
+from zckpt.storage.packed.store import mounted_place
 from zckpt.storage.remote import is_url
 
 

@@ -24,9 +24,8 @@ from zckpt.operations.deltas import apply_published, pairs, publish
 from zckpt.operations.fingerprint import fingerprint
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Copying, Place, ReadCopied, Unpack, only, shares
-from zckpt.operations.prediction import Known, as_tensors, cuts_of
+from zckpt.operations.pack import Known, Unpacked, as_tensors, cuts_of, write_files
 from zckpt.operations.target import check_apart
-from zckpt.operations.unpack import Unpacked, write_files
 from zckpt.state import Checkpoint, Result, Slot, itemsize, nbytes_of
 from zckpt.storage.durable import written
 from zckpt.storage.files import Sources

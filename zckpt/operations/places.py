@@ -35,7 +35,7 @@ def called(
             return shown_in(function(*given, **named))
     import inspect
 
-    from zckpt.storage.packed.mount import PackedMount, mounted_place, place_in
+    from zckpt.storage.packed.store import PackedMount, mounted_place, place_in
     from zckpt.storage.remote.mount import Mount
 
     with _shown_errors(), ExitStack() as stack:
@@ -121,7 +121,7 @@ def _is_packed(value: str | os.PathLike[str]) -> bool:
         return False
     if not os.path.exists(os.path.join(path, "store.json")):  # noqa: PTH110, PTH118
         return False
-    from zckpt.storage.packed.mount import place_in
+    from zckpt.storage.packed.store import place_in
 
     return place_in(value) is not None
 

@@ -14,7 +14,7 @@ from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.remainder import of_modules
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.operations.how import How, Proof
+from zckpt.operations.target import How, Proof
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, RankValue, Shape, Slot, itemsize, without
 from zckpt.state.names import like_model
 from zckpt.torchfile import FromFile, walk_tensors

@@ -13,12 +13,11 @@ from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.options import choose
 from zckpt.formats.registry import get
 from zckpt.operations.convert import round_means, under_names
-from zckpt.operations.how import How
 from zckpt.operations.losses import check_nothing_lost, without_rank_values
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, Renamed, Resharded, Unpack, naming_of, others, shares
 from zckpt.operations.proof import slots_proof
-from zckpt.operations.target import Written, write_from
+from zckpt.operations.target import How, Written, write_from
 from zckpt.state import Checkpoint
 from zckpt.state.names import as_filed
 

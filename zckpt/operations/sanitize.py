@@ -30,13 +30,12 @@ from zckpt.formats.format import TargetFiles
 from zckpt.formats.stripping import Request
 from zckpt.formats.torch_files.writer import lay_out
 from zckpt.immutable import immutable
-from zckpt.operations.how import How, Proof
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, ReadWritten, Unpack, shares
 from zckpt.operations.proof import check_all_arrived
 from zckpt.operations.scan import items_of, scan, scan_files
-from zckpt.operations.target import Written, write_from
+from zckpt.operations.target import How, Proof, Written, write_from
 from zckpt.storage.files import FileRange
 from zckpt.storage.files import opened as file_opened
 from zckpt.torchfile import (

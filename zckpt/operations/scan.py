@@ -9,13 +9,12 @@ from pathlib import Path
 
 from zckpt.errors import SourceError, ZckptError
 from zckpt.formats.companions import unreadable
-from zckpt.formats.dcp.chunks import NOWHERE
 from zckpt.formats.dcp.directory import NAME
-from zckpt.formats.dcp.metadata import read_metadata
+from zckpt.formats.dcp.metadata import NOWHERE, read_metadata
 from zckpt.immutable import immutable
 from zckpt.operations.options import Place, Scanning, Unpack, shares
 from zckpt.state import Document, Result, by_key
-from zckpt.state.ranges import merge, without
+from zckpt.state.boxes import merge, without
 from zckpt.storage.files import FileRange, is_file, opened
 from zckpt.torchfile.grades import UNKNOWN, worst
 from zckpt.torchfile.scanning import HEADER, Scanner

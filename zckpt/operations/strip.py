@@ -12,12 +12,11 @@ from zckpt.formats.format import TargetFiles
 from zckpt.formats.registry import get
 from zckpt.formats.stripping import Request, Stripping
 from zckpt.immutable import immutable
-from zckpt.operations.how import How, Proof
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, ReadWritten, Unpack, shares
 from zckpt.operations.proof import check_all_arrived
-from zckpt.operations.target import Written, write_from
+from zckpt.operations.target import How, Proof, Written, write_from
 from zckpt.state import MASTER, WEIGHT
 
 CHOICES = {

@@ -6,19 +6,23 @@ fit         there is room for it, and memory, or nothing is begun: `foresight`
 write       the plan is run under a temporary name, and source bytes held against their checksums
 prove       what was written is looked at by who asks, and still has no name
 name        all is synced to disk and gets its name in one step
+
+How a verb writes, and what is done with a target before it gets its name.
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
+from zckpt.engine import Reporter
 from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan, plan
 from zckpt.engine.write import write
@@ -28,17 +32,93 @@ from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.suffixes import check_directory, optimizer_path
-from zckpt.immutable import immutable
+from zckpt.immutable import immutable, mutable
 from zckpt.operations.foresight import Foresight, Reads, check_fits, foresee, note_reads
-from zckpt.operations.how import Copied, How, Proof, record_of
-from zckpt.operations.options import Place, Unpack
+from zckpt.operations.options import DECIDING, Place, Unpack
 from zckpt.state import Checkpoint, Document, Result, values_of
-from zckpt.storage.distant import check_unchanged
+from zckpt.state.inventory import IMPLIED
 from zckpt.storage.durable import written
-from zckpt.storage.journal import Journal, check_remains, settle
-from zckpt.storage.ownership import Owned, check_replaceable, check_target
+from zckpt.storage.journal import Journal, Purpose, check_remains, settle
+from zckpt.storage.ownership import FINGERPRINT_NAME, Owned, check_replaceable, check_target
 from zckpt.storage.room import write_errors
-from zckpt.storage.stand_ins import is_remote, place
+from zckpt.storage.stand_ins import check_unchanged, is_remote, place
+
+
+class Copied(TypedDict, total=False):
+    """How elements are copied; see `engine.write.write`."""
+
+    memory: int
+    reporter: Reporter | None
+    checks: Checks | None
+    direct: bool
+
+
+@mutable
+class Proof:
+    """What is done with a target before it gets its name."""
+
+    look: Callable[[Path, Sequence[Path], Path | None], int]
+    """Looks at a target, and the files of its plan in their order, by their temporary names; returns how many bytes it
+    has compared. What it raises leaves no target. It also gets where to write the target's fingerprint, or None.
+    """
+    records: bool = False  # whether it writes that
+    verified: int = 0  # bytes; compared so far
+
+
+def record_of(target: Path, owned: Owned | None, proof: Proof | None) -> Path | None:
+    """Return where a target's fingerprint goes, into a directory or next to a file; None: it is not recorded."""
+    if proof is None or not proof.records:
+        return None
+    if owned is not None:
+        return target / FINGERPRINT_NAME
+    from zckpt.compare.digests import digests_path_of_file
+
+    return digests_path_of_file(target)
+
+
+@immutable(kw_only=True)
+class How:
+    """How a verb writes: options of `Writing`, as they are given, and what decides what is written, for the journal."""
+
+    verb: str
+    options: Mapping[str, object]
+    weight_check: bool
+    checksums: bool
+    overwrite: bool
+    resume: bool
+    restart: bool
+    dry_run: bool
+    memory: int
+    reporter: Reporter | None
+    executor: Executor | str | None
+    direct: bool
+    overflow: str = "refuse"
+
+    @classmethod
+    def of(cls, verb: str, shared: Mapping[str, Any], **own: object) -> How:
+        """Return how a verb writes, from the options that verbs share, with those of its own."""
+        options = {**own, **{name: shared[name] for name in shared.keys() & DECIDING}}
+        given = {one.name: shared[one.name] for one in fields(cls) if one.name in shared}
+        return cls(verb=verb, options=options, **given)
+
+    def journal(
+        self, target: Path, planned: Plan, beside: Sequence[Path], origins: Sequence[Checkpoint]
+    ) -> Journal | None:
+        """Return the journal of a run to a target, and to the files beside it; to a store, of its purpose only.
+
+        Of what it is made, it names what tensors are copied from and what else was read of the sources: what a target
+        says of itself comes from there.
+
+        Raises SourceError: a file of the source is gone.
+        """
+        options = {**self.options, "checksums": "" if self.checksums else "none"}
+        sizes = planned.copy_nbytes, planned.write_nbytes
+        read = planned.sources.union(file.path for one in origins for file in one.files)
+        claims = ((path, claim, one.source) for one in origins for path, claim in one.claims.items())
+        # what lies beside a checkpoint and only names it, as `latest` does, says nothing of what it holds
+        read |= {path for path, claim, own in claims if claim.fate != IMPLIED or Path(own) in Path(path).parents}
+        purpose = Purpose.of(self.verb, options, planned.names, sizes, read, [one.name for one in beside])
+        return Journal(target, purpose, resume=self.resume, restart=self.restart)
 
 
 def write_target(
@@ -86,7 +166,7 @@ def write_target(
     """
     path = Path(target)
     if is_remote(path):
-        from zckpt.operations.remote_target import write_remote
+        from zckpt.operations.shared_target import write_remote
 
         return write_remote(plan, path, owned, overwrite, proof, journal, **how)
     is_file, names, record = owned is None, names_in(plan.names, path, owned), record_of(path, owned, proof)
@@ -285,7 +365,7 @@ def _check_replaces(
 def _otherwise(planned: Plan, target: Path, how: How) -> Iterator[str]:
     """Yield what of a plan is not done as options say."""
     if how.direct:
-        from zckpt.storage.direct import unavailable
+        from zckpt.storage.disk import unavailable
 
         yield from unavailable(planned.sources, target.parent)
     if not is_remote(target):
@@ -300,7 +380,7 @@ def _otherwise(planned: Plan, target: Path, how: How) -> Iterator[str]:
 
 def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> tuple[int, list[str]]:
     """Hold masters against weights, ranks' files against each other, and what else the format can; count elements."""
-    from zckpt.compare.twice import check_files_apart
+    from zckpt.compare.copies import check_files_apart
     from zckpt.compare.weights import check_weights
 
     compared, drifts = 0 if laid.check is None else laid.check(), []

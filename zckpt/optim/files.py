@@ -188,7 +188,7 @@ def open_for(
         found = cast("OpenedCheckpoint", naming.of(found)[0])  # which is of the same class
     lacks = {*live} - {*found.names}
     if isinstance(model, torch.nn.Module) and naming.map != TRANSFORMERS and lacks:
-        from zckpt.naming.numbered import as_live
+        from zckpt.naming.installed import as_live
 
         changed, told = as_live(found, unwrapped(model), order=bool(own), told=names is not None)
         found = cast("OpenedCheckpoint", changed)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, SourceError, UsageError, about
 from zckpt.immutable import mutable
-from zckpt.storage import distant
+from zckpt.storage import stand_ins
 from zckpt.storage.stand_ins import FLAGS as STAND_IN_FLAGS
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def open_file(path: str) -> int:
     Raises SourceError: it cannot be opened, or is no regular file.
     """
     try:
-        flags = FLAGS if distant.found(path) is None else STAND_IN_FLAGS
+        flags = FLAGS if stand_ins.found(path) is None else STAND_IN_FLAGS
         if S_ISREG(os.stat(path).st_mode):  # noqa: PTH116  # first: a device may act on being opened
             descriptor = os.open(path, flags)
             if S_ISREG(os.fstat(descriptor).st_mode):
@@ -230,7 +230,7 @@ def read_into(descriptor: int, offset: int, buffer: memoryview, *, path: str) ->
 
     Raises DamagedFileError: the file ends before the buffer is full; SourceError: the operating system cannot read it.
     """
-    elsewhere = distant.found(path)
+    elsewhere = stand_ins.found(path)
     if elsewhere is not None:
         elsewhere.read_into(offset, buffer)
         return
@@ -252,7 +252,7 @@ def aligned(nbytes: int) -> memoryview:
 
 def opened_directly(path: str, flags: int) -> int | None:
     """Open a file that was opened before, for reads or writes past the page cache; None: that cannot be."""
-    if not _O_DIRECT or distant.found(path) is not None:
+    if not _O_DIRECT or stand_ins.found(path) is not None:
         return None
     try:
         return os.open(path, flags | _O_DIRECT)

@@ -26,7 +26,7 @@ from threading import Lock
 from zckpt.errors import Interrupted, SourceError, TargetError, WorkerError, shown
 from zckpt.immutable import immutable
 from zckpt.state import are_texts, nbytes_of
-from zckpt.storage import distant
+from zckpt.storage import stand_ins
 from zckpt.storage.crc32 import content_of, line_of
 from zckpt.storage.files import unreadable
 from zckpt.storage.ownership import claimed, kind_of, partial_name
@@ -114,7 +114,7 @@ class Purpose:
 
 def identity(path: str) -> Identity:
     """Return what tells a file from what it was, or from another under its name. Raises SourceError: it is gone."""
-    elsewhere = distant.found(path)
+    elsewhere = stand_ins.found(path)
     if elsewhere is not None:
         return (elsewhere.identity,)
     try:

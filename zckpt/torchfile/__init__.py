@@ -46,12 +46,10 @@ from zckpt.torchfile.nodes import (
     Storage,
     Tensor,
 )
-from zckpt.torchfile.pickle_stream import Writer, in_order
-from zckpt.torchfile.pickle_writer import Pickled, dump
+from zckpt.torchfile.pickle_writer import Pickled, Writer, dump, in_order
 from zckpt.torchfile.plain import Renderer, brief, plain
 from zckpt.torchfile.reader import alike_file, read_pickle, read_source, read_torchfile
-from zckpt.torchfile.rebuild import MAX_DIMENSIONS, MAX_ELEMENTS, Context
-from zckpt.torchfile.rebuild_torch import dense
+from zckpt.torchfile.rebuild import MAX_DIMENSIONS, MAX_ELEMENTS, Context, dense
 from zckpt.torchfile.torch_file import NUMPY, FromFile, Mentioned, PlainParts, TorchFile, node_of, put_back
 from zckpt.torchfile.trees import (
     LEAVES,

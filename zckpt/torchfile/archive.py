@@ -22,7 +22,7 @@ from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.immutable import immutable, mutable
 from zckpt.state.spans import Numbered
-from zckpt.storage.clone import BLOCK_NBYTES
+from zckpt.storage.disk import BLOCK_NBYTES
 from zckpt.storage.files import FileRange, opened
 
 END = Struct("<4s4H2LH")

@@ -18,8 +18,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from zckpt.state.dtypes import DTYPES
-from zckpt.torchfile.rebuild import MODULES
-from zckpt.torchfile.rebuild_torch import ALL_BUILDERS, MEMORY_FORMATS
+from zckpt.torchfile.rebuild import ALL_BUILDERS, MEMORY_FORMATS, MODULES
 
 DATA, KNOWN, UNKNOWN, DANGEROUS = GRADES = ("data", "known", "unknown", "dangerous")
 """From the best to the worst."""

@@ -8,18 +8,360 @@ newer element types      _rebuild_tensor_v3(..., hooks, dtype[, flags])
 class or attributes      _rebuild_from_type_v2(function, class, arguments of the function, attributes)
 parameter                _rebuild_parameter(plain, gradient, hooks)
   with attributes        _rebuild_parameter_with_state(plain, gradient, hooks, attributes)
+
+Writes a pickle opcode by opcode, in protocol 2, as torch writes its own.
+
+What is written for each type of node is a function for a leaf, a generator for a node with others below it: plain data
+here, all others in `pickle_writer`. The generator writes the opcodes around its parts and yields the parts themselves,
+so that nothing here recurses, however deep a tree is.
+
+    list    ] PUT ( <yield item> ... e        a cycle may lead back into it: it is in the memo before its items are
+    tuple   ( <yield item> ... t PUT          where a cycle has written it meanwhile: POP GET instead of PUT
 """
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
 from zckpt.errors import UnsupportedError
 from zckpt.immutable import immutable
+from zckpt.state.dtypes import itemsize
 from zckpt.torchfile import nodes
-from zckpt.torchfile.nodes import Args, NumpyArray, NumpyDType, NumpyScalar
-from zckpt.torchfile.pickle_stream import CALLS, LEAVES, Parts, StandFor, Writer, appended, entered, nested
-from zckpt.torchfile.rebuild import NAMESPACE
-from zckpt.torchfile.rebuild_torch import TENSOR
-from zckpt.torchfile.torch_file import NUMPY, Mentioned, class_of
+from zckpt.torchfile.nodes import Args, NumpyArray, NumpyDType, NumpyScalar, Storage
+from zckpt.torchfile.rebuild import NAMESPACE, TENSOR
+from zckpt.torchfile.torch_file import NUMPY, FromFile, Mentioned, class_of
+
+PROTOCOL = b"\x80\x02"
+STOP = b"."
+MAX_STRING = (1 << 32) - 1
+"""Bytes of a string in protocol 2."""
+
+Parts = Iterator[object]
+StandFor = Callable[[object], object]
+"""From a node that the writer does not know to one that it does; None where there is none."""
+
+Call = tuple[str, str, Args]
+"""Module, function and arguments of what an unpickler calls for a node."""
+
+LEAVES: dict[type, Callable[[Writer, Any], None]] = {}
+"""What writes each type with nothing below it; these three tables are filled below and by `pickle_writer`."""
+
+CALLS: dict[type, Callable[[Any], Call]] = {}
+"""The call that each type is written as, where that says all."""
+
+NESTED: dict[type, Callable[[Writer, Any], Parts]] = {}
+"""What writes each other type and yields the nodes below it."""
+
+N = TypeVar("N", bound=Callable[..., Parts])
+
+
+def nested(*kinds: type) -> Callable[[N], N]:
+    """Register a generator that writes nodes and yields those below them."""
+
+    def register(function: N) -> N:
+        NESTED.update(dict.fromkeys(kinds, function))
+        return function
+
+    return register
+
+
+class Writer:
+    """Writes one pickle.
+
+    Attributes
+    ----------
+    out : bytearray
+        The pickle so far.
+    storages : dict
+        What was mentioned, in order of first mention; a storage's key in the new file is its number there.
+    source : FromFile or None
+        The part of a file that is being written.
+    """
+
+    __slots__ = ("count", "globals", "memo", "out", "source", "stand_for", "storages", "texts")
+
+    def __init__(self, stand_for: StandFor) -> None:
+        self.stand_for = stand_for
+        self.out = bytearray(PROTOCOL)
+        self.count = 0
+        self.memo: dict[int, tuple[int, object]] = {}  # keeps the nodes, so that their ids stay their own
+        self.texts: dict[str, int] = {}
+        self.globals: dict[tuple[str, str], int] = {}
+        self.storages: dict[object, tuple[str, Mentioned]] = {}
+        self.source: FromFile | None = None
+
+    def run(self, root: object) -> bytes:
+        """Return the pickle of a tree.
+
+        Raises
+        ------
+        UnsupportedError
+            The tree holds something that a pickle of protocol 2 cannot.
+        """
+        levels: list[Iterator[object]] = [iter((root,))]
+        while levels:
+            for node in levels[-1]:
+                below = self.begin(node)
+                if below is not None:
+                    levels.append(below)
+                    break
+            else:
+                levels.pop()
+        self.out += STOP
+        return bytes(self.out)
+
+    def begin(self, node: object) -> Parts | None:
+        """Write a leaf, or one that was written before; return the parts of any other node."""
+        write = LEAVES.get(type(node))
+        if write is not None:
+            write(self, node)
+            return None
+        known = self.memo.get(id(node))
+        if known is not None:
+            self.get(known[0])
+            return None
+        call = CALLS.get(type(node))
+        if call is not None:
+            return self.reduce(node, *call(node))
+        write_nested = NESTED.get(type(node))
+        if write_nested is not None:
+            return write_nested(self, node)
+        if isinstance(node, Storage):
+            self.mention(node, self.source.byteorder if self.source else "little", None)
+            return None
+        other = self.stand_for(node)
+        if other is None:
+            raise UnsupportedError(f"a value of type {type(node).__name__} cannot be written to a torch file")
+        return iter((other,))
+
+    def put(self) -> int:
+        """Put what is on top of the stack in the memo; return its number there."""
+        number = self.count
+        self.count += 1
+        self.out += bytes((0x71, number)) if number < 256 else b"r" + struct.pack("<I", number)
+        return number
+
+    def get(self, number: int) -> None:
+        """Push what is in the memo."""
+        self.out += bytes((0x68, number)) if number < 256 else b"j" + struct.pack("<I", number)
+
+    def keep(self, node: object) -> bool:
+        """Put what is on top of the stack in the memo as a node; False where a cycle has written the node meanwhile."""
+        known = self.memo.get(id(node))
+        if known is None:
+            self.memo[id(node)] = (self.put(), node)
+            return True
+        self.out += b"0"
+        self.get(known[0])
+        return False
+
+    def text(self, value: str) -> None:
+        """Write a string; the same one again is one of the memo."""
+        known = self.texts.get(value)
+        if known is not None:
+            self.get(known)
+            return
+        data = value.encode("utf-8", "surrogatepass")
+        if len(data) > MAX_STRING:
+            raise UnsupportedError("a string or bytes of 4 GiB cannot be written to a torch file")
+        self.out += b"X" + struct.pack("<I", len(data)) + data
+        self.texts[value] = self.put()
+
+    def integer(self, value: int) -> None:
+        """Write an integer of any size."""
+        if 0 <= value < 1 << 8:
+            self.out += bytes((0x4B, value))
+        elif 0 <= value < 1 << 16:
+            self.out += b"M" + struct.pack("<H", value)
+        elif -(1 << 31) <= value < 1 << 31:
+            self.out += b"J" + struct.pack("<i", value)
+        else:
+            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            short = len(data) < 256
+            self.out += (bytes((0x8A, len(data))) if short else b"\x8b" + struct.pack("<i", len(data))) + data
+
+    def shape(self, sizes: Iterable[int]) -> None:
+        """Write a tuple of integers."""
+        self.out += b"("
+        for size in sizes:
+            self.integer(size)
+        self.out += b"t"
+
+    def function(self, module: str, name: str) -> None:
+        """Write a global; the same one again is one of the memo."""
+        known = self.globals.get((module, name))
+        if known is not None:
+            self.get(known)
+            return
+        outer, _, inner = name.rpartition(".")
+        if outer:  # protocol 2 has no dotted names
+            self.function("__builtin__", "getattr")
+            self.function(module, outer)
+            self.text(inner)
+            self.out += b"\x86R"
+        else:
+            if "\n" in module + name:
+                raise UnsupportedError("a class whose name has a line break cannot be written to a torch file")
+            self.out += b"c" + f"{module}\n{name}\n".encode("utf-8", "surrogatepass")
+        self.globals[module, name] = self.put()
+
+    def reduce(self, node: object, module: str, name: str, args: Iterable[object]) -> Parts:
+        """Write a call that returns `node`."""
+        self.function(module, name)
+        yield from self.call(args)
+        self.keep(node)
+
+    def call(self, args: Iterable[object]) -> Parts:
+        """Write the arguments of what is on top of the stack, and the call."""
+        self.out += b"("
+        yield from args
+        self.out += b"tR"
+
+    def built(self, state: object, *, is_set: bool | None = None) -> Parts:
+        """Write the state of what is on top of the stack, by default if it is not None."""
+        if state is not None if is_set is None else is_set:
+            yield state
+            self.out += b"b"
+
+    def mention(self, storage: Storage, byteorder: str, dtype: str | None) -> None:
+        """Write a storage's persistent id.
+
+        Parameters
+        ----------
+        storage : Storage
+        byteorder : str
+            Of its bytes in the file that it is in.
+        dtype : str or None
+            Of the tensor that is a view of it.
+        """
+        plain = type(storage) is Storage
+        path = self.source.path if plain and self.source else None
+        name: object = (path, storage) if plain else id(storage)
+        key, mentioned = self.storages.setdefault(
+            name, (str(len(self.storages)), Mentioned(storage, path, byteorder if plain else "little"))
+        )
+        if dtype is not None:
+            mentioned.dtypes.add(dtype)
+            mentioned.byteorder = byteorder if plain else "little"
+        typed = class_of(storage, dtype)
+        self.out += b"("
+        self.text("storage")
+        self.function(*(("torch", typed) if typed else ("torch.storage", "UntypedStorage")))
+        self.text(key)
+        self.text(storage.location)
+        self.integer(storage.nbytes // itemsize(storage.dtype) if typed else storage.nbytes)
+        self.out += b"tQ"
+
+
+BUILTINS = "__builtin__"
+"""The name of `builtins` in protocol 2."""
+
+_ORDERED = frozenset({str, int, float, bool, type(None), bytes})
+"""Members of a set that are written in the order of their text: what a set gives differs from run to run."""
+
+
+LEAVES |= {
+    type(None): lambda writer, _: writer.out.extend(b"N"),
+    bool: lambda writer, value: writer.out.extend(b"\x88" if value else b"\x89"),
+    int: Writer.integer,
+    float: lambda writer, value: writer.out.extend(b"G" + struct.pack(">d", value)),
+    str: Writer.text,
+}
+
+
+def bytes_call(value: bytes) -> Call:
+    """Return the call for bytes: protocol 2 has none, so text that is to be encoded."""
+    return ("_codecs", "encode", (value.decode("latin-1"), "latin1")) if value else (BUILTINS, "bytes", ())
+
+
+def set_call(value: set[object] | frozenset[object]) -> Call:
+    """Return the call for a set: protocol 2 makes it of a list."""
+    return BUILTINS, type(value).__name__, (in_order(value),)
+
+
+@nested(FromFile)
+def from_file(writer: Writer, part: FromFile) -> Parts:
+    """Write a part of a file's tree."""
+    before, writer.source = writer.source, part
+    yield part.node
+    writer.source = before
+
+
+CALLS |= {
+    bytes: bytes_call,
+    bytearray: lambda value: (BUILTINS, "bytearray", (value.decode("latin-1"), "latin-1") if value else ()),
+    complex: lambda value: (BUILTINS, "complex", (value.real, value.imag)),
+    slice: lambda value: (BUILTINS, "slice", (value.start, value.stop, value.step)),
+    range: lambda value: (BUILTINS, "xrange", (value.start, value.stop, value.step)),
+    set: set_call,
+    frozenset: set_call,
+}
+
+
+@nested(tuple)
+def tuple_of(writer: Writer, value: tuple[object, ...]) -> Parts:
+    """Write a tuple."""
+    if not value:
+        writer.out += b")"
+        return
+    writer.out += b"(" if len(value) > 3 else b""
+    yield from value
+    writer.out += (b"\x85", b"\x86", b"\x87", b"t")[min(len(value), 4) - 1]
+    writer.keep(value)
+
+
+@nested(list)
+def list_of(writer: Writer, value: list[object]) -> Parts:
+    """Write a list."""
+    writer.out += b"]"
+    writer.keep(value)
+    yield from appended(writer, value)
+
+
+@nested(dict)
+def dict_of(writer: Writer, value: dict[object, object]) -> Parts:
+    """Write a dict."""
+    writer.out += b"}"
+    writer.keep(value)
+    yield from entered(writer, value.items())
+
+
+def in_order(members: Iterable[object]) -> list[object]:
+    """Return the members of a set in an order that is the same in every run, where their types allow it."""
+    found = list(members)
+    return sorted(found, key=_sort_key) if all(_has_order(member) for member in found) else found
+
+
+def _has_order(member: object, depth: int = 4) -> bool:
+    if type(member) is tuple and depth:
+        return all(_has_order(one, depth - 1) for one in member)
+    return type(member) in _ORDERED
+
+
+def _sort_key(member: object) -> tuple[str, str]:
+    if isinstance(member, tuple):
+        return "tuple", repr([_sort_key(one) for one in member])
+    return type(member).__name__, hex(member) if isinstance(member, int) else repr(member)
+
+
+def appended(writer: Writer, items: list[object]) -> Parts:
+    """Write what is appended to the list on top of the stack."""
+    if items:
+        writer.out += b"("
+        yield from items
+        writer.out += b"e"
+
+
+def entered(writer: Writer, entries: Iterable[tuple[object, object]]) -> Parts:
+    """Write what is set in the dict on top of the stack."""
+    writer.out += b"("
+    for key, value in entries:
+        yield key
+        yield value
+    writer.out += b"u"
+
 
 COPYREG = "copy_reg"
 """The name of `copyreg` in protocol 2."""

@@ -35,8 +35,7 @@ from zckpt.torchfile.nodes import (
     OrderedMapping,
     Tensor,
 )
-from zckpt.torchfile.rebuild import NAMESPACE, Context, integers, raw
-from zckpt.torchfile.rebuild_torch import Globals, kept_call, wrong
+from zckpt.torchfile.rebuild import NAMESPACE, Context, Globals, integers, kept_call, raw, wrong
 
 MAX_INTEGER_BYTES = 1024
 """Of a LONG: Python prints integers of at most 4300 digits, and real ones (random states) have 16 bytes."""

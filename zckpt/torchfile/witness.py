@@ -13,8 +13,7 @@ from typing import ClassVar, NoReturn
 
 from zckpt.errors import PickleError
 from zckpt.torchfile.nodes import Args, Global, Object
-from zckpt.torchfile.rebuild import Context
-from zckpt.torchfile.rebuild_torch import Globals
+from zckpt.torchfile.rebuild import Context, Globals
 from zckpt.torchfile.unpickle import (
     OPCODES,
     Machine,

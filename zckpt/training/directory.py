@@ -19,8 +19,7 @@ from zckpt.engine.plan import check_covered, plan
 from zckpt.engine.tensors import dtype_name, memory_of
 from zckpt.errors import UnsupportedError
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, headers_shared, rank_name
-from zckpt.formats.native.layouts import Cut
-from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed, listed, slot_entry, storage_key
+from zckpt.formats.native.rank_file import UNWRITTEN, Cut, Entry, Listed, listed, slot_entry, storage_key
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.reader import read
 from zckpt.formats.native.writer import IDENTITY_NBYTES, describe, lay_out_document, place

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.live import groups_of
 from zckpt.optim import ZeroOptimizer
-from zckpt.optim.zero.gradients import ShardedGradient
+from zckpt.optim.zero.reduction import ShardedGradient
 
 Optimizer = torch.optim.Optimizer
 

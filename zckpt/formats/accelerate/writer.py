@@ -22,9 +22,8 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.evidence import refuse_unnamed
 from zckpt.formats.assets import copies_of, find_assets, is_adapter
-from zckpt.formats.consolidated.model import model_tree
+from zckpt.formats.consolidated.model import model_tree, trained_tensors
 from zckpt.formats.consolidated.optimizer import optimizer_tree, rest_at_top
-from zckpt.formats.consolidated.tensors import trained_tensors
 from zckpt.formats.dcp import writer as dcp_writer
 from zckpt.formats.dcp.own import own_tree
 from zckpt.formats.dcp.write_items import items_of, named_tree

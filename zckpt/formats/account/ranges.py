@@ -12,9 +12,9 @@ from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Union
 
 from zckpt.state import ZEROS, Checkpoint, CutFiles, CutSpans, PaddingRule, Slot, Span, by_key
+from zckpt.state.boxes import Range, merge, total, without
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, LEFT_OUT, STATE
-from zckpt.state.ranges import Range, merge, total, without
 from zckpt.torchfile import pieces
 
 if TYPE_CHECKING:

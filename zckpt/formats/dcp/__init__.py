@@ -17,9 +17,8 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE
 from zckpt.formats.dcp.directory import Directory, find, is_own, is_whole, lacks_metadata, rank_of
 from zckpt.formats.format import ROOTS, TAG, Found, Job, NearMiss, Search, Strippable, Survey, TargetFiles
-from zckpt.formats.latest import TRACKER, folder_of, is_name, is_tag, latest_name
+from zckpt.formats.latest import COSMOS, TRACKER, LastStep, folder_of, is_name, is_tag, last_folder, latest_name
 from zckpt.formats.options import dtype_option, option
-from zckpt.formats.steps import COSMOS, LastStep, last_folder
 from zckpt.immutable import immutable
 from zckpt.storage.ownership import Owned
 

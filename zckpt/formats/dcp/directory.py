@@ -142,9 +142,9 @@ def _part(folder: Path) -> Path | None:
 
 def is_model(path: Path) -> bool:
     """Tell whether a folder has a model in safetensors: whole, or in torch's shards."""
-    from zckpt.formats.safetensors import file, shards
+    from zckpt.formats.safetensors import file
 
-    return shards.is_sharded(path) or file.is_safetensors(path)
+    return file.is_sharded(path) or file.is_safetensors(path)
 
 
 def is_whole(path: Path) -> bool:

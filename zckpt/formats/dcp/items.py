@@ -26,19 +26,16 @@ from pathlib import Path
 
 from zckpt.codes import COVERAGE, MISSING_FILE, TRUNCATED
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError
-from zckpt.formats.dcp.chunks import NOWHERE, OBJECT, UNUSED, Chunks, ChunkSpans, Each, moved
 from zckpt.formats.dcp.directory import rank_of
-from zckpt.formats.dcp.metadata import Metadata, Offsets
+from zckpt.formats.dcp.metadata import NOWHERE, OBJECT, UNUSED, Chunks, ChunkSpans, Each, Metadata, Offsets, moved
 from zckpt.formats.dcp.quantised import Chunk, pieces_of
 from zckpt.formats.lost import stand_in, tensor_of
-from zckpt.formats.safetensors.file import header_in
-from zckpt.formats.safetensors.shards import offsets_in
+from zckpt.formats.safetensors.file import header_in, offsets_in
 from zckpt.formats.torch_files.quantised import is_torchaos
 from zckpt.formats.torch_files.tensors import TensorItem
 from zckpt.immutable import immutable
 from zckpt.state import Extent, Shape, Slot, Span
-from zckpt.state.boxes import row_major
-from zckpt.state.ranges import merge, without
+from zckpt.state.boxes import merge, row_major, without
 from zckpt.storage.files import is_file, opened
 from zckpt.storage.nodes import ADVICE
 from zckpt.torchfile import (

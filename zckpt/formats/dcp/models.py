@@ -2,23 +2,182 @@
 
 The model is what has the optimizer's names; where those are numbers, or there is no optimizer, what is called as models
 are.
+
+The state that a DCP directory holds of its optimizers, given to the checkpoint's parameters.
+
+By name where the file has names, which is usual; else by number, with names found as for any file of `torch.save`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import field, replace
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
-from zckpt.errors import UnsupportedError
-from zckpt.evidence import greatest
+from zckpt.compare.copies import MOST_EXTENTS, sampled
+from zckpt.engine.read import read_all
+from zckpt.engine.targets import Hole
+from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
+from zckpt.evidence import Evidence, greatest, note_not_used, orders_of_models
+from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.metadata import Keys
-from zckpt.formats.dcp.optimizer import Optimizer
-from zckpt.formats.dcp.tree import ModelPart, joined
+from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, ModelPart, Node, OptimizerPart, branch, carry, dotted
+from zckpt.formats.torch_files.attach import attach as attach_state
+from zckpt.formats.torch_files.attach import names_of
 from zckpt.formats.torch_files.content import STATE_DICT_KEYS, calls, can_have, is_averages
-from zckpt.state import are_distinct
+from zckpt.formats.torch_files.optimizer import OptimizerState, joined, parse, unflattened
+from zckpt.formats.torch_files.tensors import TensorItem, with_scalars
+from zckpt.formats.torch_files.writer import in_pieces
+from zckpt.immutable import mutable
+from zckpt.state import MASTER, WEIGHT, Checkpoint, GivenNames, are_distinct, by_key, list_of
 from zckpt.state.names import aligned, bare_names
+from zckpt.torchfile import FromFile, has_tensors
+
+
+@mutable
+class Optimizer:
+    """An optimizer of whatever form."""
+
+    path: Keys
+    names: frozenset[str]  # of its parameters, as the file has them; empty where it only numbers them
+    where: str  # where it is, for messages
+    state: OptimizerState
+    others: dict[str, Node] = field(default_factory=dict)  # what else it holds
+    prefix: str = ""  # put before its names where several models are read as one
+    name: str | None = None  # what it is called, where several were saved together
+
+    def rename(self, names: Mapping[Any, str]) -> None:
+        """Give parameters other names, by those or the numbers that they have."""
+        labels = {number: self.state.names.get(number, number) for number in self.state.every_number}
+        self.state.names.update({number: names[label] for number, label in labels.items() if label in names})
+
+
+def read_optimizer(part: OptimizerPart, names: Collection[str], source: str, warnings: list[str]) -> Optimizer:
+    """Bring an optimizer to one form.
+
+    `names`: of tensors, which tell a name from a slot in keys that are joined; `source`: the directory; `warnings`:
+    gets what was decided without certainty. Raises DamagedFileError: it is malformed; UnsupportedError: it has state of
+    a parameter of which no param group is known.
+    """
+    where = f"{source}: {'.'.join(map(str, part.path))}" if part.path else source
+    others: dict[str, Node] = {}
+    with about(where):
+        if part.is_flat:  # which does not say which group a parameter is in: those with the same values are one
+            leaves = {str(key): _leaf(node, key) for key, node in part.node.items()}
+            tree = unflattened(leaves, where, {*names, *part.names})
+        else:
+            groups: list[dict[str, object]] = [] if GROUPS in part.node else [{PARAMS: sorted(part.names)}]
+            for _, node in sorted((branch(part.node.get(GROUPS)) or {}).items()):
+                content = dict(branch(node) or {})
+                params = content.pop(PARAMS)
+                groups.append({**hyperparameters(content), PARAMS: getattr(params, "node", None)})
+            state: dict[str, dict[str, object]] = {}
+            for label, node in (branch(part.node.get(STATE, {})) or {}).items():
+                slots = branch(node)
+                if slots is None:
+                    raise DamagedFileError("unreadable state", expected="a dict by slot", found=str(label)[:80])
+                state[str(label)] = {str(key): _leaf(one, STATE) for key, one in slots.items()}
+            tree = {STATE: state, GROUPS: groups}
+            others = {str(key): node for key, node in part.node.items() if key not in (STATE, GROUPS)}
+        # Pipeline stages each list their own parameters under the same key, of which torch saves one rank's list only:
+        # parameters that have state and are in no group are put into the only group that there is.
+        members = [one for group in tree[GROUPS] for one in list_of(group[PARAMS])]
+        known = set(map(str, members))
+        absent = [label for label in tree[STATE] if label not in known]
+        if absent:
+            shown = listed(absent, most=8)
+            if len(tree[GROUPS]) != 1 or any(type(one) is int for one in members):
+                raise UnsupportedError(f"state of parameters that are in no param group: {shown}")
+            tree[GROUPS][0][PARAMS] = [*members, *absent]
+            warnings.append(f"no param group lists {shown}, which have state; they are added to the only group")
+        masters = [in_pieces(item.key, item.slot(MASTER)) for item in part.masters.values()]
+        return Optimizer(part.path, part.names, where, parse(tree, where, masters), others)
+
+
+def hyperparameters(content: Mapping[str | int, Node]) -> dict[str, object]:
+    """Return a param group's values, with single numbers that are tensors read."""
+    return with_scalars({key: _leaf(node, GROUPS) for key, node in content.items()}, "")
+
+
+def _leaf(node: Node, key: object) -> object:
+    """Return a slot or a single number as its item; an object with its file only where tensors are below it."""
+    if isinstance(node, TensorItem) and (str(key).startswith(STATE) or (not node.shape and node.whole is not None)):
+        return node
+    if isinstance(node, ObjectItem):
+        return FromFile.of(node.file, node.node) if has_tensors(node.node) else node.node
+    return carry(node)
+
+
+def attach(
+    checkpoint: Checkpoint, optimizers: Sequence[Optimizer], names: GivenNames, models: Sequence[Collection[str]]
+) -> list[Optimizer]:
+    """Give a checkpoint's parameters the optimizers' slots, and the checkpoint their param groups.
+
+    Return those that it got: not one that has parameters of an earlier one.
+
+    `checkpoint`: has its parameters already; `names`: of the parameters that are only numbered, in the optimizers'
+    order; `models`: the names of each model, of which an optimizer may have several one after another, in any order.
+    Raises UsageError: `names` do not fit.
+    """
+    numbered = [one for one in optimizers if not one.state.names]
+    if optimizers and not numbered:
+        note_not_used(checkpoint, names)
+    given: dict[tuple[int, int], str] = {}
+    if names is not None and numbered:
+        groups = [[(at, number) for number in its] for at, one in enumerate(numbered) for its in one.state.numbers]
+        whole = [one.shape for one in checkpoint.parameters.values()]
+        every = [one.state.shapes(whole) for one in numbered]
+        shapes = {(at, number): every[at][number] for its in groups for at, number in its}
+        given = Evidence.of(checkpoint, groups, shapes, factored=True).given(names)
+    taken: set[str] = set()
+    before: set[str] = set()  # which the numbers of those before are
+    orders = None if checkpoint.is_sorted else partial(orders_of_models, models)  # a dict has the model's
+    attached = []
+    for one in optimizers:
+        state = one.state
+        if one.prefix or one.name is not None:
+            state = joined([(one.name, one.prefix if state.names else "", state)])
+        found = dict(state.names)
+        if not one.state.names:
+            own = {number: name for (at, number), name in given.items() if numbered[at] is one}
+            own = own or names_of(checkpoint, one.state, one.where, taken=before, orders=orders)
+            alike = _alike(checkpoint) if len(own) < (count := len(one.state.every_number)) else []
+            if alike and count == len(checkpoint.parameters) - len(alike[1:]):
+                own = names_of(checkpoint, one.state, one.where, taken=alike[1:], orders=orders)
+                said = f"{listed(alike[1:])} has the elements of {alike[0]}, and is taken for another name of it"
+                checkpoint.warnings.append(said)
+            before |= set(own.values())
+            pairs = zip(state.every_number, one.state.every_number, strict=True)
+            found = {number: own[old] for number, old in pairs if old in own}
+        if taken & set(found.values()):
+            checkpoint.warnings.append(f"{one.where} has parameters of an earlier optimizer; it is carried as it is")
+            continue
+        attached.append(one)
+        taken |= set(found.values())
+        for name in found.values():
+            if name in checkpoint.buffers:  # an optimizer has it, so that it is none
+                checkpoint.parameters[name] = checkpoint.buffers.pop(name)
+        found = {number: name for number, name in found.items() if name in checkpoint.parameters}
+        attach_state(checkpoint, state, one.where, certain=found, known=(PARAMS,), front=one.prefix)
+    return attached
+
+
+def _alike(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of the only matrix that has several, as far as a sample tells; of any other none.
+
+    A dict has each name of a tied tensor, and the optimizer only the first.
+    """
+    slots = {name: one.slots[WEIGHT] for name, one in checkpoint.parameters.items() if len(one.shape) > 1}
+    same_shape = by_key(((slot.shape, slot.dtype), name) for name, slot in slots.items() if slot.numel).values()
+    reads: list[tuple[Hole, memoryview]] = []
+    some = [name for names in same_shape if len(names) > 1 for name in names]
+    seen = {name: sampled(slots[name], MOST_EXTENTS, reads) for name in some}
+    read_all(reads)
+    same = by_key((one.tobytes(), name) for name, one in seen.items() if (one != one[0]).any())
+    several = [names for names in same.values() if len(names) > 1]
+    return several[0] if len(several) == 1 else []
 
 
 def find_models(
@@ -42,17 +201,17 @@ def find_models(
         elif is_one and found[0] is not None and found[0] not in chosen:
             chosen = plain if found[0] in plain else large
         elif len(usual) > 1:
-            shown = ", ".join(joined(one.path) for one in usual)
-            used = joined(chosen[0].path)
+            shown = ", ".join(dotted(one.path) for one in usual)
+            used = dotted(chosen[0].path)
             warnings.append(f"there are several dicts of tensors ({shown}); {used} is used as the model")
     for at, one in enumerate(chosen):
         names = bare_names(one.tensors, front=front)
         tensors = {names[name]: tensor for name, tensor in one.tensors.items()}
         chosen[at] = replace(one, tensors=tensors, filed={new: old for old, new in names.items()})
     if len(chosen) > 1:
-        shown = " and ".join(joined(one.path) or "the rest" for one in chosen)
+        shown = " and ".join(dotted(one.path) or "the rest" for one in chosen)
         warnings.append(f"{shown} are read as one model; tensor names begin with these names")
-        return [replace(one, prefix=f"{joined(one.path)}." if one.path else "") for one in chosen]
+        return [replace(one, prefix=f"{dotted(one.path)}." if one.path else "") for one in chosen]
     return chosen
 
 
@@ -63,7 +222,7 @@ def without_modules(optimizers: Sequence[Optimizer], models: Sequence[ModelPart]
     """
     for part in optimizers:
         fronts = {name.partition(".")[0] for name in part.names}
-        around = [one for one in models if fronts == {joined(one.path).rpartition(".")[2]}]
+        around = [one for one in models if fronts == {dotted(one.path).rpartition(".")[2]}]
         if around and not any(aligned(one.tensors, part.names) for one in around):
             names = {name: name.partition(".")[2] for name in part.names}
             part.rename(names)
@@ -145,8 +304,8 @@ def _owner(optimizer: Optimizer, models: Sequence[ModelPart]) -> ModelPart | Non
 
 def _open(optimizer: Optimizer, models: Sequence[ModelPart]) -> UnsupportedError:
     return UnsupportedError(
-        f"{joined(optimizer.path)} could be the optimizer of several models",
-        found=" and ".join(joined(one.path) for one in models),
+        f"{dotted(optimizer.path)} could be the optimizer of several models",
+        found=" and ".join(dotted(one.path) for one in models),
         advice="save it under a key that begins like its model's key",
     )
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from zckpt.errors import DamagedFileError, about
 from zckpt.evidence import Evidence
-from zckpt.formats.dcp.optimizer import Optimizer
+from zckpt.formats.dcp.models import Optimizer
 from zckpt.formats.dcp.tree import OPTIMIZER, Branch, carry
 from zckpt.formats.dcp.write_items import expanded
 from zckpt.formats.remainder import WITH_ITEMS, described, descriptions, remainder, restore_from

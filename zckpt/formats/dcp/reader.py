@@ -15,8 +15,7 @@ from zckpt.formats.companions import carry_file
 from zckpt.formats.dcp.directory import MEGATRON_NAMES, Directory, is_megatrons, is_whole, rank_of
 from zckpt.formats.dcp.items import ItemFile, ObjectItem, is_empty, read_items
 from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
-from zckpt.formats.dcp.models import find_models, is_average, owners, without_modules
-from zckpt.formats.dcp.optimizer import Optimizer, attach, read_optimizer
+from zckpt.formats.dcp.models import Optimizer, attach, find_models, is_average, owners, read_optimizer, without_modules
 from zckpt.formats.dcp.own import prepare, restore_own, without_carried
 from zckpt.formats.dcp.tree import (
     DEEPEST,
@@ -28,13 +27,12 @@ from zckpt.formats.dcp.tree import (
     build,
     carry,
     dicts_of_tensors,
+    dotted,
     find_optimizers,
-    joined,
 )
 from zckpt.formats.fsdp_rank_files.held import is_share, shares
 from zckpt.formats.remainder import names_of_models, of_modules
 from zckpt.formats.safetensors import file as safetensors
-from zckpt.formats.safetensors import shards
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.optimizer import MASTERS, looks_like_optimizer, optimizer_rules
 from zckpt.formats.torch_files.reader import COMPOSERS_STEP, STEP_KEYS
@@ -70,7 +68,7 @@ def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
     root, folders = tree_of(directory, checkpoint)
     own = read_torchfile(directory.own) if directory.own is not None else None
     fill(checkpoint, root, names=names, own=own, pairs=directory.by_number())
-    for one in checkpoint.owners if any(map(shards.is_sharded, directory.folders.values())) else ():
+    for one in checkpoint.owners if any(map(safetensors.is_sharded, directory.folders.values())) else ():
         if whole := next((slot for slot in one.slots.values() if slot.numel > one.numel), None):
             raise ShardError(
                 f"the pieces of {one.name} end before its {whole.name} does: the last shards are missing",
@@ -152,7 +150,7 @@ def fill(
         checkpoint.optimizer_metadata.update({key: carry(node) for key, node in one.others.items()})
     masters = {(*one.path[:-1], key) for one in optimizers if one.state.masters for key in MASTERS}
     for at, node in _rest(root, (), {*model_paths}, {*optimizer_paths, *masters}):
-        checkpoint.metadata[joined(at)] = carry(node)
+        checkpoint.metadata[dotted(at)] = carry(node)
 
 
 def _find(
@@ -205,7 +203,7 @@ def _name(optimizers: Sequence[Optimizer], models: Sequence[ModelPart]) -> None:
             one.prefix = model.prefix
             one.rename(aligned(model.tensors, one.names))
         elif not one.names:
-            one.prefix = f"{joined(one.path)}." if numbered else ""
+            one.prefix = f"{dotted(one.path)}." if numbered else ""
             if model is not None:
                 one.state.scopes.update(dict.fromkeys(one.state.every_number, model.prefix))
     keys = [str(one.path[-1]) if one.path else "" for one in optimizers]
@@ -214,7 +212,7 @@ def _name(optimizers: Sequence[Optimizer], models: Sequence[ModelPart]) -> None:
         if set(keys) == {f"optimizer_{number}" for number in range(len(keys))}:
             keys = [key.removeprefix("optimizer_") for key in keys]
         elif not are_distinct(keys):
-            keys = [joined(one.path) for one in optimizers]
+            keys = [dotted(one.path) for one in optimizers]
         for one, key in zip(optimizers, keys, strict=True):
             one.name = key
 
@@ -260,7 +258,7 @@ def say_what_values_are(checkpoint: Checkpoint, folders: Mapping[str, Folder], *
         for key in (*file.tree.held, *(folder.several if rewritten else ())):
             steps = folder.paths.get(key, (key,))  # metadata have what lies there, or around it, under some of these
             ends = combinations(range(len(steps) + 1), 2)
-            name = next((name for start, end in ends if (name := joined(steps[start:end])) in kept), None)
+            name = next((name for start, end in ends if (name := dotted(steps[start:end])) in kept), None)
             if name is not None:
                 fate, about = (COPY, f"{name}, as in {OWN_NAME}") if rewritten else (CARRIED, name)
                 rules.append(Rule((key, REST), fate, about, tensors=rewritten))
@@ -288,7 +286,7 @@ def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[
     folders: dict[str, Folder] = {}
     for name, folder in directory.folders.items():
         if not is_whole(folder):
-            model = (shards if shards.is_sharded(folder) else safetensors).read(folder)
+            model = (safetensors.read_shards if safetensors.is_sharded(folder) else safetensors.read)(folder)
             trees[name] = taken(checkpoint, model)
             continue
         metadata = read_metadata(folder)

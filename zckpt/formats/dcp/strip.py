@@ -40,7 +40,7 @@ from zckpt.formats.stripping import (
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.optimizer import split_key
 from zckpt.state import MASTER, Checkpoint
-from zckpt.state.ranges import merge, without
+from zckpt.state.boxes import merge, without
 from zckpt.torchfile import ALIGNMENT, Object, TorchFile, dump, read_pickle
 
 TABLES = ("state_dict_metadata", "planner_data", "storage_data")

@@ -243,7 +243,7 @@ def _flat_names(node: Branch) -> list[str] | None:
     return [key.rpartition(".")[0] for key in found] or None
 
 
-def joined(path: Keys) -> str:
+def dotted(path: Keys) -> str:
     """Return the key of what lies at a path."""
     return ".".join(map(str, path))
 

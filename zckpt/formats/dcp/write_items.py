@@ -21,14 +21,20 @@ from dataclasses import replace
 from typing import Any
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.consolidated.model import model_tree
+from zckpt.formats.consolidated.model import model_tensors, model_tree, optimizer_slots
 from zckpt.formats.consolidated.optimizer import optimizer_tree
-from zckpt.formats.consolidated.tensors import model_tensors, optimizer_slots
 from zckpt.formats.remainder import of_modules
 from zckpt.formats.torch_files.optimizer import flattened, with_names
-from zckpt.formats.torch_files.readable import MAPPINGS, MAXIMUM_DEPTH, MAXIMUM_NODES, VALUES, is_readable
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.formats.torch_files.writer import SlotTensor, ValueTensor
+from zckpt.formats.torch_files.writer import (
+    MAPPINGS,
+    MAXIMUM_DEPTH,
+    MAXIMUM_NODES,
+    VALUES,
+    SlotTensor,
+    ValueTensor,
+    is_readable,
+)
 from zckpt.immutable import immutable
 from zckpt.state import Checkpoint, stated, without
 from zckpt.torchfile import FromFile, Tensor, each, node_of, walk_tensors

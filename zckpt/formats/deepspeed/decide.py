@@ -232,7 +232,7 @@ def cut_rank_values(target: Target) -> None:
             found=f"{count} ranks",
             advice="`zckpt consolidate` writes the model, for a new optimizer",
         )
-    from zckpt.formats.deepspeed.rare.codes import cut_codes
+    from zckpt.formats.deepspeed.rare.quantised import cut_codes
 
     advice = cut_codes(target)
     if target.coded:

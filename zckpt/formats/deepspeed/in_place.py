@@ -20,14 +20,13 @@ from zckpt.formats.deepspeed import foreign
 from zckpt.formats.deepspeed.axes.stages import Layer, Stages, uses_of
 from zckpt.formats.deepspeed.decide import decide, of_other_ranks
 from zckpt.formats.deepspeed.directory import OPTIMIZER, PIPELINE_LAYER, Shard, classify
-from zckpt.formats.deepspeed.documents import documents
 from zckpt.formats.deepspeed.hyperparameters import with_hyperparameters
-from zckpt.formats.deepspeed.notes import rank_notes
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.rare.zenflow import DETAIL
-from zckpt.formats.deepspeed.target import Target, Unpartitioned
+from zckpt.formats.deepspeed.target import Target, Unpartitioned, rank_notes
 from zckpt.formats.deepspeed.trees import form_of
+from zckpt.formats.deepspeed.writer import documents
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.immutable import immutable, mutable
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Shape, alias_of

@@ -27,8 +27,7 @@ from zckpt.formats.deepspeed.directory import (
     PIPELINE_LAYER,
     TagDirectory,
 )
-from zckpt.formats.deepspeed.layouts.groups import in_one_order
-from zckpt.formats.deepspeed.layouts.layout import Layout
+from zckpt.formats.deepspeed.layouts.layout import Layout, in_one_order
 from zckpt.formats.deepspeed.loss_scaling import SCALING_KEYS
 from zckpt.formats.deepspeed.origin import Origin, Rank, by_stage
 from zckpt.formats.deepspeed.ranks import (

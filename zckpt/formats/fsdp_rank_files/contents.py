@@ -38,8 +38,8 @@ from zckpt.formats.torch_files.optimizer import (
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, describe, identity_of, read_scalars, with_file
 from zckpt.immutable import mutable
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, by_key, dict_of, number_of, stated, without
+from zckpt.state.boxes import merge
 from zckpt.state.inventory import COPY, IMPLIED, REST, STATE, Rule
-from zckpt.state.ranges import merge
 from zckpt.storage.files import opened, read_json
 from zckpt.torchfile import (
     OrderedMapping,

@@ -27,9 +27,8 @@ from zckpt.formats.megatron.objects import Arguments
 from zckpt.formats.torch_files.tensors import as_mapping, slot_of
 from zckpt.immutable import immutable, mutable
 from zckpt.state import MASTER, PaddingSpan, Shape, Slot, itemsize, list_of, size_of
-from zckpt.state.boxes import SpanIndex
+from zckpt.state.boxes import SpanIndex, without
 from zckpt.state.inventory import ANY, IMPLIED, Rule
-from zckpt.state.ranges import without
 from zckpt.state.views import narrow, reshape
 from zckpt.storage.files import Sources
 from zckpt.torchfile import DType, Tensor

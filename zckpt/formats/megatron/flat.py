@@ -25,7 +25,7 @@ from itertools import product
 from math import prod
 
 from zckpt.errors import SourceError, UnsupportedError, ZckptError
-from zckpt.formats.account.fits import text_of
+from zckpt.formats.account.trees import text_of
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.megatron.buckets import (
     PARAM,
@@ -42,8 +42,7 @@ from zckpt.formats.megatron.cut import cuts_of
 from zckpt.formats.megatron.names import TIED, is_expert
 from zckpt.formats.megatron.objects import OPTIMIZER, Arguments, Common
 from zckpt.formats.megatron.optimizer import HYPERPARAMETERS, SCALER, loss_scale_of
-from zckpt.formats.megatron.order import orders
-from zckpt.formats.megatron.stages import FURTHER, Chunks, Dealt, Sliced, expert_counts, on_expert_rank
+from zckpt.formats.megatron.stages import FURTHER, Chunks, Dealt, Sliced, expert_counts, on_expert_rank, orders
 from zckpt.formats.torch_files.tensors import TensorItem, carried
 from zckpt.immutable import immutable, mutable
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot, by_key, dict_of, size_of

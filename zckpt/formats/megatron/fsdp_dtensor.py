@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, listed
 from zckpt.formats.dcp.directory import Directory
 from zckpt.formats.dcp.items import ObjectItem
-from zckpt.formats.dcp.optimizer import hyperparameters
+from zckpt.formats.dcp.models import hyperparameters
 from zckpt.formats.dcp.reader import fill, say_what_values_are, tree_of
 from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Branch, Node, Tree, branch, leaves
 from zckpt.formats.megatron.cut import Shapes, end_to_end

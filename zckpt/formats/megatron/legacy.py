@@ -34,11 +34,18 @@ from zckpt.formats.megatron.cut import CURRENT, KEPT, SPLITS, Shapes, cut_of, re
 from zckpt.formats.megatron.directory import FILE, FOLDER, FORMAT, LEGACY, OPTIMIZER_FILE, Place, folders, missing
 from zckpt.formats.megatron.fused import apart, expert_count, is_fused, name_of_one
 from zckpt.formats.megatron.local import attach_distributed, attach_plain
-from zckpt.formats.megatron.names import BLOCK, BUFFERS, TIED, Name, in_order, is_expert
-from zckpt.formats.megatron.norms import LOCAL, filed_names
-from zckpt.formats.megatron.objects import OPTIMIZER, VERSION, Arguments, Common, settle, topology_of
+from zckpt.formats.megatron.names import BLOCK, BUFFERS, LOCAL, TIED, Name, filed_names, in_order, is_expert
+from zckpt.formats.megatron.objects import (
+    OPTIMIZER,
+    VERSION,
+    Arguments,
+    Common,
+    read_own,
+    restore_own,
+    settle,
+    topology_of,
+)
 from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, Held, attach, keep_common, keep_rest, optimizers
-from zckpt.formats.megatron.own import read_own, restore_own
 from zckpt.formats.megatron.stages import FURTHER
 from zckpt.formats.torch_files.tensors import arguments_of, as_mapping, carried, describe, slot_of
 from zckpt.immutable import immutable, mutable

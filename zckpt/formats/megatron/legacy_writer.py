@@ -33,12 +33,9 @@ from zckpt.formats.megatron.directory import FILE, FOLDER, OPTIMIZER_FILE
 from zckpt.formats.megatron.fused import ONE
 from zckpt.formats.megatron.legacy import APART, BOUNDS, CHUNKS, EXPERTS, FUSED, LAYERS, NUMBERED, ORDER, UNTIED
 from zckpt.formats.megatron.local import GRADIENTS
-from zckpt.formats.megatron.names import BLOCK, TIED, Name
-from zckpt.formats.megatron.norms import LOCAL, filed_names, live_names
-from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, Arguments, states_by
+from zckpt.formats.megatron.names import BLOCK, LOCAL, TIED, Name, filed_names, live_names
+from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, ROWS, Arguments, states_by
 from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, STATES, STEP
-from zckpt.formats.megatron.order import order_of
-from zckpt.formats.megatron.own import ROWS
 from zckpt.formats.megatron.stages import (
     Bounds,
     Dealt,
@@ -47,8 +44,9 @@ from zckpt.formats.megatron.stages import (
     dealt,
     expert_counts,
     on_expert_rank,
+    order_of,
 )
-from zckpt.formats.megatron.write_common import PLAIN, Content, Group, Source, shards_of
+from zckpt.formats.megatron.writer import PLAIN, Content, Group, Source, shards_of
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import arguments_of, arguments_with
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, view

@@ -30,9 +30,8 @@ from zckpt.formats.megatron.directory import COMMON, FORMAT, MARK, TORCH_DIST, P
 from zckpt.formats.megatron.flat import with_flat
 from zckpt.formats.megatron.keys import Stored, is_of_one_layer, stored
 from zckpt.formats.megatron.names import in_order
-from zckpt.formats.megatron.objects import FLAT, Common, carry_objects, settle, topology_of
+from zckpt.formats.megatron.objects import FLAT, Common, carry_objects, read_own, restore_own, settle, topology_of
 from zckpt.formats.megatron.optimizer import attach, keep_common
-from zckpt.formats.megatron.own import read_own, restore_own
 from zckpt.formats.torch_files.tensors import TensorItem, as_mapping, by_name, describe
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot, without
 from zckpt.state.inventory import IMPLIED, Claim

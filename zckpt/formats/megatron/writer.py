@@ -13,6 +13,13 @@ optimizer.state.<slot>.<key>              everything else that the optimizer has
 <module>._extra_state/shard_<i>_<n>       [None], which modules ask for, or what the source has
 
 Source: megatron-core 0.16, `DistributedOptimizer.sharded_state_dict`, `make_sharded_tensors_for_checkpoint`.
+
+What every target of Megatron's has, whatever its files: the model's tensors, param groups, and what is no tensor.
+
+Megatron-Core takes hyperparameters from the group with the same `wd_mult`, `lr_mult`, `is_expert_parallel` and
+`is_decoupled_lr`. A source of another program has none of these: its groups are parted and joined by Megatron's default
+rule (`optimizer`), where all that come to be in one have the same hyperparameters. Experts are a second optimizer's
+where they are spread over ranks. That has one step for all parameters.
 """
 
 from __future__ import annotations
@@ -20,29 +27,341 @@ from __future__ import annotations
 import heapq
 import json
 import re
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
+from pathlib import Path
 
+from zckpt.compare.logical import parameter_values, single
 from zckpt.engine.targets import TargetFile
-from zckpt.errors import UnsupportedError
+from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.evidence import refuse_ungrouped, refuse_unnamed
+from zckpt.formats.companions import copy_of, files_below
+from zckpt.formats.consolidated.model import model_tensors
 from zckpt.formats.dcp.directory import NAME as INDEX
-from zckpt.formats.dcp.write_metadata import Chunk, Entry, metadata
-from zckpt.formats.dcp.writer import Archives, TensorPiece
+from zckpt.formats.dcp.writer import Archives, Chunk, Entry, TensorPiece, metadata
 from zckpt.formats.format import Job, TargetFiles
+from zckpt.formats.latest import TRACKER, folder_of
 from zckpt.formats.megatron.cut import is_gated
-from zckpt.formats.megatron.directory import COMMON, MARK, TORCH_DIST
-from zckpt.formats.megatron.keys import Placed, is_of_one_layer, placed
-from zckpt.formats.megatron.names import by_itself
-from zckpt.formats.megatron.norms import keyed_names
-from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, states_by
-from zckpt.formats.megatron.optimizer import COMMON_STEP, GROUPS, SHARDING, STATES
-from zckpt.formats.megatron.write_common import CONTENT, DISTRIBUTED, FLATTENED, PLAIN, Content, Source, shards_of
+from zckpt.formats.megatron.directory import (
+    AS_IT_IS,
+    COMMON,
+    FOLDER,
+    FORMAT,
+    MARK,
+    OF_TRAINING,
+    RELEASE,
+    TORCH_DIST,
+    TRAIN_STATE,
+)
+from zckpt.formats.megatron.keys import Placed, check_names, is_of_one_layer, placed
+from zckpt.formats.megatron.names import by_itself, is_expert, keyed_names
+from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, VERSION, own_tree, states_by
+from zckpt.formats.megatron.optimizer import (
+    COMMON_STEP,
+    EXPERTS,
+    GROUPS,
+    SCALER,
+    SHARDING,
+    STATES,
+    STEP,
+    WEIGHT_DECAY,
+    by_rule_decays,
+)
+from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import arguments_of
-from zckpt.formats.torch_files.writer import SlotTensor
-from zckpt.immutable import mutable
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Shape, Slot
+from zckpt.formats.torch_files.writer import SlotTensor, ValueTensor, value_node
+from zckpt.immutable import immutable, mutable
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot, first_of, number_of, stated, without
 from zckpt.state.views import narrow, reshape
+from zckpt.torchfile import node_of, put_back
+
+DISTRIBUTED, FLATTENED, PLAIN = "distributed", "flattened", "plain"
+"""Whose state it is: the distributed optimizer's, in either form, or another's."""
+
+SHARDED = "optimizer sharding"
+"""Under which `Checkpoint.details` say how a distributed optimizer's state was cut."""
+
+SCALERS = (SCALER, f"1.{SCALER}")
+"""Under which `Checkpoint.optimizer_metadata` have the loss scalers, that of experts where it is another."""
+
+CONTENT, ITERATION = "content_metadata", "iteration"
+CURRENT = 3.0
+"""The version of a checkpoint whose queries, keys and values are ordered as everything here has them."""
+
+OF_PROGRAM = frozenset({ARGUMENTS, "num_floating_point_operations_so_far", "opt_param_scheduler",
+                        "rerun_state_machine"})  # fmt: skip
+"""Keys of `common.pt` that are Megatron-LM's, wherever a checkpoint has been in between."""
+
+RESTATED = frozenset({CONTENT, VERSION, ITERATION})
+
+_SHARDS = re.compile(r"[0-9.]*_[0-9.]*")
+
+
+Content = dict[object, object]
+"""What is to be in a file, by key."""
+
+FACTORS = {WEIGHT_DECAY: 1.0, "lr_mult": 1.0, EXPERTS: False, "is_decoupled_lr": False}
+"""By what Megatron-Core tells groups, and what each is in a group that says nothing of it."""
+
+
+@mutable
+class Group:
+    """A group that is to be written: its hyperparameters, and the names of its parameters."""
+
+    values: dict[str, object]
+    members: list[str] = field(default_factory=list)
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether it is of an optimizer that experts have for themselves."""
+        return bool(_factor(self.values, EXPERTS))
+
+
+def _factor(values: Mapping[str, object], key: str) -> object:
+    return values.get(key, values.get(f"pre_{key}"))
+
+
+@immutable
+class Source:
+    """A checkpoint as it is to be written, by its own names."""
+
+    checkpoint: Checkpoint
+    tensors: Mapping[str, tuple[Slot, str]]
+    """Of the model, with the types that they are to have, without further names of tied parameters."""
+    trained: Mapping[str, Parameter]
+    kind: str  # {DISTRIBUTED, FLATTENED, PLAIN}; whose optimizer's state it is to be
+    groups: list[Group]
+    step: float | None
+    iteration: int | None  # at which it was saved; None: no training has saved it
+    notes: list[str]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, options: object, expert_parallel_size: int | None) -> Source:
+        """Return what a checkpoint is.
+
+        `options`: of `convert` or `reshard`. Raises UsageError: nothing says at which iteration a trained model was
+        saved; UnsupportedError: it is no model of Megatron's, or has state that its optimizer has no place for.
+        """
+        notes: list[str] = []
+        refuse_unnamed(checkpoint, "which Megatron-Core has for its state")
+        several = checkpoint.optimizers() or checkpoint.models()
+        if several:
+            raise UnsupportedError("Megatron-Core has one model and one optimizer", found=listed(several))
+        check_names(checkpoint.names)
+        tensors = model_tensors(checkpoint, getattr(options, "dtype", "keep"), tied="drop")
+        absent = [one.name for one in checkpoint.owners if one.name not in tensors]
+        if absent:
+            raise UnsupportedError("the model lacks some of its tensors", found=listed(absent))
+        trained = {one.name: one for one in checkpoint.parameters.values() if one.group is not None}
+        groups = _groups(checkpoint, expert_parallel_size, notes)
+        step = _step(checkpoint, list(trained.values()))
+        kind = getattr(options, "optimizer", None)
+        if not kind:  # as the source's arguments say, or else as its files do where they are Megatron-Core's
+            facts = checkpoint.converted_from or {"format": checkpoint.format}
+            distributed = facts.get("format") != FORMAT or SHARDED in {**facts, **checkpoint.details}
+            said = arguments_of(checkpoint.metadata.get(ARGUMENTS)).get("use_distributed_optimizer")
+            is_plain = said is False if isinstance(said, bool) else checkpoint.param_groups and not distributed
+            kind = PLAIN if is_plain else DISTRIBUTED
+        chosen = first_of([getattr(options, ITERATION, None), checkpoint.step])
+        if chosen is None and trained:
+            raise UsageError("SOURCE does not state its iteration", expected="--iteration N")
+        if chosen is not None and chosen < 0:
+            raise UsageError("unusable iteration", expected="at least 0", found=chosen)
+        return cls(checkpoint, tensors, trained, kind, groups, step, chosen, notes)
+
+    @property
+    def folder(self) -> str:
+        """Its directory within the run."""
+        return RELEASE if self.iteration is None else folder_of(str(self.iteration))
+
+    def states(self, name: str) -> Iterator[tuple[str, Slot, str]]:
+        """Yield key, slot and type of all that the optimizer has of a parameter, the master first.
+
+        An optimizer without masters of 32-bit weights is a plain one: that of others has a copy of these, too. Raises
+        UnsupportedError: a slot is not of its parameter's shape.
+        """
+        one, (written, dtype) = self.trained[name], self.tensors[name]
+        if self.kind != PLAIN or dtype != "float32":
+            master = one.master
+            yield MASTER, master or written, "float32" if master is None else master.dtype
+        for key, slot in one.slots.items():
+            if key in (WEIGHT, MASTER) or (key == STEP and not slot.shape):
+                continue
+            if slot.shape != one.shape:
+                raise UnsupportedError(f"Megatron cannot hold {key} of {one.name}",
+                                       expected=f"its shape, {one.shape}", found=slot.shape)  # fmt: skip
+            yield key, slot, slot.dtype
+
+    @property
+    def group_step(self) -> Content:
+        """The step as each group has it; the optimizers that have one of their own have it not."""
+        return {} if self.step is None or (self.kind == PLAIN and type(self.step) is float) else {STEP: self.step}
+
+    @property
+    def own_step(self) -> ValueTensor | None:
+        """The step of an optimizer whose groups have none."""
+        if self.step is None or self.group_step:
+            return None
+        return ValueTensor(struct.pack("<f", self.step), "float32", ())
+
+    def optimizers(self) -> Iterator[tuple[list[Group], list[Content], Content]]:
+        """Yield the groups of each optimizer, experts' last, their values in the file, and what is around them."""
+        known = [self.checkpoint.optimizer_metadata.get(key) for key in SCALERS]
+        for of_experts in (False, True):
+            own = [one for one in self.groups if one.is_of_experts == of_experts]
+            scaler = first_of([known[of_experts], known[0]])
+            if own:
+                values: list[Content] = [
+                    {**{key: value_node(value) for key, value in one.values.items()}, **self.group_step} for one in own
+                ]
+                yield own, values, stated({SCALER: scaler})
+
+    @property
+    def is_megatrons(self) -> bool:
+        """Whether Megatron saved it, whatever it was since."""
+        return FORMAT in (self.checkpoint.format, self.checkpoint.converted_from.get("format"))
+
+    @property
+    def of_training(self) -> dict[str, object]:
+        """What Megatron-Bridge has in files of their own, by their stems."""
+        every = self.checkpoint.metadata.items() if self.is_megatrons else ()
+        return {key: value for key, value in every if OF_TRAINING.fullmatch(f"{key}.pt")}
+
+    def common_tree(self, but: Iterable[str]) -> Content:
+        """Return what `common.pt` holds but for the optimizer, and for some keys of metadata."""
+        apart = {OPTIMIZER, *self.of_training}
+        tree: Content = {
+            key: value
+            for key, value in without(self.checkpoint.metadata, *but, *RESTATED).items()
+            if key in OF_PROGRAM or (self.is_megatrons and not FOLDER.match(key) and key not in apart)
+        }
+        return {**tree, VERSION: CURRENT, **stated({ITERATION: self.iteration})}
+
+    def finished(
+        self,
+        files: list[TargetFile],
+        held: Iterable[str],
+        names: Mapping[str, str],
+        ranks: Mapping[str, int] | None = None,
+    ) -> TargetFiles:
+        """Return all files of the run: with that of what the others have no place for, and that which names it.
+
+        `held`: keys of metadata that they have; `names`: the checkpoint's names by those in the files; `ranks`: of
+        legacy files: how many of each kind.
+        """
+        apart = {f"{self.folder}/{key}.pt": value for key, value in self.of_training.items()}
+        apart |= {f"latest_{key}.pt": value for key, value in self.of_training.items() if key == TRAIN_STATE}
+        has = {*held, *RESTATED, *(SCALERS if self.groups else ()), *self.of_training}
+        own = own_tree(self.checkpoint, held=has, groups=[one.members for one in self.groups], names=names, ranks=ranks)
+        tracker = TargetFile.of(TRACKER, f"{self.folder if self.iteration is None else self.iteration}".encode())
+        # Copies of what Megatron-Bridge reads beside a checkpoint.
+        source = Path(self.checkpoint.source)
+        beside = files_below(source) if ranks is None and self.checkpoint.format == FORMAT and source.is_dir() else ()
+        copies = [copy_of(path, f"{self.folder}/{name}") for name, path in beside if AS_IT_IS.fullmatch(name)]
+        every = [
+            *files,
+            *(torch_writer.lay_out(name, value) for name, value in apart.items()),
+            *copies,
+            torch_writer.lay_out(f"{self.folder}/{OWN_NAME}", own),
+            tracker,
+        ]
+        lacks = [what for key, what in ((ARGUMENTS, "--no-load-rng"), ("opt_param_scheduler", "its own scheduler"))
+                 if key not in has]  # fmt: skip
+        if lacks and self.iteration is not None and self.checkpoint.format != FORMAT:
+            self.notes.append(f"SOURCE has no Megatron-LM state: start Megatron-LM with {' and '.join(lacks)}")
+        return TargetFiles(
+            every,
+            notes=self.notes,
+            restated=RESTATED | ({ARGUMENTS} if ranks is not None else set()),
+            copied={one.name for one in copies},
+            replaceable=lambda name: AS_IT_IS.fullmatch(name) is not None,
+        )
+
+
+def _groups(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: list[str]) -> list[Group]:
+    """Return the groups to write, those of experts last where they are an optimizer of their own.
+
+    `notes`: gets what was done. Raises UsageError: a size that cannot be; UnsupportedError: which group a parameter is
+    in is not known, some lack state that others have, or groups that Megatron has as one differ.
+    """
+    if expert_parallel_size is not None and expert_parallel_size < 1:
+        raise UsageError("unusable --expert-parallel-size", expected="at least 1", found=expert_parallel_size)
+    groups = checkpoint.param_groups
+    refuse_ungrouped(checkpoint)
+    trained = [checkpoint.parameters[name] for name in checkpoint.grouped]
+    most = {key for one in trained for key in one.optimizer_slots}
+    for one in trained:
+        for key in sorted(most - one.slots.keys()):
+            raise UnsupportedError(f"{one.name} has no {key}, but others do",
+                                   expected="state for all trained parameters")  # fmt: skip
+    as_source = checkpoint.topology.ep > 1 or any(one.hyperparameters.get(EXPERTS) is True for one in groups)
+    chained = as_source if expert_parallel_size is None else expert_parallel_size > 1
+    own = all(_factor(group.hyperparameters, WEIGHT_DECAY) is not None for group in groups)
+    found: dict[tuple[object, ...], Group] = {}
+    for group in groups:
+        for name in group.parameters or ([""] if own else []):  # a group of nothing is one, too
+            values = dict(group.hyperparameters)
+            said = {key: _factor(values, key) for key in FACTORS}
+            factors = {**FACTORS, **stated(said)}
+            for key, value in factors.items():
+                if not isinstance(number_of(value), (int, float)):
+                    raise UnsupportedError("Megatron tells param groups by numbers", expected=f"{key} as a number",
+                                           found=type(value).__name__)  # fmt: skip
+            if name:
+                factors[EXPERTS] = chained and is_expert(name)
+            if not own:
+                factors[WEIGHT_DECAY] = 1.0 if by_rule_decays(checkpoint.parameters[name]) else 0.0
+            values |= {f"pre_{key}" if f"pre_{key}" in values else key: value for key, value in factors.items()}
+            its = found.setdefault(tuple(factors.values()), Group(values))
+            for key in {**its.values, **values}:
+                if its.values.get(key) != values.get(key):
+                    raise UnsupportedError(
+                        "param groups that are one in Megatron differ",
+                        expected="the same hyperparameters for all parameters with weight decay, and for all biases "
+                        "and parameters of one axis",
+                        found=f"{key} {its.values.get(key)} and {values.get(key)}",
+                    )
+            its.members += [name] if name else []
+    made = sorted(found.values(), key=lambda one: (one.is_of_experts, not own and one.values[WEIGHT_DECAY] == 0.0))
+    if not own:
+        count = f"{len(groups)} param groups were" if len(groups) > 1 else "the param group was"
+        notes.append(f"{count} became Megatron's {len(made)}: biases and tensors of one axis have no weight decay "
+            "there, and its own arguments set learning rates and weight decay")  # fmt: skip
+    return made
+
+
+def _step(checkpoint: Checkpoint, trained: Sequence[Parameter]) -> float | None:
+    """Return the step that the optimizer has for all parameters; None where it counts none.
+
+    Raises UnsupportedError: parameters have different ones, or other single values.
+    """
+    found: dict[float, float] = {}
+    for one in trained:
+        for key, value in parameter_values(checkpoint, one).items():
+            if isinstance(value, Slot) and (value.shape or key != STEP):
+                continue
+            number = single(value)
+            if key != STEP or not isinstance(number, (int, float)):
+                raise UnsupportedError(
+                    f"Megatron cannot hold {key} of {one.name}",
+                    expected="tensors of its shape, or a step",
+                )
+            found[float(number)] = number
+    if len(found) > 1:
+        raise UnsupportedError("Megatron has one step for all parameters",
+                               found=" and ".join(f"{step:g}" for step in sorted(found)[:2]))  # fmt: skip
+    return next(iter(found.values()), None)
+
+
+def shards_of(value: object) -> dict[str, object]:
+    """Return what ranks have of an object, by the keys that they have for it; nothing for other values."""
+    node = node_of(value)
+    if not isinstance(node, dict) or not all(isinstance(key, str) and _SHARDS.fullmatch(key) for key in node):
+        return {}
+    return {key: put_back(value, one) for key, one in node.items()}
+
 
 CUT = {DISTRIBUTED: "fully_reshardable", FLATTENED: "fully_sharded_model_space"}
 """How the distributed optimizer cuts its state: as the model's; each slice flattened, of which here each is a whole."""

@@ -16,16 +16,22 @@ from zckpt.errors import DamagedFileError, ShardError, SourceError, about
 from zckpt.formats.lost import is_lost, stand_in
 from zckpt.formats.native.document import FORMAT, Form, Json, read_document, record, wrong
 from zckpt.formats.native.files import DOCUMENT_NAME, SECTIONS, SHARE, headers_shared, rank_name
-from zckpt.formats.native.layouts import Cut, Layouts, Offsets, Table, offsets_in, spans_of, summed
-from zckpt.formats.native.node_reader import NodeReader
+from zckpt.formats.native.nodes import NodeReader
 from zckpt.formats.native.rank_file import (
+    Cut,
+    Layouts,
     Listed,
+    Offsets,
     RankFile,
+    Table,
     is_as_listed,
     listed_header,
     mismatches,
+    offsets_in,
     open_rank_file,
+    spans_of,
     storage_key,
+    summed,
 )
 from zckpt.state import (
     Checkpoint,

@@ -12,9 +12,8 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.native.document import FORMAT, VERSION, encode
 from zckpt.formats.native.files import DOCUMENT_NAME, SECTIONS, rank_name
-from zckpt.formats.native.layouts import Cut, Pieces
-from zckpt.formats.native.node_writer import NodeWriter
-from zckpt.formats.native.rank_file import Entry, Listed, listed, slot_entry, storage_key
+from zckpt.formats.native.nodes import NodeWriter
+from zckpt.formats.native.rank_file import Cut, Entry, Listed, Pieces, listed, slot_entry, storage_key
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.tensors import slot_of_storage

@@ -27,14 +27,14 @@ class Safetensors(Format):
     def find(self, search: Search) -> Found | NearMiss | None:
         """Tell a file by its header, a directory by its names; other formats keep more next to such a model."""
         from zckpt.formats.native.files import is_rank_file
-        from zckpt.formats.safetensors import file, shards
+        from zckpt.formats.safetensors import file
 
         if is_rank_file(search.path):
             return NearMiss("is one rank's file of a zckpt checkpoint", f"give its directory, {search.path.parent}")
         if file.is_delta(search.path if search.path.is_dir() else search.path.parent):
             about = "is a version of a model's weights as slime publishes them: only the changes since the last one"
             return NearMiss(about, "`zckpt apply MODEL VERSION TARGET` writes the model at that version")
-        if search.path.is_dir() and shards.is_sharded(search.path):
+        if search.path.is_dir() and file.is_sharded(search.path):
             return Found("shards", sure=False)
         if file.is_safetensors(search.path):
             return Found("whole", sure=not search.path.is_dir())
@@ -54,11 +54,11 @@ class Safetensors(Format):
         from zckpt.evidence.order import put_in_order
         from zckpt.formats.companions import warned
         from zckpt.formats.consolidated.optimizer import attach_optimizer
-        from zckpt.formats.safetensors import file, shards
+        from zckpt.formats.safetensors import file
         from zckpt.formats.suffixes import IN_DIRECTORY
 
         path = search.path
-        checkpoint = shards.read(path) if found.place == "shards" else file.read(path)
+        checkpoint = file.read_shards(path) if found.place == "shards" else file.read(path)
         if found.place != "shards" and path.is_dir() and (path / IN_DIRECTORY).is_file():
             attach_optimizer(checkpoint, path / IN_DIRECTORY)
         if search.names is not None:

@@ -14,7 +14,7 @@ from zckpt.formats.safetensors.file import MAXIMUM_HEADER_NBYTES, METADATA_KEY
 from zckpt.immutable import immutable
 from zckpt.state import Slot, nbytes_of
 from zckpt.state.dtypes import DTYPES, itemsize
-from zckpt.storage.clone import BLOCK_NBYTES
+from zckpt.storage.disk import BLOCK_NBYTES
 
 ALIGNMENT = 8
 """The header is padded with spaces so that the data starts on a multiple of this."""

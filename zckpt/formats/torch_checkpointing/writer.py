@@ -14,9 +14,8 @@ from typing import Any
 from zckpt.engine.targets import Lazily, TargetFile
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.fsdp_rank_files.directory import EXTRA, MODEL, OPTIMIZER
-from zckpt.formats.fsdp_rank_files.dtensors import Target
 from zckpt.formats.fsdp_rank_files.kept import own_tree
-from zckpt.formats.fsdp_rank_files.writer import Ranks, refuse
+from zckpt.formats.fsdp_rank_files.writer import Ranks, Target, refuse
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_checkpointing.reader import DTENSOR, NAME, VERSION
 from zckpt.formats.torch_files import writer as torch_writer

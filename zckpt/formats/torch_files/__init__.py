@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import UnsupportedError
 from zckpt.formats.format import ROOTS, Format, Found, InFolder, NearMiss, Search
-from zckpt.formats.steps import LastStep, last_file
+from zckpt.formats.latest import LastStep, last_file
 from zckpt.storage.files import read_head
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
 from zckpt.immutable import immutable
 from zckpt.state import Checkpoint, Extent, Scalar, Shape, Slot, SourceFile, Span, are_texts, by_key, dict_of, nbytes_of
+from zckpt.state.boxes import merge, total
 from zckpt.state.dtypes import is_floating, is_negatable, itemsize
 from zckpt.state.inventory import Rule
-from zckpt.state.ranges import merge, total
 from zckpt.state.views import reshape
 from zckpt.storage.files import opened
 from zckpt.torchfile import (

@@ -23,8 +23,8 @@ from zckpt.errors import UnsupportedError, UsageError
 from zckpt.evidence import refuse_unnamed
 from zckpt.evidence.modules import TooManyOrdersError, possible
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter
+from zckpt.formats.consolidated.model import trained_tensors
 from zckpt.formats.consolidated.optimizer import optimizer_tree, rest_at_top
-from zckpt.formats.consolidated.tensors import trained_tensors
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.remainder import remainder
 from zckpt.formats.safetensors import layout as safetensors_layout

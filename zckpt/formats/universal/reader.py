@@ -23,7 +23,7 @@ from zckpt.formats.deepspeed.axes.auto_ep import KEY as LAYERS_KEY
 from zckpt.formats.deepspeed.axes.auto_ep import router_names
 from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.directory import MODEL, shards_in
-from zckpt.formats.deepspeed.layouts.groups import complete_aliases, optimizer_order, tied_names
+from zckpt.formats.deepspeed.layouts.layout import complete_aliases, optimizer_order, tied_names
 from zckpt.formats.deepspeed.layouts.per_parameter import FrozenPadding, frozen_weight
 from zckpt.formats.deepspeed.ranks import missing_files, missing_ranks
 from zckpt.formats.deepspeed.reader import keep_models

@@ -8,9 +8,8 @@ from typing import Any
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.evidence import NAMES_ADVICE
-from zckpt.formats.consolidated.model import model_tree
+from zckpt.formats.consolidated.model import model_tensors, model_tree, optimizer_slots
 from zckpt.formats.consolidated.optimizer import optimizer_tree
-from zckpt.formats.consolidated.tensors import model_tensors, optimizer_slots
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.remainder import remainder
 from zckpt.formats.torch_files import writer as torch_writer

@@ -16,7 +16,7 @@ from zckpt.errors import MissingPackageError, UsageError, ZckptError, listed
 from zckpt.formats.account import take_inventory
 from zckpt.formats.assets import find_assets, is_adapter
 from zckpt.formats.companions import CARRIED, TRAINER_STATE
-from zckpt.formats.consolidated.tensors import optimizer_slots
+from zckpt.formats.consolidated.model import optimizer_slots
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.options import choose
 from zckpt.formats.registry import get

@@ -13,7 +13,7 @@ from zckpt.formats.dcp.directory import find as find_dcp
 from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.formats.fsdp_rank_files import directory as rank_files
 from zckpt.formats.transformers_trainer.architectures import is_converted
-from zckpt.naming.numbered import has_names_of_files
+from zckpt.naming.installed import has_names_of_files
 from zckpt.state import MASTER, WEIGHT, Checkpoint, by_key, itemsize
 from zckpt.storage.files import entries_of, is_file, read_json
 from zckpt.torchfile import node_of

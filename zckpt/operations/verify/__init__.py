@@ -24,8 +24,15 @@ from zckpt.formats.registry import find_format
 from zckpt.formats.survey import survey
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, ReadCopied, Unpack, how_read, shares
-from zckpt.operations.verify.findings import Checked, Finding, Verification, finding_of, findings_of, in_order
-from zckpt.operations.verify.structure import structure_findings
+from zckpt.operations.verify.structure import (
+    Checked,
+    Finding,
+    Verification,
+    finding_of,
+    findings_of,
+    in_order,
+    structure_findings,
+)
 from zckpt.state import Checkpoint, SourceFile
 from zckpt.storage.files import is_file
 from zckpt.storage.nodes import on_nodes
@@ -72,7 +79,7 @@ def verify(
     executor, how = shared["executor"], how_read(shared)
     if how["direct"] and not deep and against is None:
         raise UsageError("--direct does not apply to a sample", expected="--deep or --against with it")
-    from zckpt.compare.twice import files_twice
+    from zckpt.compare.copies import files_twice
 
     expected = None
     if against is not None:
@@ -162,7 +169,7 @@ def _sampled(counts: dict[str, int], checkpoint: Checkpoint) -> Iterator[Finding
     if not any(p.master and p.weight for p in checkpoint.parameters.values()):
         return  # without what would be loaded for that
     from zckpt.compare.weights import samples
-    from zckpt.operations.verify.weights import weight_findings
+    from zckpt.operations.verify.deep import weight_findings
 
     compared = []
     try:
@@ -184,9 +191,8 @@ def _deep(
     """Read every byte once."""
     from zckpt.engine.checking import Checks, Sum
     from zckpt.formats.survey import checksums
-    from zckpt.operations.verify.deep import run
+    from zckpt.operations.verify.deep import damage_findings, run
     from zckpt.operations.verify.inventory import Inventory, take_inventory
-    from zckpt.operations.verify.weights import damage_findings
     from zckpt.torchfile import AlikeRecords
 
     sums: list[Sum] = []

@@ -43,9 +43,8 @@ from zckpt.state import (
     itemsize,
     nbytes_of,
 )
-from zckpt.state.boxes import Box, row_major
+from zckpt.state.boxes import Box, Range, merge, row_major, without
 from zckpt.state.cuts import Cuts
-from zckpt.state.ranges import Range, merge, without
 
 PARAMETER, BUFFER, PADDING = "parameter", "buffer", "padding"
 

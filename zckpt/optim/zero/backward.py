@@ -33,8 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from zckpt.optim.param_groups import SHOWN, Group
 from zckpt.optim.tensors import Future, GradBucket, Hook, end_to_end, reduced_gradients
 from zckpt.optim.zero.flat import FlatOptimizer
-from zckpt.optim.zero.gradients import ShardedGradient, ShardedGradients
-from zckpt.optim.zero.reduction import Bucket, Reducer, fill
+from zckpt.optim.zero.reduction import Bucket, Reducer, ShardedGradient, ShardedGradients, fill
 from zckpt.optim.zero.stepping import Scaler, model_rank
 
 

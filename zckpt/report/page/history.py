@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import PurePosixPath
 
-from zckpt.report.history import remarks
 from zckpt.report.page.markup import code, facts, items, name_of, nbytes, number, page, section, table, text, verdict
+from zckpt.report.reports import remarks
 from zckpt.report.text import Document, count, size, when
 from zckpt.state import are_distinct
 

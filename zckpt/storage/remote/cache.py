@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import DamagedFileError
 from zckpt.state import by_key
-from zckpt.state.ranges import merge
+from zckpt.state.boxes import merge
 from zckpt.storage.recent import Recent
 
 if TYPE_CHECKING:

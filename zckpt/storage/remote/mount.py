@@ -188,7 +188,7 @@ def adopt(path: str) -> Distant:
         base.mkdir(mode=0o700, exist_ok=True)
         atexit.register(remove_base, os.getpid(), base)
     if scheme == PACKED:
-        from zckpt.storage.packed import mount as packed
+        from zckpt.storage.packed import store as packed
 
         show_as_stored(str(base), PACKED)
         return packed.adopt(path, host, parts)

@@ -26,7 +26,7 @@ from zckpt.errors import TargetError
 from zckpt.storage.crc32 import content_of, line_of
 from zckpt.storage.remote.attempts import attempt
 from zckpt.storage.remote.fsspec_stores import FsspecStore
-from zckpt.storage.remote.uploads import Sent, UploadsBase
+from zckpt.storage.remote.stores import Sent, UploadsBase
 
 RECORD_NBYTES = 4 << 20
 

@@ -25,8 +25,7 @@ from zckpt.state import nbytes_of
 from zckpt.storage.remote.addresses import Address
 from zckpt.storage.remote.attempts import attempt, status_of
 from zckpt.storage.remote.cache import RemoteFile
-from zckpt.storage.remote.stores import Entries, Listed, Store, changed
-from zckpt.storage.remote.uploads import Sent, UploadsBase
+from zckpt.storage.remote.stores import Entries, Listed, Sent, Store, UploadsBase, changed
 from zckpt.storage.stand_ins import FILES
 
 CONNECTIONS = 32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from zckpt.errors import TargetError
 from zckpt.storage.remote.addresses import Address
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from zckpt.storage.remote.named_uploads import NamedUploads
     from zckpt.storage.remote.s3 import S3Uploads
 
-    Uploads = S3Uploads | NamedUploads
+    Uploads: TypeAlias = S3Uploads | NamedUploads
 
 _STORES = {
     "s3": "s3:S3Store", "s3a": "s3:S3Store", "http": "web:HttpStore", "https": "web:HttpStore",

@@ -38,7 +38,7 @@ from zckpt.formats.deepspeed.axes.experts import (
     layer_of,
     named_degree,
 )
-from zckpt.formats.deepspeed.layouts.groups import order_like
+from zckpt.formats.deepspeed.layouts.layout import order_like
 from zckpt.formats.deepspeed.layouts.stage0 import Numbered, keep_other_state, mark_frozen
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.shards import Files

@@ -35,7 +35,7 @@ from zckpt.formats.deepspeed.axes.tp_rules import (
     Rule,
     Rules,
 )
-from zckpt.formats.deepspeed.layouts.groups import complete_aliases
+from zckpt.formats.deepspeed.layouts.layout import complete_aliases
 from zckpt.formats.deepspeed.origin import Origin, Rank, by_stage, gathered
 from zckpt.formats.deepspeed.ranks import check_slices_alike
 from zckpt.formats.deepspeed.rare.quantised import of_slices

@@ -43,8 +43,7 @@ from typing import NamedTuple
 
 from zckpt.errors import LayoutError, SourceError, UnsupportedError, UsageError
 from zckpt.state import Shape, are_sizes, are_texts, dict_of, list_of
-from zckpt.state.boxes import row_major
-from zckpt.state.ranges import merge, without
+from zckpt.state.boxes import merge, row_major, without
 from zckpt.storage.files import given_json
 from zckpt.torchfile import brief
 

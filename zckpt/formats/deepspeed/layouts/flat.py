@@ -18,15 +18,14 @@ from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.axes.auto_ep import check_shapes, of_all
 from zckpt.formats.deepspeed.axes.expert_ranks import Spread
 from zckpt.formats.deepspeed.axes.experts import experts_per_rank, global_name, is_expert
-from zckpt.formats.deepspeed.layouts.groups import optimizer_order
-from zckpt.formats.deepspeed.layouts.layout import Layout
+from zckpt.formats.deepspeed.layouts.layout import Layout, optimizer_order
 from zckpt.formats.deepspeed.rare.muon import MOMENTUM, is_whole, keeps_whole_matrices, whole_slots
 from zckpt.formats.deepspeed.shards import Addresses, ModelShard, OptimizerShard, Shapes, Weights, mapped_numels
 from zckpt.formats.deepspeed.values import Case, Line, Slots, element_slots, quantised_keys
 from zckpt.formats.lost import is_lost
 from zckpt.state import MASTER, Duplicate, Padding, PaddingSpan, Parameter, Shape, Slot, Topology
+from zckpt.state.boxes import without
 from zckpt.state.partition import flat_padding, flat_partition_numel, flat_shares, flat_starts
-from zckpt.state.ranges import without
 from zckpt.torchfile import Tensor
 
 ZERO_WITHOUT_GRADIENTS = frozenset(

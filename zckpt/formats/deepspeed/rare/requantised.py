@@ -20,8 +20,15 @@ from zckpt.engine.computed import Computed
 from zckpt.errors import UnsupportedError, UsageError, about
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.options import RecutOptions
-from zckpt.formats.deepspeed.rare.codes import CODES, SCALE, Kept, by_group, bytes_of
-from zckpt.formats.deepspeed.rare.quantised import is_quantised, with_float_slots
+from zckpt.formats.deepspeed.rare.quantised import (
+    CODES,
+    SCALE,
+    Kept,
+    by_group,
+    bytes_of,
+    is_quantised,
+    with_float_slots,
+)
 from zckpt.formats.deepspeed.target import Target
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.torch_files.quantised import BLOCKS, NESTED, Moment
