@@ -1,8 +1,6 @@
-"""The verbs that write checkpoints, stores of checkpoints, and what changed.
+"""The verbs that write checkpoints, stores of checkpoints and what changed, that prune a run, or watch it.
 
 A command is its options and its help; the verb of its name gets what click makes of them.
-
-The verbs about the checkpoints of a run that do more than read: `prune`, and `verify --watch`.
 """
 
 from __future__ import annotations

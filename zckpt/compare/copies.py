@@ -1,10 +1,10 @@
-"""Copies that ranks keep of one parameter, by a bounded sample: where they have drifted apart, which one is written.
+"""Copies that ranks keep of one parameter, and one rank's file under two names, both told by a bounded sample.
 
 Stages of a pipeline train their own copy of a tied layer, tensor-parallel ranks their own of a norm. DeepSpeed gives
 each rank its own back, so a training does not see that they differ; in a whole model there is one of them.
 `verify --deep` compares all elements.
 
-One rank's file under two names: told from what ranks have alike by rule, without reading more than a sample.
+A rank's file under two names is told from what ranks have alike by rule:
 
 names      torch calls an archive's folder as the file that it saves; of a copy it is called as a file beside it
 samples    two files that hold different elements begin every tensor of theirs that is looked at with the same bytes

@@ -4,9 +4,8 @@
 given, the pickle and the tensors, or copies of them. The ranks then write these files into one new directory, which
 gets the name of the tag when all of them are on disk; `latest` is written after that.
 
-Live objects as a torch file that is still to be written: pickled as `torch.save` does, bytes of tensors apart.
-
-What an engine saves holds objects of its own, which only their own pickling knows. This writes pickles, and reads none.
+What an engine saves holds objects of its own, which only their own pickling knows: they are pickled as `torch.save`
+does, bytes of tensors apart. This writes pickles, and reads none.
 
 Source: `_save` of torch/serialization.py, 2.5 to 2.13.
 """

@@ -6,7 +6,7 @@
 A copy moves an n-dimensional box of elements between two strided byte layouts; adjacent dimensions are
 merged wherever both sides allow, so that what is contiguous on both sides is one dimension.
 
-What a rule cuts finely: a few elements in each of many files, which is worth reading with others. Pure.
+A `Cut` is what a rule cuts finely: a few elements in each of many files, which is worth reading with others.
 """
 
 from __future__ import annotations

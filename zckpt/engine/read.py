@@ -1,10 +1,8 @@
-"""Elements of slots in memory, hole by hole. The same plan as for a file, with memory for a target.
+"""Elements of slots in memory, hole by hole, and files that are never written. The same plan as for a file.
 
-A file that is planned and never written: whoever reads it gets its bytes from where they are now.
-
-A plan is run range by range, when a range is asked for and into the reader's own memory. So a loader of files, such as
-`torch.load`, gets a file of another layout at the cost of reading what is in it: nothing is held here, or written.
-Checksums are not filled in: that of a zip record would need its bytes before they are asked for.
+Of a virtual file a plan is run range by range, when a range is asked for and into the reader's own memory. So a loader
+of files, such as `torch.load`, gets a file of another layout at the cost of reading what is in it: nothing is held
+here, or written. Checksums are not filled in: that of a zip record would need its bytes before they are asked for.
 """
 
 from __future__ import annotations

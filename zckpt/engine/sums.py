@@ -1,11 +1,11 @@
-"""Functions that compute a slot as a sum or mean of several: weighted, or exponential. Steps are rounded, as torch's.
+"""Functions that compute a slot as a sum or mean of others, each step rounded as torch rounds it.
 
 Sum      w0*x0 + w1*x1 + ...                            a bias, and what an adapter adds to it
 Mean     w0*x0 + w1*x1 + ...                            a model soup, or the last checkpoints of a run; of equal
          (x0 + x1 + ...) / n                            weights, which together are 1 in any case
 Decayed  m = x0;  m = d*m + (1-d)*x1; ...               what an average that is kept during training does
 
-The function that adds a product of two small matrices to a slot: W + scale * (left @ right), rounded once.
+LowRank  W + scale * (left @ right), rounded once       an adapter merged into its model
 
 DoRA gives each row of the sum, or each column where W lies as (in, out), a norm of its own: it is divided by the norm
 it has, and multiplied by that. Norms of columns need all of a tensor: they are computed once, and kept, too.

@@ -1,15 +1,14 @@
-"""Parameters that a rule cuts over many files, a few elements in each: read together, each file with one read.
+"""Parameters that a rule cuts over many files, a few elements in each: read together, or copied as one.
 
     file 0   | a a | b | c c c |      file 1   | a a | b | c . . |      what lies end to end is read at once
     memory   | a a . . a a . . | b . b | c c c . . . c |                a parameter is a column of what was read
 
 One parameter by itself would take as many reads as it has files, and thousands of them as many times as many.
 
-Shares of thousands of parameters that lie end to end, in the source's files and in the target's, copied as one.
-
-ZeRO-3 cuts every parameter by itself, so that another number of ranks needs parameters x ranks copies, of a few
-elements each where ranks are many. Here a row has the numbers of all parameters as columns, once for all ranks of the
-target, and a pack is the row and a rank.
+Where shares of thousands of parameters lie end to end in the target's files, too, they are copied as one. ZeRO-3 cuts
+every parameter by itself, so that another number of ranks needs parameters x ranks copies, of a few elements each
+where ranks are many. Here a row has the numbers of all parameters as columns, once for all ranks of the target, and a
+pack is the row and a rank.
 
     source file   | a a | b b b | c c |     `Cuts`: where each begins on its line, how wide that is cut, where it is
     target        | a | b b . | c |         the row: where each share begins, and how large; all others are zero

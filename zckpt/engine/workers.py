@@ -1,11 +1,11 @@
 """Who does the work, in what portions and with how much memory, for all that is written, read or looked at.
 
     items -> batches of some megabytes -> a bounded queue -> threads -> results, in order
-                                      `-> tasks of many batches -> other processes -> results, in order    tasks
+                                      `-> tasks of many batches -> other processes -> results, in order
 
 No other module starts threads for elements, or decides how many there are and what each may hold.
 
-Tasks for processes that are not this one, perhaps on other machines: many batches at once, and what they rely on.
+Tasks are for processes that are not this one, perhaps on other machines.
 
     batch batch batch ... | batch batch batch ... |     consecutive ones, as many bytes in each task
     task = work, batches, the files they read and write as the driver knows them

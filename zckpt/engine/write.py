@@ -4,10 +4,9 @@ Each file is made at its full size, its literals written, its copies cut into pi
 in batches. As soon as a batch is written, its way to the disk begins, so that the final sync finds most of the work
 done. Whose files these are, and under which names they appear, is the caller's.
 
-Batches, and what tells one from any other: a digest of which bytes come from where, and what is done to them. Pure.
-
-Two batches with the same key write the same bytes to the same place, as long as the source files are what they were. So
-what another run recorded under a key is done, whatever else is different about that run.
+A batch has a key: a digest of which bytes come from where, and what is done to them. Two batches with the same key
+write the same bytes to the same place, as long as the source files are what they were. So what another run recorded
+under a key is done, whatever else is different about that run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The file `latest` of a run, or Megatron's: it holds the name of the directory, next to it, to be resumed from.
+"""Which checkpoint of a run was saved last: the one that a file beside them names, or the one of the highest step.
 
-Which checkpoint of a run was saved last, where a program keeps one beside the other and names them by their step.
+RUN/latest                            DeepSpeed, and others: the name of the directory next to it
 
 RUN/step-N/                           torchtitan: a DCP directory for each step; it goes on from the last that is whole
 RUN/stepN/, step_N/, iter_N/          OLMo-core, prime-rl and NeMo RL, Cosmos: the same, of DCP in folders below

@@ -1,4 +1,4 @@
-"""How the elements of a tensor are arranged, and expressions of sizes. Pure.
+"""How the elements of a tensor are arranged, expressions of sizes, and which layers and rows are taken. Pure.
 
     "(heads two half) in"       two dimensions: the first is heads, then two, then half, outermost first
     "(group member[:q] d) in"   of the members only those below q: the others are in other tensors
@@ -6,7 +6,7 @@
 
 Every tensor of a rule is a part of one box of all its letters, whatever their order in each.
 
-Layers and rows that are taken from a checkpoint, in an order: some twice, some not, rows of zeros behind them.
+Layers and rows are taken in an order: some twice, some not, rows of zeros behind them.
 
 {"taken": {"model.layers.{l}.": "0-23,8-31",                  48 layers of 32: those from 8 to 23 are there twice
            "model.embed_tokens.weight": "0-,zero*64"}}        all rows, and 64 of zeros

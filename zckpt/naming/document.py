@@ -14,7 +14,7 @@
  "settings": {"layernorm_zero_centered_gamma": false},
  "implied": {"huggingface": ["lm_head.weight"]}}
 
-or, of a model whose names stay, {"taken": {"model.layers.{l}.": "0-23,8-31"}} alone, which `taken` describes
+or, of a model whose names stay, {"taken": {"model.layers.{l}.": "0-23,8-31"}} alone, which `axes` describes
 
 or what another map is but for some keys: {"like": "llama-huggingface-meta", "about": ..., "settings": {...}}, with
 "more" rules before its own, which hold "again" under other beginnings of names

@@ -1,9 +1,8 @@
-"""The map of a model in files and in the memory of the installed transformers, made in a process of its own.
+"""The map of a model in files and in the memory of the installed transformers, and names of an optimizer's numbers.
 
-Where it is not installed, `transformers.json` has the maps of a version, made by `bench/transformers_tables.py`: not
-for the numbers of an optimizer, as nothing says how the model at hand orders its parameters.
-
-Names in memory for what transformers has under others in files, and for an optimizer that numbers its parameters.
+The map is made in a process of its own. Where transformers is not installed, `transformers.json` has the maps of a
+version, made by `bench/transformers_tables.py`: not for the numbers of an optimizer, as nothing says how the model at
+hand orders its parameters.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A model whose tensors are computed, as a mean or with an adapter in it, is writt
 opened again before it has its name, and every tensor of the model is there, of its shape and type. And every byte, if
 that is asked for, is what the same functions compute once more.
 
-One model of a checkpoint in the place of its own: one of several, a part, or what lies beside it, an average say.
+One model can take the place of the checkpoint's own: one of several, a part, or what lies beside it, an average say.
 """
 
 from __future__ import annotations

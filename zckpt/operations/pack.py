@@ -1,10 +1,7 @@
 """A run's checkpoints as one store, in a fraction of the room; and their files again, bit for bit.
 
-What predicts the bytes of a checkpoint's files: the same elements of the checkpoint before it, and masters.
-
-Both may be of any formats and world sizes: what is asked for is an extent of a slot of a parameter.
-
-The files of checkpoints in a store, or of what a patch makes, bit for bit as they were packed.
+The bytes of its files are predicted by the same elements of the checkpoint before it, and by masters. Both may be of
+any formats and world sizes: what is asked for is an extent of a slot of a parameter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A directory that several processes write together; nothing of it is seen before one of them names it all.
+"""A target that several processes write together, or that is in a store; nothing is seen of it before all is there.
 
 first       checks what is there, removes what a killed run has left, and begins
 every       writes its files, and says what it has sent to a store: straight from memory
@@ -8,7 +8,7 @@ failure     each removes what it has sent, and the first whatever is left of a p
 
 To who writes a file it is a directory like any other: `write_target` sends what goes to a store.
 
-A target in a store: sent without a copy here, read back, and recognisable only when all of it is there.
+What one process writes to a store is sent without a copy here, and read back:
 
 own         as for a directory: what is there may be replaced, or nothing is begun
 resume      what a run that was killed has left is gone on with or removed, as the user says

@@ -7,7 +7,7 @@ write       the plan is run under a temporary name, and source bytes held agains
 prove       what was written is looked at by who asks, and still has no name
 name        all is synced to disk and gets its name in one step
 
-How a verb writes, and what is done with a target before it gets its name.
+`How` is what a verb is asked for: how to write, and what to do with a target before it gets its name.
 """
 
 from __future__ import annotations

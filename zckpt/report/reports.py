@@ -1,19 +1,4 @@
-"""The text of `zckpt inspect`, from its JSON document.
-
-What `zckpt diff` found between two checkpoints, or over a series of them, as text; from the JSON documents.
-
-Figures of tensors, and elements of one, as text; from the documents of `stats` and `show`.
-
-The history of a run as text, from the documents of `list` and `prune`.
-
-What `pack`, `unpack`, `patch` and `apply` did, as text, from their documents.
-
-What `resume-check` found, as text, from its document.
-
-What `zckpt scan` prints, from its JSON document, and the same as SARIF 2.1.0, for tools that show findings.
-
-The text of `zckpt verify`, from its JSON document.
-"""
+"""What verbs found or did, as text, from their JSON documents; of `scan` also SARIF 2.1.0, which other tools show."""
 
 from __future__ import annotations
 

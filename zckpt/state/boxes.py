@@ -1,7 +1,4 @@
-"""Boxes of tensors: extents as boxes, what these share, overlap; which spans may reach into an extent. Pure.
-
-Ranges of bytes or elements, [low, high): which there are together, and what of some is in no others. Pure.
-"""
+"""Boxes of tensors, and ranges of bytes or elements: what they share, which overlap, what is in no others. Pure."""
 
 from __future__ import annotations
 

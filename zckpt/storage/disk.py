@@ -3,13 +3,12 @@
 Names that change in one step: `renameat2` of Linux. Writeback that begins early, and waiting for its end. What writing
 needs is loaded when something is written: everything that only reads checkpoints starts without.
 
-Ranges of a file that become a range of another without being copied, where the file system has such a step.
-
-Both files then share blocks on disk until one of them is written to: XFS, Btrfs, bcachefs, OCFS2, and NFS 4.2 and SMB
+Where the file system can, a range of a file becomes a range of another without being copied: both files share blocks
+on disk until one of them is written to. XFS, Btrfs, bcachefs, OCFS2, and NFS 4.2 and SMB
 where their server does. A range begins and ends at blocks in both files, so the distance of the two offsets must be a
 multiple of a block. What no file system would do is not asked for, and who cannot is not asked again.
 
-Bytes between a disk and memory past the page cache (O_DIRECT), for what is larger than memory and read once.
+What is larger than memory and read once can go past the page cache (O_DIRECT).
 
     of a file    |    xxxxxxxxxxxxxxxxxxxxxx   |      any bytes
     read         |xxxxxxxxxxxxxxxxxxxxxxxxxxxxx|      whole blocks, into memory that begins at a page

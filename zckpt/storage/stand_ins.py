@@ -1,10 +1,10 @@
 """Files that have a name and a size here, and their bytes elsewhere: in a store, or in the memory of this process.
 
 A place is laid out below a directory of this process as a tree of files without bytes, so that all that asks for names
-and sizes need know of no store. What is read of such a file comes through its `Distant` (`distant`). Nothing else can
+and sizes need know of no store. What is read of such a file comes through its `Distant`. Nothing else can
 read one: it is opened with `O_PATH`, so that a read that went another way fails.
 
-How the bytes of files are had that only stand in for others (`stand_ins`). Every read of a file asks here.
+Every read of a file asks here whether it is one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The pickle of a torch file: any tree that was read from one, or built of the same nodes.
+"""The pickle of a torch file, opcode by opcode: any tree that was read from one, or built of the same nodes.
 
 Classes are named, never imported: `torch._utils._rebuild_tensor_v2`, `collections.OrderedDict`, `torch.Size`. An
 object that occurs several times in the tree is written once and is one object again after loading, cycles included.
@@ -9,11 +9,9 @@ class or attributes      _rebuild_from_type_v2(function, class, arguments of the
 parameter                _rebuild_parameter(plain, gradient, hooks)
   with attributes        _rebuild_parameter_with_state(plain, gradient, hooks, attributes)
 
-Writes a pickle opcode by opcode, in protocol 2, as torch writes its own.
-
-What is written for each type of node is a function for a leaf, a generator for a node with others below it: plain data
-here, all others in `pickle_writer`. The generator writes the opcodes around its parts and yields the parts themselves,
-so that nothing here recurses, however deep a tree is.
+The protocol is 2, as torch's own. What is written for each type of node is a function for a leaf, a generator for a
+node with others below it. The generator writes the opcodes around its parts and yields the parts themselves, so that
+nothing here recurses, however deep a tree is.
 
     list    ] PUT ( <yield item> ... e        a cycle may lead back into it: it is in the memo before its items are
     tuple   ( <yield item> ... t PUT          where a cycle has written it meanwhile: POP GET instead of PUT

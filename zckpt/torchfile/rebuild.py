@@ -1,8 +1,7 @@
-"""Globals of the standard library and of numpy that become plain data or a node, and what it may cost.
+"""Globals of the standard library, numpy and torch that become plain data or a node, and what it may cost.
 
 A builder takes the arguments that a pickle passes to a function and returns what stands for the result: None refuses
-them, and of NotImplemented the call is kept, as that of any function that is in no table: an inert `Object`. The torch
-table is in `rebuild_torch`.
+them, and of NotImplemented the call is kept, as that of any function that is in no table: an inert `Object`.
 
 A few bytes of a pickle can copy or hash something large again and again; so everything that costs more
 than its opcode is counted, and the sum must stay within a small multiple of the pickle's size.
@@ -10,8 +9,6 @@ than its opcode is counted, and the sum must stay within a small multiple of the
 Hashing is the one thing done with objects of the file: tuples could nest so deep or share so much that
 it never ends, or thousands of keys could have one hash. Strings and bytes hash with a secret of the
 process, and nodes by identity or by such strings.
-
-torch's functions that rebuild tensors, and the nodes that stand for their results.
 
 Every dense tensor is checked against its storage here, so that no byte range outside of it is ever
 reported. Source of all signatures: `torch/_utils.py` and `torch/_tensor.py` of torch 1.0 to 2.13.

@@ -4,8 +4,6 @@ A tensor with elements is what its bytes are: all of them have to lie in spans, 
 node that the checkpoint's metadata or state has taken over goes with it. Of any other value a rule of the adapter says
 what it is, and a value that is said to be state has to be under a key that some parameter or param group has.
 
-Which rule of an adapter speaks for a place in a file's tree. Pure: no I/O.
-
 The rules of a file become a tree of their own, step by step as the file's tree is gone through: a place there has the
 rules that fit all steps to it, in their order. Steps that no rule names lead to the same place, however many there are;
 numbers may have one of their own.

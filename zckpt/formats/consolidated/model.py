@@ -8,7 +8,7 @@ FILE.pt                                   {"model": {name: tensor}, "optimizer":
 
 Masters that the model does not hold exactly are in the optimizer's state, under `master`.
 
-Which tensors a whole model has, from which slots and of which types, in whatever form it is written.
+Other writers of whole models take from here which tensors there are, from which slots and of which types.
 """
 
 from __future__ import annotations

@@ -9,10 +9,8 @@ Metadata
 A pickle, of which nothing is executed. Keys are paths joined with dots, and names have dots themselves: only
 `planner_data` tells one from the other. Strides in it are local ones and chunks come in any order; neither is used.
 
-The items of a directory as columns of numbers, and the spans that tensors have of them.
-
-A checkpoint of thousands of parameters by thousands of ranks has millions of chunks. Each takes some tens of bytes here
-and no object: a span or a node of it is made when it is asked for.
+Items are columns of numbers. A checkpoint of thousands of parameters by thousands of ranks has millions of chunks.
+Each takes some tens of bytes here and no object: a span or a node of it is made when it is asked for.
 
     item        0   1   2   3   4 ...      objects, and chunks of tensors: those of one by their first index
     entry       a number for the tensor or object that it is of

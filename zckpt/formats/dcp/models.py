@@ -1,11 +1,10 @@
-"""Which dicts of tensors of a saved dict are models, and which optimizer is whose.
+"""Which dicts of tensors of a saved dict are models, which optimizer is whose, and what it has of each parameter.
 
 The model is what has the optimizer's names; where those are numbers, or there is no optimizer, what is called as models
 are.
 
-The state that a DCP directory holds of its optimizers, given to the checkpoint's parameters.
-
-By name where the file has names, which is usual; else by number, with names found as for any file of `torch.save`.
+State is given by name where the file has names, which is usual; else by number, with names found as for any file of
+`torch.save`.
 """
 
 from __future__ import annotations

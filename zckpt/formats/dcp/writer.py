@@ -1,6 +1,6 @@
 """Lay out a directory of `torch.distributed.checkpoint`, as the ranks of an FSDP2 training would have written it.
 
-DIR/.metadata             what there is and where: see `write_metadata`
+DIR/.metadata             what there is and where: see below
 DIR/__<rank>_0.distcp     items one after the other, each a whole torch archive
 DIR/zckpt.pt              what such a directory has no place for: see `own`; torch leaves it alone
 
@@ -12,7 +12,7 @@ Tensors of one type and shape have the same bytes around their elements, and equ
 that each kind is laid out once, however many there are. Where the sources lie on a file system that clones, the data of
 large ones begins where blocks of it are blocks of the source: those of one kind and beginning are one.
 
-`.metadata`: which items there are, under which paths, and where each lies; a pickle of torch's own classes.
+`.metadata` is a pickle of torch's own classes:
 
 Metadata(
     state_dict_metadata  {key: TensorStorageMetadata(properties, size, chunks) or BytesStorageMetadata()}
@@ -22,7 +22,7 @@ Metadata(
     version              "1.0.0"
 )
 
-The form is that of torch 2.3 to 2.14, which later ones still read: tensor properties without strides, which came with
+Its form is that of torch 2.3 to 2.14, which later ones still read: tensor properties without strides, which came with
 2.15 and which nothing before it takes; no StorageMeta, which came after 2.3 and holds only where and when it was
 written. The pickle is written opcode by opcode, as there may be a million items.
 """

@@ -1,6 +1,6 @@
 """A `Target`: a checkpoint of DeepSpeed that is to be written, and what each of its ranks has. `decide` makes one.
 
-What is said of a target: how layers were dealt anew, and what became of what differs between ranks.
+What is said of it: how layers were dealt anew, and what became of what differs between ranks.
 """
 
 from __future__ import annotations

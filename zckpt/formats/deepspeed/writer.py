@@ -3,7 +3,7 @@
 Under ZeRO-3 every rank has a model file with client state of its own (a random generator, a sampler's position);
 under tensor parallelism every model-parallel rank has. A rank that exists in source and target keeps its own.
 
-The files of a target: the name of each, and its content, which is made when it is come to.
+Each file has a name, and content that is made when it is come to.
 
 Experts: `expert_ranks` says who looks for which of their files. What a source's file holds goes along as it is, under
 the mp_rank of every rank that looks for it, unless experts are sliced and cut anew; from another format files are made.

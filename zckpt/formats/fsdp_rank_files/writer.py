@@ -5,9 +5,7 @@ DIR/optim_world_size_W_rank_R.pt            FSDP2: the same; FSDP1: flat paramet
 DIR/extra_state_world_size_W_rank_R.pt      the scheduler, made where there is none; random states of the source's ranks
 DIR/fsdp_config.json, huggingface/          the latter as the source has it
 DIR/data.pt, data_R.pt, trainer_state.pt    as the source has them; the first and the last belong around a role's folder
-DIR/zckpt.pt                                what these have no place for: see `own`; no program looks at it
-
-What one rank gets: DTensors as torch pickles them, and of FSDP1 shards of flat parameters.
+DIR/zckpt.pt                                what these have no place for: see `kept`; no program looks at it
 
 torch has changed several times what a pickled DTensor is, and loads no form but its own: see `FORMS`. It compares
 meshes by their ranks, layout, device type and names, so these have to be those of the program that loads the files; the

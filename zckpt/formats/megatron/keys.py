@@ -9,7 +9,7 @@
     mtp.layers.<i>....                                                  the same: what predicts further tokens
 
 A layer has its number in the whole model. Names are those of the model on one rank, but for norms that Transformer
-Engine puts into the linear layer behind them: the disk knows no others (`norms`). Where layers differ, Megatron-Core
+Engine puts into the linear layer behind them: the disk knows no others (`names`). Where layers differ, Megatron-Core
 has each under its own number, and stacks none. What it writes as several is read and not written.
 
 Source: the `sharded_state_dict` methods of megatron-core 0.13 and 0.16, and the `sharded_state_dict_keys_map` of its

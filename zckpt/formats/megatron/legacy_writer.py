@@ -3,7 +3,7 @@
 RUN/latest_checkpointed_iteration.txt
 RUN/iter_0000004/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt   the rank's model by its own names, its optimizer, the rest
                                         distrib_optim.pt     of the distributed optimizer: flat, with zeros in the gaps
-                 zckpt.pt                                    what these have no place for: see `own`
+                 zckpt.pt                                    what these have no place for: see `objects`
 
 stages         which layers and experts a rank has, what of a parameter, and what it calls them
 buckets        where the distributed optimizer has a parameter

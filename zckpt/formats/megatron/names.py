@@ -1,10 +1,10 @@
-"""What a tensor's name says: which layer of which block, which expert; and the order of names. Pure.
+"""What a tensor's name says: which layer of which block, which expert, which norm; and the order of names. Pure.
 
 decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight     of experts that are modules of their own
 decoder.layers.3.mlp.experts.linear_fc1.weight5                    of `TEGroupedMLP`: one module, a parameter of each
 decoder.layers.3.mlp.experts.weight1                               of `GroupedMLP`: one parameter of all, see `fused`
 
-Where a model's norms are: modules of their own, or parts of the linear layers behind them. Pure.
+Norms are modules of their own, or parts of the linear layers behind them.
 
                     Transformer Engine's layers                    others
 module              linear_qkv.layer_norm_weight                   input_layernorm.weight

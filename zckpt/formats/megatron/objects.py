@@ -7,7 +7,7 @@ NeMo        {"global_step": 4, "optimizer": [...], "lr_schedulers": [...], "loop
 <module>._extra_state/shard_0_2      of layer 0 of 2: [None], or a list with the state of Transformer Engine's FP8
 rng_state/shard_0.1_1.2              of pipeline stage 0 of 1, tensor-parallel rank 1 of 2
 
-`zckpt.pt` beside the files of a `torch_dist` directory: what those have no place for. Megatron-Core leaves it alone.
+`zckpt.pt` has what these have no place for. Megatron-Core leaves it alone.
 
 {**formats.remainder,
  "megatron": {"groups": [[name]],        of each param group of `common.pt`, in its order

@@ -1,4 +1,4 @@
-"""How a model is dealt to pipeline stages, their chunks and expert-parallel ranks, and what each calls it. Pure.
+"""How a model is dealt to pipeline stages, their chunks and expert-parallel ranks, in which order each has it. Pure.
 
 Chunk v of stage p of P is number v P + p of all chunks in the model's order. The first one has what is before the
 layers, the last one what is behind them; of a tied embedding it has a copy, under another name. Layers are numbered
@@ -7,10 +7,7 @@ from 0 in each chunk, experts on each expert-parallel rank: the other way round 
 Layers that predict further tokens (`mtp`) are on the last chunk, which has a copy of the embedding for them, under its
 own name; the last norm is then where the last layer is. What sees images is on the first chunk.
 
-Source: megatron-core 0.16, `get_transformer_layer_offset`, `get_num_layers_to_build`, `mtp_on_this_rank`,
-`TransformerBlock.has_final_layernorm_in_this_stage`, `LLaVAModel`.
-
-The order of a model's parameters in memory, which Megatron-Core's names tell as far as its layers are known. Pure.
+Names tell the order of parameters in memory, as far as layers are known:
 
 A layer    input norm, attention's linear_proj, linear_qkv, norms of query and key; norm, router, linear_fc1, linear_fc2
            with Transformer Engine the input norm is a part of linear_qkv, and behind linear_proj
@@ -20,7 +17,9 @@ Experts    each with both of its layers; grouped: all first layers, then all sec
 
 The files of `torch_dist` have no order; one that follows from here is a guess, to be proven by values.
 
-Source: megatron-core 0.16, `get_gpt_layer_local_spec`, `get_gpt_layer_with_transformer_engine_spec`.
+Source: megatron-core 0.16, `get_transformer_layer_offset`, `get_num_layers_to_build`, `mtp_on_this_rank`,
+`TransformerBlock.has_final_layernorm_in_this_stage`, `LLaVAModel`, `get_gpt_layer_local_spec`,
+`get_gpt_layer_with_transformer_engine_spec`.
 """
 
 from __future__ import annotations

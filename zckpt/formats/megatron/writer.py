@@ -4,7 +4,7 @@ RUN/latest_checkpointed_iteration.txt     "4", or "release" where no training ha
 RUN/iter_0000004/metadata.json            the mark
                  .metadata, __R_0.distcp  every layer and expert of a tensor is a chunk of it
                  common.pt                what is not sharded: step, hyperparameters, and what the source has
-                 zckpt.pt                 what these have no place for: see `own`
+                 zckpt.pt                 what these have no place for: see `objects`
 
 <key>                                     a weight: see `keys`
 optimizer.state.param.<key>               its master, as the distributed optimizer has it (`fully_reshardable`)
@@ -14,12 +14,11 @@ optimizer.state.<slot>.<key>              everything else that the optimizer has
 
 Source: megatron-core 0.16, `DistributedOptimizer.sharded_state_dict`, `make_sharded_tensors_for_checkpoint`.
 
-What every target of Megatron's has, whatever its files: the model's tensors, param groups, and what is no tensor.
-
-Megatron-Core takes hyperparameters from the group with the same `wd_mult`, `lr_mult`, `is_expert_parallel` and
-`is_decoupled_lr`. A source of another program has none of these: its groups are parted and joined by Megatron's default
-rule (`optimizer`), where all that come to be in one have the same hyperparameters. Experts are a second optimizer's
-where they are spread over ranks. That has one step for all parameters.
+The legacy files have the same tensors, param groups and values. Megatron-Core takes hyperparameters from the group
+with the same `wd_mult`, `lr_mult`, `is_expert_parallel` and `is_decoupled_lr`. A source of another program has none of
+these: its groups are parted and joined by Megatron's default rule (`optimizer`), where all that come to be in one have
+the same hyperparameters. Experts are a second optimizer's where they are spread over ranks. That has one step for all
+parameters.
 """
 
 from __future__ import annotations

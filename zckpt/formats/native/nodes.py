@@ -1,4 +1,4 @@
-"""What a value is in `checkpoint.json`: the one table that values are written by and read by.
+"""What a value is in `checkpoint.json`: one table, by which values are written, and read.
 
 null, true, "text", 7, 0.5, [values]     themselves; a float always has a point or an exponent
 {"key": value}                           a dict whose keys are all text, none of them "$"
@@ -15,14 +15,10 @@ null, true, "text", 7, 0.5, [values]     themselves; a float always has a point 
 Immutable kinds are built of their parts. Mutable ones begin empty and filled when everything is there, which is how
 a cycle closes; so an immutable object of `objects` refers to immutable ones before it only.
 
-Values of `checkpoint.json` as objects again. See `node_kinds`.
-
 The document may be anyone's, so nothing is taken for granted: kinds, fields, types, numbers, and that a tensor lies
 within its storage.
 
-Values of a checkpoint as JSON: plain data as it is, every other object by its kind. See `node_kinds`.
-
-Storages that tensors below lie in are collected: their bytes go into a file of a rank, and JSON has their numbers.
+Storages that tensors lie in are collected: their bytes go into a file of a rank, and JSON has their numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank's file: a safetensors file of pieces of slots and of storages, and the checksum of each.
+"""A rank's file: a safetensors file of pieces of slots and of storages, their checksums, and where each piece lies.
 
 digests                 int64, the CRC-32 of every other tensor's bytes, ordered by the tensors' names
 SLOT/NAME ...           a whole slot in its shape, a whole box in its shape, or a flat range
@@ -8,9 +8,7 @@ The wider an element, the earlier it comes, so that each tensor starts on a mult
 one width are in the order of their names. So a document, which lists the files and what lies in them, says where each
 tensor is: no header has to be read to know it.
 
-Which file has which elements of a slot, as the document says, and where: read from headers, or computed.
-
-Each file has its tensors in one order (see `rank_file`), so their offsets are sums of the sizes of those before. A few
+The tensors of a file are in one order, so their offsets are sums of the sizes of those before. A few
 pieces are summed up one by one. A layout of thousands of slots by thousands of files has only a few kinds of slots:
 
     offset in a file  =  where its tensors begin  +  sum over kinds (slots of the kind before this one x size there)

@@ -1,4 +1,4 @@
-"""safetensors: one file, or a directory of them with an index as Hugging Face lays it out.
+"""safetensors: one file, a directory of them as Hugging Face lays it out, or shards that torch leaves.
 
 8 bytes  length of the header, little-endian
 header   JSON: {"__metadata__": {str: str}, name: {"dtype", "shape", "data_offsets": [begin, end]}}
@@ -9,15 +9,14 @@ DIR/model.safetensors.index.json       {"metadata": {"total_size"}, "weight_map"
 
 Where the index was left behind, the names of shards tell which they are, and that all are there.
 
-Shards of safetensors that torch's HuggingFaceStorageWriter leaves: pieces of tensors, and no index.
+torch's HuggingFaceStorageWriter leaves pieces of tensors, and no index:
 
 DIR/shard-00001-model-00001-of-00001.safetensors        rank 0's pieces
 DIR/shard-00002-model-00001-of-00001.safetensors ...    a model may have several files for each rank
 
 The header's metadata has under DCP_SHARDING_INFO, as JSON, where in its whole tensor each piece begins:
 {name: {"saved_offsets": [int]}}. No file has the whole shape, nor how many shards there are: a tensor reaches as far as
-its pieces do. Where torch has put them together, they are in `sharded/` below whole files with an index, which
-`file` reads.
+its pieces do. Where torch has put them together, they are in `sharded/` below whole files with an index.
 """
 
 from __future__ import annotations

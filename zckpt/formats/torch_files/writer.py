@@ -12,7 +12,7 @@ Where the bytes of a tensor in the tree come from:
 
 Tensors share memory when they are views of one storage object, as they do in torch.
 
-Values that Python and torch can load wherever they are: trees of plain data and plain tensors.
+A tree is readable where Python and torch can load it wherever they are: plain data and plain tensors.
 """
 
 from __future__ import annotations

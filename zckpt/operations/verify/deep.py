@@ -3,9 +3,8 @@
 Blocks are of bytes in files, whatever lies in them, for each byte counts for a checksum; `engine.scan` knows elements
 of slots only. A block that cannot be read is an error among what was found, and the rest is looked at all the same.
 
-Weights that are not their masters, rounded: single damage, or a file of another step or run.
-
-From what was read to findings. A damaged record explains whatever else is wrong with the elements in it.
+Weights that are not their masters, rounded, are single damage, or a file of another step or run. A damaged record
+explains whatever else is wrong with the elements in it.
 """
 
 from __future__ import annotations

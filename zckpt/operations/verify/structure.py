@@ -1,7 +1,4 @@
-"""What the metadata of a checkpoint that was opened tell: coverage, element types, leftovers, steps. No tensor.
-
-What is wrong with a checkpoint, as data.
-"""
+"""What is wrong with a checkpoint, as data, and what its metadata tell: coverage, types, leftovers, steps."""
 
 from __future__ import annotations
 

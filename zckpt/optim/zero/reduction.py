@@ -1,9 +1,9 @@
-"""Gradients averaged over ranks, bucket by bucket, while backward makes them; each rank keeps its own partition.
+"""Gradients averaged over ranks, bucket by bucket, while backward makes them, and what lies in `grad` afterwards.
 
-All ranks reduce the same buckets in the same order, whatever the order in which gradients become ready on each, and
-whether all do: a parameter without gradient on a rank adds zeros there. So no rank waits for another for ever.
-Averages are accumulated in place, or in pinned memory of the host: copies off a GPU run on a stream of their own, while
-backward goes on.
+Each rank keeps its own partition. All ranks reduce the same buckets in the same order, whatever the order in which
+gradients become ready on each, and whether all do: a parameter without gradient on a rank adds zeros there. So no rank
+waits for another for ever. Averages are accumulated in place, or in pinned memory of the host: copies off a GPU run on
+a stream of their own, while backward goes on.
 
 A bucket is filled with whole parameters in the order in which their gradients become ready. Of each process group and
 element type that it has parameters of, it has a message: a contiguous range of elements. Where owners get what they own
@@ -11,8 +11,6 @@ and nobody the rest, a message has the extents of one owner after those of anoth
 
     by parameter   | a0 a0 | b0 b1 | c1 c1 |       for all-reduce     (a0: of parameter a, owned by rank 0)
     by owner       | a0 a0 b0 | b1 c1 c1 |         for a reduction to each owner
-
-What lies in `grad` once a gradient has been reduced.
 
 Once a gradient has been reduced, its average lies in partitions, with its owners. Without anything in `grad`, whoever
 clips, scales or logs gradients between backward and step would do it to nothing and never learn of it. So a stand-in

@@ -2,9 +2,9 @@
 
 Every chunk is held against its checksum whenever it is read. What is damaged is an error that names it.
 
-Checkpoints of a store under local paths, as files that have names and sizes, and their bytes in the store.
+Its checkpoints have local paths, as those of remote stores have, with names and sizes, and their bytes in the store.
 
-TEMPORARY/zckpt-remote-XXXX/7/packed/%2Fruns%2Fstore.zckpt/step500/...      a place as those of remote stores are
+TEMPORARY/zckpt-remote-XXXX/7/packed/%2Fruns%2Fstore.zckpt/step500/...
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What every store can do: say what there is, and give ranges of bytes of it, of the version that it has listed.
+"""What every store can do: say what there is, give ranges of bytes of the version that it has listed, and take files.
 
-Files on their way into a store, none of which is seen under its name before all of them are there.
+None of the files on their way into a store is seen under its name before all of them are there.
 
     S3          each file is an upload in parts, which is completed when all parts of all files have come
     others      each goes under a temporary name, `.NAME.zckpt-partial`, from its beginning to its end, and is renamed

@@ -4,11 +4,10 @@ What a name in `module` is: a buffer if `buffer_names` has it; an alias if `shar
 param group has it; frozen if it is listed as that or may be one, which at stage 0 its optimizer tells; else what a
 module puts next to its parameters, which is kept as a buffer is.
 
-What the files say of param groups: their order, that of their parameters in the optimizer, and other names of these.
-
-DeepSpeed goes through a set of names where it makes groups of experts over several numbers of ranks (`ep_size_1`,
-`ep_size_2`), so that their order is that of a process's hash seed, and each rank's is its own. Groups are told by what
-they say: their names and hyperparameters. Of those that say the same, all have the same order.
+Param groups have an order, and so have their parameters in the optimizer. DeepSpeed goes through a set of names where
+it makes groups of experts over several numbers of ranks (`ep_size_1`, `ep_size_2`), so that their order is that of a
+process's hash seed, and each rank's is its own. Groups are told by what they say: their names and hyperparameters. Of
+those that say the same, all have the same order.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Quantised state under ZeRO as floats: codes of each rank's partition, as slots of the parameters.
+"""Quantised state under ZeRO: as floats, of codes of each rank's partition, and as the same codes cut for other ranks.
 
 An optimizer under ZeRO sees a rank's partition of a group (ZeRO-3: of a sub-group) as one tensor, in the order of the
 master's: a block has elements of several parameters, and begins with the partition. Where a parameter's master is, its
 codes are: behind the same file's master of the same partition, at the same element. bitsandbytes keeps the moments of a
 partition in a dict, torchao each in a tensor of a class of its own.
 
-Quantised state of a param group for other ranks: cut as it is where blocks allow it; `requantised` makes it anew.
+For other ranks codes are cut as they are, where blocks allow it; `requantised` makes them anew.
 
     flat buffer   |block |block |block |block |block |...
     rank          |0             |1             |...         a partition's first block begins with it
