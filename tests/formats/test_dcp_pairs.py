@@ -127,6 +127,7 @@ def keep(step: Path, *names: str):
                  ("train_dataloader.pt",), id="NeMo RL"),
     pytest.param("0000000003", {"": ("model", "optim")}, (), id="lingua"),
     pytest.param("global_step_3", {"": ("model", "optimizer")}, ("extra_state/extra_state_rank_0.pt",), id="VeOmni"),
+    pytest.param("global_step3", {"": ("model", "optimizer")}, (), id="steps as DeepSpeed calls them"),
 ])  # fmt: skip
 def test_a_step_has_its_checkpoint_in_a_folder_and_what_the_program_keeps_around_it(step, parts, beside, tmp_path):
     model, optimizer = trained(lambda: nn.Linear(3, 2))

@@ -4,7 +4,7 @@ RUN/latest                            DeepSpeed, and others: the name of the dir
 
 RUN/step-N/                           torchtitan: a DCP directory for each step; it goes on from the last that is whole
 RUN/stepN/, step_N/, iter_N/          OLMo-core, prime-rl and NeMo RL, Cosmos: the same, of DCP in folders below
-RUN/ckpt-step-N/, global_step_N/      XTuner, VeOmni: the same
+RUN/ckpt-step-N/, global_step_N/      XTuner, VeOmni: the same; global_stepN/, as DeepSpeed's are called
 RUN/0000000500/                       lingua: the same
 RUN/epE-baB/                          Composer, sharded: the same, by epoch and batch
 RUN/epE-baB-rank0.pt                  Composer, whole: a file of torch.save
@@ -68,7 +68,7 @@ POINTER, LINGUAS = "last_checkpoint", "consolidated.pth"
 
 MODELS = (".pth", ".pt", ".bin", ".safetensors")
 
-_FRONTS = ("step-", "step", "step_", "global_step_", "ckpt-step-")
+_FRONTS = ("step-", "step", "step_", "global_step", "global_step_", "ckpt-step-")
 _NUMBERED = [re.compile(f"{front}([0-9]{{1,18}})") for front in _FRONTS]
 _LINGUA = re.compile(r"([0-9]{10})")
 COSMOS = re.compile(r"iter_([0-9]{1,18})")
