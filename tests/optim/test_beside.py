@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from enum import Enum
@@ -262,6 +262,16 @@ def test_training_goes_on_as_if_nothing_had_happened(kind, async_, tmp_path):
     found = zckpt.open(tmp_path / "c")
     assert {*found.parameters["0.weight"].slots} - {"weight"} == SLOTS[kind]
     assert zckpt.verify(tmp_path / "c", deep=True).sound
+
+
+def test_an_ordered_dict_among_hyperparameters_stays_one(tmp_path):
+    model = net()
+    optimizer = trained(MAKE["plain"](model), model, 2)
+    optimizer.param_groups[0]["order"] = order = OrderedDict(b=1, a=OrderedDict(c=torch.ones(2)))
+    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
+    its = MAKE["plain"](model)
+    zckpt.load(tmp_path / "c", model=model, optimizer=its)
+    assert repr(its.param_groups[0]["order"]) == repr(order)
 
 
 HOLDING = ["ahead", "twice", "sharp"]

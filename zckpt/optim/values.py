@@ -180,7 +180,8 @@ def value_of(node: Node) -> Value:
         elif (rule := _RULES.get(type(node))) is not None:
             return rule(node)
         elif isinstance(node, Mapping):
-            found = made[id(node)] = OrderedDict() if isinstance(node, (OrderedMapping, DefaultMapping)) else {}
+            is_ordered = isinstance(node, (OrderedMapping, DefaultMapping, OrderedDict))  # a value is one, too
+            found = made[id(node)] = OrderedDict() if is_ordered else {}
             found.update((value(key, file), value(one, file)) for key, one in node.items())
         elif type(node) is list:
             found = made[id(node)] = []
