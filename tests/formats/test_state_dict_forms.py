@@ -499,6 +499,24 @@ def test_a_complex_parameter_is_one_beside_an_optimizer_in_safetensors(tmp_path)
     converted(live.save_both(model, optimizer, tmp_path / "c.pt"), tmp_path / "whole", "consolidated")
 
 
+@pytest.mark.parametrize("to", ["zckpt", "dcp"])
+def test_numbers_that_stay_are_not_the_parameters_that_are_called_so(to, tmp_path):
+    def made() -> tuple[nn.ParameterList, torch.optim.Optimizer]:
+        model = nn.ParameterList(torch.randn(3) for _ in range(4))
+        return model, torch.optim.Adam([{"params": [model[2], model[0]]}, {"params": [model[3], model[1]]}])
+
+    model, optimizer = made()
+    sum((one**3).sum() for one in model).backward()
+    optimizer.step()
+    source = live.save_both(model, optimizer, tmp_path / "c.pt")
+    assert len(zckpt.open(source).unnamed) == 4
+    other, its = made()
+    zckpt.load(converted(source, tmp_path / to, to), model=other, optimizer=its)
+    assert all(
+        torch.equal(its.state[b]["exp_avg"], optimizer.state[a]["exp_avg"]) for a, b in zip(model, other, strict=True)
+    )
+
+
 def test_a_value_among_a_models_tensors_and_a_defaultdict_of_state_hide_neither(tmp_path):
     model, optimizer = trained(3, 4)
     saved = optimizer.state_dict()

@@ -76,6 +76,8 @@ def attach(
     counted: list[object] = []  # steps of parameters, which a group's need not have alike
     labels = {} if checkpoint.parameters else _labels(optimizer, names)
     found = {} if labels else certain
+    if any(str(number) in checkpoint.parameters for number in optimizer.every_number):  # as of a ParameterList
+        front = front or "optimizer."
     if found is None:
         with about(path):
             found = names_of(checkpoint, optimizer, path, names, orders=orders)
