@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import zckpt
-from tests.formats.deepspeed.contents import cut, run_of, state_of, tensor_bytes
-from tests.formats.deepspeed.shards import copy, edit, edit_all, optimizer_file, state_in
+from tests.formats.deepspeed.contents import cut, run_of, state_of, tag_of, tensor_bytes
+from tests.formats.deepspeed.shards import copy, edit, edit_all, model_file, optimizer_file, state_in
 from tests.refusals import refusing
 
 LAMB, CODES, MUON = "own_lamb_s2_fp32_dp2", "own_blockwise_s3_fp32_dp2", "muon_s2_bf16_dp3"
@@ -141,3 +141,19 @@ def test_copies_of_a_matrix_on_two_ranks_are_compared(tmp_path):
     tag = copy(MUON, tmp_path)
     edit(optimizer_file(tag, 1), lambda content: state_in(content)[0]["momentum_buffer"][:310].add_(1))
     assert {name for one in zckpt.verify(tag, deep=True).findings for name in one.parameters} == {"up.1.weight"}
+
+
+@pytest.mark.parametrize("to", ["zckpt", "universal", "consolidated"])
+def test_a_tensor_that_each_rank_has_otherwise_stays_each_ones_own(to, tmp_path):
+    """As the random state of a client's own; files that say the same are read as one tree."""
+    tag = copy("s3_bf16_dp3", tmp_path / "run")
+    for rank in range(3):
+        own = {"random": torch.full((5,), rank), "large": torch.arange(200_000) // 199_999 * rank}
+        edit(model_file(tag, rank), lambda content, own=own: content.update(own))
+    zckpt.convert(tag, tmp_path / "out", to=to)
+    found = zckpt.open(tmp_path / "out").metadata
+    assert len([key for key in found if key.endswith(("random", "large"))]) == 6
+    assert zckpt.diff(tag, tmp_path / "out").equal
+    zckpt.convert(tmp_path / "out", tmp_path / "back", to="deepspeed", world_size=4, stage=3)
+    back = [torch.load(model_file(tag_of(tmp_path / "back"), rank))["random"] for rank in range(4)]
+    assert [one.tolist() for one in back] == [[rank] * 5 for rank in (0, 1, 2, 0)]

@@ -47,12 +47,18 @@ KEPT_IF_KNOWN = ("global_samples", "sparse_tensor_module_names")
 """Keys that DeepSpeed does without: samples are counted from steps, and 0.19 has no modules of sparse gradients."""
 
 
-def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf16: bool) -> Checkpoint:
+_OF_RANK = re.compile(r"zero_pp_rank_(\d{1,9})_mp_rank_00_model_states\.(.+)")
+"""Keys of metadata that a rank's model file of ZeRO-3 has otherwise than the first's."""
+
+
+def as_deepspeed(
+    checkpoint: Checkpoint, *, stage: int, world_size: int, staged: bool = False, bf16: bool
+) -> Checkpoint:
     """Return the checkpoint with masters, group-wide values and an origin, so that it can be laid out.
 
-    `stage`: {1, 2, 3}; `staged`: whether layers are to be dealt to stages of a pipeline; `bf16`: whether its optimizer
-    is to be BF16_Optimizer, of stage 1. Raises UnsupportedError: it has no optimizer, parameters without names, or
-    state that a flat buffer cannot hold.
+    `stage`: {1, 2, 3}, for so many ranks; `staged`: whether layers are to be dealt to stages of a pipeline; `bf16`:
+    whether its optimizer is to be BF16_Optimizer, of stage 1. Raises UnsupportedError: it has no optimizer, parameters
+    without names, or state that a flat buffer cannot hold.
     """
     _refuse(checkpoint, staged=staged)
     layers = listed_entries(checkpoint)
@@ -85,9 +91,10 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf
     tag = origin(converted).get("tag")
     tag = tag if isinstance(tag, str) and is_name(tag) else f"global_step{_steps(converted)}"
     model = _model(converted, layers)
+    files = _of_ranks(model, world_size) if stage == 3 else [model]
     whole = Rank(
         converted.source, converted.format, parameters=parameters, buffers=converted.buffers, param_groups=groups,
-        model_files=[model], members=[_optimizer(converted, stage, bf16=bf16)],
+        model_files=files, members=[_optimizer(converted, stage, bf16=bf16)],
     )  # fmt: skip
     whole.degrees.extend(expert_degrees(whole))
     rules = known_rules(model.content, {name: p.shape for name, p in parameters.items()}, model.path)
@@ -223,6 +230,18 @@ def _model(checkpoint: Checkpoint, layers: Sequence[object]) -> ModelShard:
     content |= {key: value for key, value in metadata.items() if key not in own and not is_counted(key)}
     shard = Shard(checkpoint.source, MODEL, mp_rank=0)
     return model_of(shard, _file(content))
+
+
+def _of_ranks(model: ModelShard, world_size: int) -> list[ModelShard]:
+    """Return model files of ZeRO-3's ranks, where those had keys of their own that so many ranks can have."""
+    own: dict[int, dict[str, object]] = {}
+    for key, value in model.content.items():
+        if match := _OF_RANK.fullmatch(key):
+            own.setdefault(int(match[1]), {})[match[2]] = value
+    if not 0 < max(own, default=0) < world_size:
+        return [model]
+    common = {key: value for key, value in model.content.items() if not _OF_RANK.fullmatch(key)}
+    return [model_of(model.shard, _file({**common, **own.get(rank, {})})) for rank in range(max(own) + 1)]
 
 
 def is_counted(key: str) -> bool:

@@ -33,7 +33,6 @@ from zckpt.state.partition import (
     shard_share,
     sub_groups,
 )
-from zckpt.torchfile import FromFile
 
 if TYPE_CHECKING:
     from zckpt.engine.together import PackedSlot
@@ -313,8 +312,7 @@ def _differing(models: Sequence[ModelShard]) -> list[str]:
     buffers = [name for name in first.module if name in first.buffer_names]
 
     def differs(one: Mapping[str, object], model: ModelShard, other: Mapping[str, object], key: str) -> bool:
-        mine, its = FromFile.of(first.file, one.get(key)), FromFile.of(model.file, other.get(key))
-        return (key in one) != (key in other) or not is_same(mine, its)
+        return (key in one) != (key in other) or not is_same(first.file, one.get(key), model.file, other.get(key))
 
     found = [key for key in keys if any(differs(first.content, m, m.content, key) for m in models[1:])]
     return found + [f"buffer {n}" for n in buffers if any(differs(first.module, m, m.module, n) for m in models[1:])]

@@ -301,7 +301,9 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
         checkpoint = replace(checkpoint, param_groups=with_hyperparameters(groups, given))
         options = replace(options, hyperparameters=None)
     keys = with_tied_keys(checkpoint, options)
-    converted = foreign.as_deepspeed(checkpoint, stage=stage, staged=bool(stages_asked(options)), bf16=bf16)
+    converted = foreign.as_deepspeed(
+        checkpoint, stage=stage, world_size=options.world_size, staged=bool(stages_asked(options)), bf16=bf16
+    )
     if checkpoint.optimizer_metadata.keys() - loss_scaling.HANDLED:
         strange = further_keys(without(checkpoint.optimizer_metadata, *loss_scaling.HANDLED))
         raise UnsupportedError(

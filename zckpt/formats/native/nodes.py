@@ -485,6 +485,10 @@ UNNUMBERED = PLAIN | {Global, DType, MemoryFormat, Storage}
 NESTED = frozenset({list}) | (BY_CLASS.keys() - UNNUMBERED - LEAVES)
 
 
+Key = tuple[str | None, int]
+"""The file of an object and its id: files that say the same share objects, but not what tensors in them hold."""
+
+
 class NodeWriter:
     """Writes the values of one document.
 
@@ -497,7 +501,7 @@ class NodeWriter:
         self.storages: list[Mentioned] = []
         self._roots = list(roots)  # keeps them, so that ids stay their own
         self._shared = _shared(self._roots)
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[Key, int] = {}
         self._storage_numbers: dict[tuple[str, Storage], int] = {}
         self._context = Context(WORK)
         self._waiting: deque[tuple[Node, Json, int, FromFile | None]] = deque()
@@ -525,10 +529,11 @@ class NodeWriter:
             return write_plain(node)
         if cls is Storage:
             return {TAG: "storage", "id": self._storage(node, source, None)}
-        number = self._numbers.get(id(node))
+        key = None if source is None else source.path, id(node)
+        number = self._numbers.get(key)
         if number is not None:
             return {TAG: "ref", "id": number}
-        numbered = id(node) in self._shared or (level >= INLINE_LEVELS and cls in NESTED)
+        numbered = key in self._shared or (level >= INLINE_LEVELS and cls in NESTED)
         level = 0 if numbered else level
         if cls is slice and not all(type(one) in (int, type(None)) for one in (node.start, node.stop, node.step)):
             raise UnsupportedError("a slice that does not consist of integers cannot be written to a zckpt checkpoint")
@@ -545,7 +550,7 @@ class NodeWriter:
             self._fields(found, kind, node, level, node if cls is FromFile else source)
         if not numbered:
             return found
-        self._numbers[id(node)] = number = len(self.objects)
+        self._numbers[key] = number = len(self.objects)
         self.objects.append(found)
         return {TAG: "ref", "id": number}
 
@@ -595,32 +600,33 @@ class NodeWriter:
         return number
 
 
-def _shared(roots: list[object]) -> set[int]:
-    """Return the ids of the objects that occur several times below the roots.
+def _shared(roots: list[object]) -> set[Key]:
+    """Return the keys of the objects that occur several times below the roots.
 
     Numbers and text in a tuple, such as AdamW's betas, are as good twice, but for a tree that a file is written from.
     """
-    seen: set[int] = set()
-    shared: set[int] = set()
-    waiting: list[tuple[object, bool]] = [(root, False) for root in roots]
+    seen: set[Key] = set()
+    shared: set[Key] = set()
+    waiting: list[tuple[object, str | None]] = [(root, None) for root in roots]
     heights: dict[int, int] = {}
     with _refusing():
         for root in roots:
             check_depth(root, heights)
     while waiting:
-        node, carried = waiting.pop()
+        node, path = waiting.pop()
         if type(node) in UNNUMBERED:
             continue
-        if type(node) is tuple and (not node or (not carried and all(type(part) in PLAIN for part in node))):
+        if type(node) is tuple and (not node or (path is None and all(type(part) in PLAIN for part in node))):
             continue
-        if id(node) in seen:
-            shared.add(id(node))
+        if (path, id(node)) in seen:
+            shared.add((path, id(node)))
             continue
-        seen.add(id(node))
+        seen.add((path, id(node)))
         if isinstance(node, FromFile):
             with _refusing():
                 check_depth(node.node, heights)
-        waiting.extend((child, carried or isinstance(node, FromFile)) for child in _below(node))
+        path = node.path if isinstance(node, FromFile) else path
+        waiting.extend((child, path) for child in _below(node))
     return shared
 
 
