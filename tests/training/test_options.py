@@ -628,6 +628,14 @@ def test_with_broadcast_one_rank_compares_tied_tensors(tmp_path):
     assert sum(run(count_what_is_read, 2, tmp_path / "same.pt")) == 3 * weight.nbytes  # two to compare, and one to load
 
 
+@on_ranks(2)
+def test_with_broadcast_all_ranks_must_have_the_same_tensors(rank, world_size, tmp_path):
+    model = TwoEnds(tied=True)
+    zckpt.save(tmp_path / "c", model=model)
+    with pytest.raises(UsageError, match=r"that all ranks have alike: expected torch\.float32 last"):
+        zckpt.load(tmp_path / "c", model=TwoEnds(tied=rank == 1), broadcast=True)
+
+
 def test_tied_tensors_are_compared_piece_by_piece(tmp_path, monkeypatch):
     monkeypatch.setattr(loading_module, "TOGETHER_NUMEL", 4)
     weight, tied = torch.randn(3, 3), TwoEnds(tied=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -192,6 +192,8 @@ def load(
         loading = _Loading(stack, ranks, place, model, optimizer, tp_rules, broadcast=broadcast)
         ranks.do(prepared)
         loading.leave_out(loading.torn(broadcast=broadcast))
+        if broadcast:
+            loading.check_alike()
         with torch.no_grad():
             ranks.do(lambda: loading.each("read"))
             loading.check_sums()
@@ -371,6 +373,21 @@ class _Loading(Meeting):
         """Take a step of all optimizers' states."""
         for one in self.states:
             getattr(one, step)()
+
+    def check_alike(self) -> None:
+        """Refuse to read for all ranks what some have otherwise, such as tied. All ranks call it together."""
+        ours = [f"{one.tensor.dtype} {one.name} {list(one.tensor.shape)}" for one in self.replicated]
+        firsts = self.ranks.from_first(ours)
+
+        def compare() -> None:
+            for mine, its in zip_longest(ours, firsts, fillvalue="nothing more"):
+                if mine != its:
+                    raise UsageError(
+                        "broadcast only applies to a model that all ranks have alike",
+                        path=self.report.path, expected=its, found=mine, advice="omit it",
+                    )  # fmt: skip
+
+        self.ranks.do(compare)
 
     def read_weights(self, *, broadcast: bool) -> None:
         """Read weights into the model: what all ranks read alike, and this rank's shares of what is sharded."""
