@@ -373,8 +373,9 @@ class OptimizerState:
 
     def _value(self, key: str, value: object, parameter: torch.Tensor, owner: Parameter) -> object:
         if not isinstance(value, Slot):
-            is_known = key == NESTED or wanted(self.holder, {}, 1) is not None
-            if not is_known and are_tensors(value) and not isinstance(parameter, DTensor):
+            its = wanted(self.holder, {}, 1)
+            may_be_list = key != NESTED and (its is None or key in its.lists)
+            if may_be_list and are_tensors(value) and not isinstance(parameter, DTensor):
                 return value_of(value)  # preconditioners, say; `rehearse` shows whether the class takes them
             return as_torch(value, f"{key} of {owner.name}")
         dtype = getattr(torch, value.dtype)

@@ -38,6 +38,7 @@ class Wanted(NamedTuple):
 
     required: frozenset[str]
     optional: frozenset[str]
+    lists: frozenset[str] = frozenset()  # those of the optional ones that are lists of tensors
 
 
 @immutable
@@ -49,6 +50,7 @@ class Keys:
     matrices: str = ""
     others: str = ""
     optional: str = ""
+    lists: str = ""
 
 
 MOMENTS = "step exp_avg exp_avg_sq"
@@ -68,6 +70,9 @@ WANTED = {
     "Rprop": Keys("step prev step_size"),
     "SGD": Keys(optional="momentum_buffer"),
     "SparseAdam": Keys(MOMENTS),
+    "LBFGS": Keys(  # of its first parameter
+        "func_evals n_iter", optional="d t H_diag prev_flat_grad prev_loss", lists="al old_dirs old_stps ro"
+    ),
     "FusedAdam": Keys(MOMENTS),
     "DeepSpeedCPUAdam": Keys(MOMENTS),
     "DeepSpeedCPUAdagrad": Keys("step exp_avg_sq"),
@@ -93,7 +98,8 @@ def wanted(optimizer: Optimizer, group: Group, dim: int) -> Wanted | None:
         return None
     more = [key for setting, key in rule.settings.items() if group.get(setting)]
     required = [*rule.always.split(), *more, *(rule.matrices if dim > 1 else rule.others).split()]
-    return Wanted(frozenset(required), frozenset(rule.optional.split()))
+    lists = frozenset(rule.lists.split())
+    return Wanted(frozenset(required), lists.union(rule.optional.split()), lists)
 
 
 def check_keys(optimizer: Optimizer, group: Group, name: str, dim: int, values: Mapping[str, object]) -> None:
