@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -483,12 +483,14 @@ def test_a_scheduler_gets_what_it_had_or_nothing(name, tmp_path):
 
 
 class Noting(torch.optim.SGD):
-    """Keeps a text for each parameter."""
+    """Keeps for each parameter what torch would cast: texts, integers, a limit, and a complex number."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter]["note"] = "warming up"
+                its = self.state[parameter]
+                its["note"], its["phase"] = "warming up", torch.tensor(1 + 2j)
+                its["more"] = {"texts": ["a", "b"], "codes": [torch.arange(3), torch.ones(2)], "last": deque([1], 4)}
         return super().step(closure)
 
 
@@ -498,7 +500,11 @@ def test_texts_in_the_state_of_an_optimizer_are_loaded_as_they_are(tmp_path):
     other = Noting(model.parameters(), lr=0.1, momentum=0.9)
     zckpt.load(tmp_path / "saved", model=model, optimizer=other)
     assert [other.state[p]["note"] for p in model.parameters()] == ["warming up", "warming up"]
+    assert other.state[model.weight]["more"]["last"].maxlen == 4
     assert_same_tree(other.state_dict()["state"], optimizer.state_dict()["state"])
+    zckpt.assert_restored(tmp_path / "saved", model=model, optimizer=other)
+    zckpt.convert(tmp_path / "saved", tmp_path / "again", to="zckpt")
+    assert zckpt.diff(tmp_path / "saved", tmp_path / "again").equal
 
 
 def test_extra_is_as_it_was_when_an_asynchronous_save_returned(tmp_path, monkeypatch):

@@ -186,7 +186,7 @@ def digest_share(
         if master is not None:
             chosen.append((name, MASTER, master, parameter.dtype if weight is None else None))
         for key, value in parameter_values(checkpoint, parameter).items():
-            if isinstance(value, Slot) and value.shape:
+            if isinstance(value, Slot) and (value.shape or value.dtype.startswith("complex")):
                 chosen.append((name, key, value, None))
                 continue
             number = single(value)  # as text that does not depend on how it was stored: 5 and 5.0 are one

@@ -261,6 +261,7 @@ class OptimizerState:
         for name, parameter in self.holding():
             for key, value in self.values_of(parameter).items():
                 elementwise = not (parameter.dim() or key in self._numbers or isinstance(parameter, DTensor))
+                elementwise |= isinstance(value, torch.Tensor) and value.is_complex()
                 if isinstance(value, torch.Tensor) and (value.dim() > 0 or elementwise):
                     its = self._shares(name, parameter, key, value, found)
                     found.shares += [(name, slot, share) for slot, share in its.items()]

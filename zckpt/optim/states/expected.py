@@ -9,7 +9,7 @@ known. Any other class takes the state first in a copy of its object: with what 
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import field
@@ -200,17 +200,23 @@ def keep_types(optimizer: Optimizer, given: Mapping[torch.Tensor, Mapping[str, A
     """Give back what `load_state_dict` has made of values that it must not cast: they stay as they were.
 
     torch casts all tensors to the parameter's type, integers too, and single numbers of a whole parameter (NAdam's
-    `mu_product`, in float32 beside parameters in 16 bits); and whatever can be iterated over: of a text it makes the
-    name of a generator. `given`: what the optimizer was given, by parameter.
+    `mu_product`, in float32 beside parameters in 16 bits); and makes anew whatever can be iterated over: of a text the
+    name of a generator, of a deque one without a limit. `given`: what the optimizer was given, by parameter.
     """
     single = single_numbers(given)
     for parameter, its in given.items():
         loaded = optimizer.state.get(parameter, {})
-        for key, value in its.items():
-            now = loaded.get(key)
-            if isinstance(value, str) and key in loaded:
-                loaded[key] = value
-            elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and key != STEP:
-                is_cast = (value.is_floating_point() or value.is_complex()) and key not in single
-                if not is_cast and now.dtype != value.dtype:
-                    loaded[key] = value.to(now.device)
+        for key in its.keys() & loaded.keys() - {STEP}:
+            loaded[key] = _kept(its[key], loaded[key], parameter.is_complex(), may_cast=key not in single)
+
+
+def _kept(value: Any, now: Any, is_complex: bool, *, may_cast: bool = True) -> Any:  # whatever a state dict has
+    if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
+        is_cast = may_cast and (value.is_floating_point() or (value.is_complex() and is_complex))
+        return now if is_cast or now.dtype == value.dtype else value.to(now.device)
+    if isinstance(value, dict) and isinstance(now, dict) and value.keys() == now.keys():
+        return type(now)((key, _kept(one, now[key], is_complex)) for key, one in value.items())
+    if type(value) in (list, tuple, deque) and type(now) is type(value) and len(now) == len(value):
+        made = (_kept(*pair, is_complex) for pair in zip(value, now, strict=True))
+        return deque(made, value.maxlen) if isinstance(value, deque) else type(value)(made)
+    return value if isinstance(value, str) else now
