@@ -51,7 +51,6 @@ _OWN = re.compile(r"\.metadata|zckpt\.pt|__(0|[1-9][0-9]*)_(0|[1-9][0-9]*)\.dist
 _FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_([0-9]{1,4})")
 _RANK = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp")
 _OPTIMIZER = re.compile(".*optim.*|training_state")
-_OLMO_RANK = re.compile(r"rank([0-9]{1,9})\.pt")
 
 
 @immutable
@@ -60,8 +59,8 @@ class Directory:
 
     One of several may have a model in safetensors.
 
-    `unfinished`: names of later ones of the same run that are not whole; `ranks`: what ranks keep besides, in order;
-    `is_sure`: False where it is a folder's, and the directory may be another checkpoint.
+    `unfinished`: names of later ones of the same run that are not whole; `is_sure`: False where it is a folder's, and
+    the directory may be another checkpoint.
     """
 
     path: Path
@@ -69,7 +68,6 @@ class Directory:
     own: Path | None = None
     lightning: Path | None = None
     unfinished: tuple[str, ...] = ()
-    ranks: tuple[Path, ...] = ()
     is_sure: bool = True
 
     def by_number(self) -> list[list[str]]:
@@ -89,9 +87,7 @@ def find(path: Path) -> Directory | None:
     if not path.is_dir():
         return None
     if not is_whole(path) and is_whole(path / OLMO_NAME):
-        beside = {entry.name: Path(entry.path) for entry in entries_of(path / "train", lenient=True)}
-        ranks = {int(match[1]): one for name, one in beside.items() if (match := _OLMO_RANK.fullmatch(name))}
-        return Directory(path, {"": path / OLMO_NAME}, ranks=tuple(ranks[rank] for rank in sorted(ranks)))
+        return Directory(path, {"": path / OLMO_NAME})
     if (own := _find_there(path)) is not None:
         return own
     inner = _inner(path)

@@ -11,7 +11,6 @@ from zckpt.codes import MISSING_FILE
 from zckpt.errors import ShardError, UnsupportedError, listed
 from zckpt.evidence import may_be_trained
 from zckpt.formats.account.trees import LazyTree
-from zckpt.formats.companions import carry_file
 from zckpt.formats.dcp.directory import MEGATRON_NAMES, Directory, is_megatrons, is_whole, rank_of
 from zckpt.formats.dcp.items import ItemFile, ObjectItem, is_empty, read_items
 from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
@@ -87,12 +86,6 @@ def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
             checkpoint.metadata.setdefault(str(key), carried(file, value))
         counted = (content[key] for key in STEP_KEYS if type(content.get(key)) is int)
         checkpoint.step = next(counted, checkpoint.step)
-    for beside in directory.ranks:
-        carry_file(checkpoint, read_torchfile(beside), f"train/{beside.stem}")
-    if directory.ranks and directory.ranks[-1].stem != f"rank{len(directory.ranks) - 1}":
-        checkpoint.warnings.append(
-            f"train: some rank's file is missing before {directory.ranks[-1].name}: was it lost?"
-        )
     if directory.unfinished:
         checkpoint.warnings.append(f"later steps are incomplete: {listed(directory.unfinished)}")
     return checkpoint
