@@ -437,6 +437,28 @@ def test_one_process_without_a_group_saves_and_loads(tmp_path):
     assert all(torch.equal(p, value) for p, value in zip(model.parameters(), expected, strict=True))
 
 
+@pytest.mark.parametrize("name", ["saved", "saved.pt"])
+def test_the_users_default_device_is_for_the_users_tensors(name, tmp_path):
+    (model, optimizer), its = trained(nn.Linear(2, 2), torch.optim.NAdam), nn.Linear(2, 2)
+    given, other = (
+        {"model": model, "optimizer": optimizer, "extra": {"kept": torch.ones(2)}},
+        torch.optim.NAdam(its.parameters()),
+    )
+    path = tmp_path / name
+    with torch.device("meta"):
+        if name == "saved":
+            zckpt.save(path, **given)
+            saving = zckpt.save(path, **given, async_=True, overwrite=True)
+            assert saving is not None
+            saving.result()
+        else:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **given["extra"]}, path)
+        assert zckpt.load(path, model=its, optimizer=other).extra["kept"].tolist() == [1.0, 1.0]
+        zckpt.assert_restored(path, model=its, optimizer=other)
+        assert zckpt.open(path).read("weight", "weight").tolist() == model.weight.tolist()
+    assert equal(its, model)
+
+
 def test_a_model_alone_has_no_optimizer_to_load(tmp_path):
     model = nn.Linear(2, 2)
     zckpt.save(tmp_path / "c", model=model)

@@ -235,7 +235,7 @@ class Reader(StorageReader):
                 current.detach().fill_(value)
                 continue
             if isinstance(known, Scalar) and not isinstance(current, (bool, int, float)):
-                value = torch.tensor(known.value, dtype=getattr(torch, known.dtype))
+                value = torch.tensor(known.value, dtype=getattr(torch, known.dtype), device="cpu")
             containers = (Mapping, list, tuple, set, frozenset)
             if not all(isinstance(one, (*containers, *PLAIN)) for one in each(value, inside)):
                 continue  # of a class of which nothing is made without running code of others; the program's own stays

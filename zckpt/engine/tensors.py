@@ -92,7 +92,7 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
         if step <= reach:
             if not step or tensor.numel() > 1 + sum(step * (size - 1) for step, size in steps):
                 return True
-            every = torch.arange(1 + sum(step * (size - 1) for step, size in steps))
+            every = torch.arange(1 + sum(step * (size - 1) for step, size in steps), device="cpu")
             return bool(every.as_strided(tensor.shape, tensor.stride()).flatten().bincount().max() > 1)
         reach += step * (size - 1)
     return False
@@ -103,7 +103,9 @@ def read_tensors(reads: Iterable[TensorRead], *, checks: Checks | None = None) -
     some = (one for one in reads if one.tensor.numel())
     for batch in batched(some, lambda one: one.tensor.nbytes * _is_staged(one.tensor), STAGED_NBYTES, None):
         tensors = [one.tensor.detach() for one in batch]
-        memories = [torch.empty(one.shape, dtype=one.dtype) if _is_staged(one) else one for one in tensors]
+        memories = [
+            torch.empty(one.shape, dtype=one.dtype, device="cpu") if _is_staged(one) else one for one in tensors
+        ]
         into = map(memory_of, memories)
         read_all([(one.hole, memory) for one, memory in zip(batch, into, strict=True)], checks=checks)
         for tensor, memory in zip(tensors, memories, strict=True):

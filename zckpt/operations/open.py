@@ -67,7 +67,7 @@ class OpenedCheckpoint(Checkpoint):
         from zckpt.formats.survey import checksums_by_path
 
         found = self.slot(name, slot)
-        tensor = torch.empty(found.shape, dtype=getattr(torch, found.dtype))
+        tensor = torch.empty(found.shape, dtype=getattr(torch, found.dtype), device="cpu")
         wanted = [TensorRead(found, found.whole, tensor)]
         if not verify:
             read_tensors(wanted)

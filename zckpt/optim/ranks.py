@@ -131,11 +131,11 @@ class Ranks:
         if self.group is None:
             return list(for_each)
         given = [json.dumps(one).encode() for one in for_each]
-        sent = torch.tensor([len(one) for one in given])
+        sent = torch.tensor([len(one) for one in given], device="cpu")
         sizes = torch.empty_like(sent)
         with answering():
             dist.all_to_all_single(sizes, sent, group=self.group)
-            received = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+            received = torch.empty(int(sizes.sum()), dtype=torch.uint8, device="cpu")
             data = torch.frombuffer(bytearray(b"".join(given)), dtype=torch.uint8)
             dist.all_to_all_single(received, data, sizes.tolist(), sent.tolist(), group=self.group)
         parts = received.split(sizes.tolist())  # type: ignore[no-untyped-call]
@@ -145,7 +145,7 @@ class Ranks:
         """Return whether it is so on any rank."""
         if self.group is None:
             return mine
-        most = torch.tensor([mine], dtype=torch.int32)
+        most = torch.tensor([mine], dtype=torch.int32, device="cpu")
         with answering():
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
         return bool(most.item())

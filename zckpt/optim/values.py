@@ -217,9 +217,9 @@ def is_deque(node: object) -> TypeGuard[Object]:
 
 def _read(node: Tensor, file: FromFile) -> torch.Tensor:
     order = _by_stride(node.strides)
-    found = torch.empty([node.shape[dim] for dim in order], dtype=getattr(torch, node.dtype))
+    found = torch.empty([node.shape[dim] for dim in order], dtype=getattr(torch, node.dtype), device="cpu")
     if found.stride() != tuple(node.strides[dim] for dim in order):
-        found, order = torch.empty(node.shape, dtype=found.dtype), list(range(len(order)))
+        found, order = torch.empty(node.shape, dtype=found.dtype, device="cpu"), list(range(len(order)))
     turned = replace(node, shape=tuple(found.shape), strides=tuple(node.strides[dim] for dim in order))
     read_tensors([TensorRead(slot_of("tensor", turned, file.path), Extent.whole(turned.shape), found)])
     return found.permute([order.index(dim) for dim in range(len(order))])
@@ -290,7 +290,7 @@ def as_torch(value: object, what: str) -> object:
             advice="dequantize=True loads the floats that it stands for; or load only the model",
         )
     if isinstance(value, Scalar):
-        return torch.tensor(value.value, dtype=getattr(torch, value.dtype))
+        return torch.tensor(value.value, dtype=getattr(torch, value.dtype), device="cpu")
     found = value_of(value)
     if not is_made(found):
         raise UnsupportedError(f"{what} is an object that only a pickle can make", found=brief(value))
@@ -330,6 +330,7 @@ def refuse_lossy(checkpoint: Checkpoint, reads: Iterable[Any], advice: str) -> N
 
 def read_scalars(slots: Sequence[Slot]) -> list[Scalar]:
     """Return the numbers that slots of one element each hold."""
-    reads = [TensorRead(one, one.whole, torch.empty(one.shape, dtype=getattr(torch, one.dtype))) for one in slots]
+    room = [torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="cpu") for one in slots]
+    reads = [TensorRead(one, one.whole, its) for one, its in zip(slots, room, strict=True)]
     read_tensors(reads)
     return [Scalar(one.tensor.item(), one.slot.dtype) for one in reads]

@@ -128,7 +128,7 @@ class Staging:
     """Memory of the host that tensors are copied to, so that they may change while they are written; used again."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
         """Return the bytes of copies of tensors, good until the next call."""
@@ -137,8 +137,8 @@ class Staging:
             starts.append(starts[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
         on_gpu = any(tensor.is_cuda for tensor in tensors)
         if self._memory.numel() < starts[-1] or (on_gpu and not self._memory.is_pinned()):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # before there is another
-            self._memory = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=on_gpu)
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # before there is another
+            self._memory = torch.empty(starts[-1], dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
         views = []
         for tensor, start in zip(tensors, starts[:-1], strict=True):
             here = self._memory[start : start + tensor.nbytes]

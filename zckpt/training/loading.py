@@ -454,7 +454,7 @@ def _are_alike(slots: Sequence[Slot], extent: Extent, dtype: torch.dtype) -> boo
         return False
     compared = types if not are_floats else {dtype} if len(types) == 1 else {dtype, *types}
     for one in compared:
-        room = [torch.empty(extent.numel, dtype=one) for _ in slots]
+        room = [torch.empty(extent.numel, dtype=one, device="cpu") for _ in slots]
         read_tensors([TensorRead(slot, extent, its) for slot, its in zip(slots, room, strict=True)])
         if torch.equal(*(its.view(torch.uint8) for its in room)):
             return True

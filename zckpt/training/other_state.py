@@ -185,7 +185,7 @@ def _of_modules(checkpoint: Checkpoint, keys: Collection[str]) -> dict[str, Any]
         its = checkpoint.buffers.get(key)
         if its is not None:
             slot = its.slots[WEIGHT]
-            found[key] = torch.empty(slot.shape, dtype=getattr(torch, slot.dtype))
+            found[key] = torch.empty(slot.shape, dtype=getattr(torch, slot.dtype), device="cpu")
             read_tensors([TensorRead(slot, Extent.whole(slot.shape), found[key])])
             continue
         [first, *others] = [one for name, one in kept.items() if f".{name}".endswith(f".{key}")] or [Ellipsis]

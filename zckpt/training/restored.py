@@ -151,7 +151,8 @@ class _Pair:
         dtype = getattr(torch, self.slot.dtype)
         if self.may_round and dtype.is_floating_point and self.tensor.dtype.is_floating_point:
             dtype = self.tensor.dtype
-        return TensorRead(self.slot, self.extent, torch.empty(self.tensor.numel(), dtype=dtype), self.what)
+        room = torch.empty(self.tensor.numel(), dtype=dtype, device="cpu")
+        return TensorRead(self.slot, self.extent, room, self.what)
 
     def difference(self, read: torch.Tensor) -> str | None:
         """Return how the live elements differ from what has been read."""

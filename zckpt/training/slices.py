@@ -253,7 +253,7 @@ def collected(ranks: Ranks, own: Sliced) -> list[NamedShare]:
         at = loads.index(min(loads))
         loads[at] += math.prod(shape)
         held = dict(own.several[key].boxes) if key in own.several else {}
-        whole = torch.empty(shape if ranks.rank == at else 0, dtype=getattr(torch, dtype))
+        whole = torch.empty(shape if ranks.rank == at else 0, dtype=getattr(torch, dtype), device="cpu")
         _collect(ranks, at, whole, senders, held)
         if ranks.rank == at:
             found.append((*key, Share(shape, Extent.whole(shape), whole, (world_rank(),))))
@@ -267,7 +267,11 @@ def _collect(
     for box, sender in senders.items():
         if ranks.rank not in (sender, at):
             continue
-        elements = held[box].cpu().contiguous() if ranks.rank == sender else torch.empty(box[1], dtype=whole.dtype)
+        elements = (
+            held[box].cpu().contiguous()
+            if ranks.rank == sender
+            else torch.empty(box[1], dtype=whole.dtype, device="cpu")
+        )
         if sender != at:
             flat = as_bytes(elements)
             with answering():

@@ -313,7 +313,7 @@ class _Mapped:
         """Return the memory of bytes from `start` on; some other, if there is none."""
         count = min(PIECE_NBYTES, self.nbytes - start)
         if self._memory is None:
-            return torch.zeros(count, dtype=torch.uint8)
+            return torch.zeros(count, dtype=torch.uint8, device="cpu")
         return self._memory[start : start + count]
 
     def end(self) -> Exception | None:
