@@ -123,6 +123,29 @@ def test_what_a_module_keeps_and_no_checkpoint_has_is_not_changed_with_a_note(tm
     assert model["a"].more == {"start": 50}
 
 
+class Packed(nn.Linear):
+    """Has a state dict of its own making: copies of its buffer, and of what is no tensor."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("seen", torch.full((2,), float(start)))
+        self.start = start
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        found = {key: one.detach().clone() for key, one in super().state_dict(*args, **kwargs).items()}
+        return {**found, "start": torch.tensor([self.start])}
+
+
+def test_what_a_state_dict_copies_is_loaded_and_what_it_makes_is_told(tmp_path):
+    saved, model = Packed(3), Packed(50)
+    zckpt.save(tmp_path / "c", model=saved)
+    assert zckpt.load(tmp_path / "c", model=model).notes == ["not changed: start, which state_dict() makes anew"]
+    assert (model.seen.tolist(), model.start, equal(saved, model)) == ([3.0, 3.0], 50, True)
+    model.start = 3
+    assert zckpt.load(tmp_path / "c", model=model).notes == []
+    zckpt.assert_restored(tmp_path / "c", model=model)
+
+
 @pytest.mark.parametrize("stride", [(0, 1), (1, 1), (1, 2), (2, 1)])
 def test_a_buffer_whose_elements_share_memory_is_refused_before_anything_changes(stride, tmp_path):
     saved, model = nn.Linear(3, 3), nn.Linear(3, 3)

@@ -54,9 +54,9 @@ def bare(model: torch.nn.Module) -> Bare:
             advice="use zckpt.save and zckpt.load, or zckpt.dcp with torch's get_state_dict and set_state_dict",
         )
     inner = unwrapped(model)
-    return Bare(
-        inner.state_dict(keep_vars=True), dict(inner.named_parameters(remove_duplicate=False))
-    ).without_wrappers()
+    state, buffers = inner.state_dict(keep_vars=True), dict(inner.named_buffers(remove_duplicate=False))
+    state.update((name, buffers[name]) for name in state.keys() & buffers.keys())  # of which hooks may make copies
+    return Bare(state, dict(inner.named_parameters(remove_duplicate=False))).without_wrappers()
 
 
 class Stateful(Protocol):

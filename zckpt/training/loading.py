@@ -28,7 +28,7 @@ from zckpt.optim.files import open_for
 from zckpt.optim.ranks import ALONE, Place, Ranks, check_together, find_checksums
 from zckpt.optim.states.by_parameter import Asked, OptimizerState, Source, owner_of
 from zckpt.optim.states.several import Given, process_group_of, workers_of
-from zckpt.optim.tensors import Model, Stateful, parts_of, share_of, takers_of_extra, unwrapped
+from zckpt.optim.tensors import Model, Stateful, model_state, parts_of, share_of, takers_of_extra, unwrapped
 from zckpt.optim.values import refuse_lossy
 from zckpt.state import MASTER, WEIGHT, Brief, Checkpoint, Extent, Parameter, Slot
 from zckpt.training.live import Live, TpRules, everywhere_of, slices_of
@@ -202,6 +202,7 @@ def load(
         for step in ("take", "share"):
             ranks.do(partial(loading.each, step), spoiled=SPOILED)
         ranks.do(lambda: loading.other.restore(model), spoiled=LEFT_OVER)
+        loading.note_lost()
         ranks.do(stack.close, spoiled=SPOILED)
     return loading.reported()
 
@@ -406,6 +407,15 @@ class _Loading(Meeting):
             source = self.live.tensors.tensors[name]
             if isinstance(source, torch.Tensor):
                 copy.copy_(source)
+
+    def note_lost(self) -> None:
+        """Note what a state dict has that is not the model's own memory, and that it has otherwise than it was read."""
+        own = {id(one) for part in parts_of(self.live.model) for one in chain(part.parameters(), part.buffers())}
+        every = ((name, self.live.tensors.tensors[name]) for name in self.found)
+        made = {name: one for name, one in every if isinstance(one, torch.Tensor) and id(one) not in own}
+        now: dict[str, Any] = model_state(self.live.model).tensors if made else {}
+        if lost := [name for name, one in made.items() if name in now and not torch.equal(now[name], one)]:
+            self.report.notes.append(f"not changed: {listed(lost)}, which state_dict() makes anew")
 
 
 def untied(checkpoint: Checkpoint, same: Mapping[str, str]) -> Iterator[tuple[str, str, Parameter, Parameter]]:
