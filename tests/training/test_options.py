@@ -482,6 +482,16 @@ def test_the_users_default_device_is_for_the_users_tensors(name, tmp_path):
     assert equal(its, model)
 
 
+def test_what_a_disabled_grad_scaler_has_not_is_not_loaded(tmp_path):
+    model = nn.Linear(2, 2)
+    zckpt.save(tmp_path / "c", model=model, grad_scaler=torch.amp.GradScaler("cpu", enabled=False))
+    assert zckpt.load(tmp_path / "c", model=model, grad_scaler=torch.amp.GradScaler("cpu", enabled=False)).notes == []
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with pytest.warns(UserWarning, match="no state of a grad_scaler: it is not changed"):
+        zckpt.load(tmp_path / "c", model=model, grad_scaler=scaler)
+    assert scaler.get_scale() == 8.0
+
+
 def test_a_model_alone_has_no_optimizer_to_load(tmp_path):
     model = nn.Linear(2, 2)
     zckpt.save(tmp_path / "c", model=model)

@@ -135,7 +135,7 @@ def read_other_state(
         state = values.get(key)
         if made and isinstance(state, Mapping) and not is_made(state):
             found.missing.append(f"the state of a {name} has an object that only a pickle can make: it is not changed")
-        elif isinstance(state, Mapping):
+        elif isinstance(state, Mapping) and (state or not target.state_dict()):  # a disabled grad scaler has none
             found.states.append((target, dict(state)))
             taken.add(key)
         else:
