@@ -146,6 +146,22 @@ def test_what_a_state_dict_copies_is_loaded_and_what_it_makes_is_told(tmp_path):
     zckpt.assert_restored(tmp_path / "c", model=model)
 
 
+def test_a_parameter_that_only_the_optimizer_has_is_saved_and_loaded(tmp_path):
+    def made(start: float) -> dict[str, Any]:
+        model, scale = nn.Linear(2, 2), nn.Parameter(torch.full((2,), start))
+        optimizer = torch.optim.AdamW([*model.named_parameters(), ("loss.scale", scale)])
+        (model(torch.ones(1, 2)) * scale).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    mine, its = made(3.0), made(5.0)
+    zckpt.save(tmp_path / "c", **mine)
+    assert zckpt.load(tmp_path / "c", **its).notes == []
+    ours, theirs = (one["optimizer"].param_groups[0]["params"] for one in (mine, its))
+    assert all(map(torch.equal, ours, theirs))
+    zckpt.assert_restored(tmp_path / "c", **its)
+
+
 @pytest.mark.parametrize("stride", [(0, 1), (1, 1), (1, 2), (2, 1)])
 def test_a_buffer_whose_elements_share_memory_is_refused_before_anything_changes(stride, tmp_path):
     saved, model = nn.Linear(3, 3), nn.Linear(3, 3)

@@ -90,6 +90,12 @@ class ModelState:
         """Return the tensors of a model of which there are only an optimizer's parameters."""
         return cls(dict(parameters), set(parameters))
 
+    def add(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Add parameters, but for those of names that are known."""
+        new = {name: one for name, one in parameters.items() if name not in self.tensors and name not in self.tied}
+        self.tensors |= new
+        self.parameters |= new.keys()
+
     def renamed(self, name_of: Callable[[str], str]) -> ModelState:
         """Return the same tensors under other names."""
         return replace(

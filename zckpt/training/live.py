@@ -63,6 +63,8 @@ class Live:
             optimizer, tensors.names(), tensors.members,
             in_parts=isinstance(model, (list, tuple)), is_sliced=slices is not None,
         )  # fmt: skip
+        if model is not None:  # which need not have all that an optimizer trains
+            tensors.add(optimizers.parameters())
         return cls(model, tensors.renamed(optimizers.renamed), optimizers, slices)
 
     def is_in_parts(self, ranks: Ranks) -> bool:
