@@ -460,6 +460,18 @@ def test_a_part_of_the_world_saves_and_loads(rank, world_size, tmp_path):
 # --- one process
 
 
+@on_ranks(2, fresh=True)
+def test_the_next_process_group_knows_nothing_of_a_save_in_the_one_before(rank, world_size, tmp_path):
+    model = nn.Linear(2, 2)
+    saving = zckpt.save(tmp_path / "first", model=model, async_=True)
+    assert saving is not None
+    saving.result()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/again", rank=rank, world_size=world_size)
+    zckpt.save(tmp_path / "second", model=model)
+    assert zckpt.load(tmp_path / "second", model=model).notes == []
+
+
 def test_one_process_without_a_group_saves_and_loads(tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Linear(2, 2))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)

@@ -81,6 +81,11 @@ class Ranks:
                 made[purpose] = dist.new_group(self.members, backend="gloo", use_local_synchronization=True)
             self.group = made[purpose]
 
+    @property
+    def are_gone(self) -> bool:
+        """Whether their process group has been destroyed, and there may be another."""
+        return self.group is not None and self.group not in dist.distributed_c10d._world.pg_map
+
     def gather(self, mine: T) -> list[T]:
         """Return what each rank has to say, on the first rank; an empty list on the others."""
         if self.group is None:

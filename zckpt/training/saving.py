@@ -10,6 +10,7 @@ If a rank fails, all are informed; then none has saved, and nothing is left behi
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import field, replace
@@ -97,7 +98,11 @@ class _Background:
         """Wait for the save that is going on, and raise its error unless all ranks have seen it."""
         saving, self.saving = self.saving, None
         if saving is not None:
-            saving.ranks.agree(saving.unseen_error())
+            error = saving.unseen_error()
+            if not saving.ranks.are_gone:
+                saving.ranks.agree(error)
+            elif error is not None:
+                warnings.warn(f"{saving.path} was not saved: {error}", stacklevel=4)
 
     def start(self, written: Callable[[], None], path: Place, ranks: Ranks) -> Saving:
         """Let the thread write, with ranks of the purpose `SAVE`; `ranks` are those of the thread that trains."""
