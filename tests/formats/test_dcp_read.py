@@ -191,6 +191,19 @@ def test_whole_files_are_read_and_the_shards_below_them_are_not():
     assert {Path(file.path).parent for file in safetensors_file.read(path).files} == {path}
 
 
+def test_shards_are_the_model_and_whole_files_beside_them_are_copies(tmp_path):
+    """As transformers reads them, whose `consolidate_distributed_checkpoint` puts them together in place."""
+    path = copied("dcphf_consolidated_dp2", tmp_path)
+    for one in (path / "sharded").iterdir():
+        one.rename(path / one.name)
+    assert_model_is(zckpt.open(path), Truth(OTHER / "dcphf_consolidated_dp2"))
+    assert zckpt.verify(path, deep=True).sound
+    whole = next(path.glob("model-*.safetensors"))
+    whole.write_bytes(whole.read_bytes()[:-1] + b"?")
+    assert {found.code for found in zckpt.verify(path, deep=True).findings} >= {"ZC-206"}
+    assert_model_is(zckpt.open(path), Truth(OTHER / "dcphf_consolidated_dp2"))
+
+
 @pytest.mark.parametrize("shard", [1, 2])
 def test_shard_missing_before_the_last_is_refused(shard, tmp_path):
     path = copied("dcphf_sharded_dp3", tmp_path)

@@ -290,7 +290,6 @@ def shards_in(source: Path, suffix: str = "safetensors") -> list[Path]:
     return list(found.values())
 
 
-SUFFIX = ".safetensors"
 SHARDING_KEY, OFFSETS_KEY = "DCP_SHARDING_INFO", "saved_offsets"
 PIECE_RULES = (
     Rule((METADATA_KEY, SHARDING_KEY), IMPLIED, "where each piece begins"),
@@ -311,10 +310,8 @@ class Pieces:
 
 
 def is_sharded(path: Path) -> bool:
-    """Tell whether a directory holds such shards and no index."""
-    if not path.is_dir() or (path / INDEX_NAME).is_file():
-        return False
-    return any(_SHARD.fullmatch(one.name) and SHARDING_KEY in read_header(one)[1] for one in _files(path)[:1])
+    """Tell whether a directory holds such shards; whole files beside them are the model once more."""
+    return path.is_dir() and any(SHARDING_KEY in read_header(one)[1] for one in _files(path)[:1])
 
 
 def read_shards(path: Path) -> Checkpoint:
@@ -355,7 +352,7 @@ def read_shards(path: Path) -> Checkpoint:
 
 
 def _files(path: Path) -> list[Path]:
-    return [path / name for name in files_in(path) if name.endswith(SUFFIX)]
+    return [path / name for name in files_in(path) if _SHARD.fullmatch(name)]
 
 
 def offsets_in(slots: Mapping[str, Slot], metadata: Mapping[str, Any]) -> dict[str, Shape]:
