@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.console import FIXTURES, copy, in_time, refused, run, succeeded
+from tests.folders import names_in
 from tests.pairwise import each
 
 OTHER, RUN = FIXTURES / "other", FIXTURES / "s2_bf16_dp2"
@@ -137,3 +138,31 @@ def test_argument_that_no_file_can_have_is_said_to_be_none(name):
     refused(3, f"inspect {name}")
     refused(4, f"consolidate fixtures/other/plain_adamw/ckpt.pt {name}.pt")
     refused(4, f"strip fixtures/other/plain_adamw/ckpt.pt {name}.pt --optimizer")
+
+
+@pytest.mark.parametrize("within", ["DeepSpeed's step", "a Hugging Face model"])
+def test_checkpoint_in_the_current_directory(within, monkeypatch):
+    """`.` has no name, which is the tag, and the name in a store."""
+    place = copy("s2_bf16_dp2/global_step5")
+    if within != "DeepSpeed's step":
+        succeeded(f"consolidate {place} model")
+        place = Path("model")
+    name = place.name
+    there = place.resolve()
+    monkeypatch.chdir(there)
+    said = json.loads(succeeded("inspect . --json").stdout)
+    assert Path(said["source"]) == there
+    assert said["details"].get("tag", name) == name
+    for verb in ("verify .", "fingerprint .", "list .", f"diff . ../{name}", f"average . ../{name} ../mean"):
+        succeeded(verb)
+    succeeded("pack . ../store")
+    assert [one["name"] for one in json.loads(succeeded("list ../store --json").stdout)["checkpoints"]] == [name]
+
+
+def test_target_has_a_name(monkeypatch):
+    Path("here").mkdir()
+    monkeypatch.chdir("here")
+    for verb in ("consolidate", "reshard --world-size 2", "convert --to dcp", "strip --optimizer", "sanitize"):
+        for overwrite in ("", " --overwrite"):
+            refused(4, f"{verb} fixtures/s2_bf16_dp2 .{overwrite}", words="expected a name")
+    assert not names_in()

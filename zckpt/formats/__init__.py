@@ -15,7 +15,7 @@ from zckpt.codes import MISSING_FILE
 from zckpt.errors import SourceError, UnknownFormatError, UsageError, about, listed
 from zckpt.formats.format import Format, Found, NearMiss, Search
 from zckpt.formats.registry import TRIED_LAST, BrokenPluginError, formats
-from zckpt.storage.files import collector_paused
+from zckpt.storage.files import by_name, collector_paused
 from zckpt.storage.nodes import on_nodes
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def open_checkpoint(
     from zckpt.formats.lost import salvaging, settle
     from zckpt.state.names import bare
 
-    path = Path(source)
+    path = by_name(source)
     rules = None if tp_rules is None else Path(tp_rules)
     search = Search(path, tuple(Path(root) for root in roots), tag, rules, names)
     try:

@@ -40,6 +40,7 @@ from zckpt.state import (
 from zckpt.state.boxes import SpanIndexes
 from zckpt.storage.ahead import ahead
 from zckpt.storage.durable import written
+from zckpt.storage.files import by_name
 from zckpt.storage.ownership import Owned, check_target
 from zckpt.storage.packed.chunks import AS_IT_IS, CHUNK_NBYTES, TO_BFLOAT16, TO_FLOAT16
 from zckpt.storage.packed.index import Filed, is_inside
@@ -252,7 +253,7 @@ def pack(
         raise UsageError("a store of checkpoints must be a directory on a file system", path=store)
     if not 1 <= full_every <= 200:
         raise UsageError("--full-every must be a number from 1 to 200", found=full_every)
-    run, place = Path(source), Path(store)
+    run, place = by_name(source), Path(store)
     every = units_of(run)
     if name is not None and (len(every) > 1 or not is_inside(name)):
         found = f"{len(every)} checkpoints" if len(every) > 1 else name

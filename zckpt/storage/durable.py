@@ -231,7 +231,7 @@ class _Waiting(NamedTuple):
 
 def old_name(target: Path) -> Path:
     """Return the name under which a directory waits while its successor is renamed into place."""
-    return target.with_name(f".{target.name}.zckpt-old")
+    return target.parent / f".{target.name}.zckpt-old"
 
 
 def target_of_old(path: Path) -> Path | None:
@@ -247,7 +247,7 @@ def _target_of(path: Path, name_of: Callable[[Path], Path]) -> Path | None:
 
 def _naming_name(target: Path) -> Path:
     """Return the name of the list of files that are being named together with `target`, the last of them."""
-    return target.with_name(f".{target.name}.zckpt-naming")
+    return target.parent / f".{target.name}.zckpt-naming"
 
 
 def interrupted(target: Path) -> str | None:

@@ -217,6 +217,12 @@ def folders_in(path: str | os.PathLike[str], *, lenient: bool = False) -> list[P
     return [Path(one.path) for one in entries_of(path, lenient=lenient) if leads_to_folder(one)]
 
 
+def by_name(path: str | os.PathLike[str]) -> Path:
+    """Return a path that ends in its own name, which `.`, and what ends in `..`, do not say."""
+    said = Path(path)
+    return said if said.name not in ("", "..") else Path(os.path.realpath(said))
+
+
 def real_path(path: str, folders: dict[str, str]) -> str:
     """Return a file's real path; that of its folder, which thousands of files lie in, is kept in `folders`."""
     folder, name = os.path.split(path)

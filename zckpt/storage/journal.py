@@ -142,14 +142,14 @@ class Work:
 
 def left_by(targets: Iterable[Path]) -> Room:
     """Return what a killed run's remains take, which are gone on with, or go before anything is written."""
-    left = [partial_name(target) for target in targets if target.name]
+    left = [partial_name(target) for target in targets]
     found = [one.lstat() for path in left for one in (path, *path.rglob("*")) if os.path.lexists(one)]
     return Room(sum(one.st_blocks for one in found) * BLOCK_NBYTES, len(found))
 
 
 def journal_name(target: Path) -> Path:
     """Return the name of a target's journal."""
-    return target.with_name(f".{target.name}.zckpt-journal")
+    return target.parent / f".{target.name}.zckpt-journal"
 
 
 def forget(target: Path) -> None:

@@ -207,7 +207,7 @@ def _raise(error: OSError) -> None:
 
 def partial_name(target: Path) -> Path:
     """Return the temporary name of `target`, in the same directory."""
-    return target.with_name(f".{target.name}.zckpt-partial")
+    return target.parent / f".{target.name}.zckpt-partial"
 
 
 @contextmanager

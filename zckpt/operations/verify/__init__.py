@@ -34,7 +34,7 @@ from zckpt.operations.verify.structure import (
     structure_findings,
 )
 from zckpt.state import Checkpoint, SourceFile
-from zckpt.storage.files import is_file
+from zckpt.storage.files import by_name, is_file
 from zckpt.storage.nodes import on_nodes
 
 __all__ = ["Finding", "Verification", "verify"]
@@ -92,7 +92,7 @@ def verify(
         if isinstance(source, Checkpoint):
             raise
         with using(executor if deep else None):
-            return _unopened(Path(source), error, deep, how, shared["tag"], [Path(root) for root in shared["roots"]])
+            return _unopened(by_name(source), error, deep, how, shared["tag"], [Path(root) for root in shared["roots"]])
     findings = [*structure_findings(checkpoint), *findings_of(files_twice(checkpoint))]
     owners = [one for one in checkpoint.holders() if one.slots]
     slots = sum(len(one.slots) for one in owners)
@@ -107,10 +107,9 @@ def verify(
         if expected is not None:
             text, changed = _against(checkpoint, expected, how)
             findings += changed
-    name = checkpoint.opened if isinstance(source, Checkpoint) else os.fspath(source)
     return Verification(
-        name, checkpoint.format, deep, in_order(findings, checkpoint.files), Checked(**counts), text, checkpoint,
-        checkpoint.source,
+        checkpoint.opened, checkpoint.format, deep, in_order(findings, checkpoint.files), Checked(**counts), text,
+        checkpoint, checkpoint.source,
     )  # fmt: skip
 
 
