@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zckpt.compare.copies import _varies, _words, files_twice
+from zckpt.compare.twice import _varies, _words, files_twice
 from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Slot, SourceFile, Span
 
 NUMEL = 40

@@ -33,10 +33,10 @@ def test_tasks_are_consecutive_batches_of_fewer_and_fewer_bytes():
     assert max(len(task.batches) for task in tasks_of(int, [0] * 200, portions, 5)) == workers.TASK_BATCHES
 
 
-@pytest.mark.parametrize("workers", [1, 1000])
-def test_tasks_are_neither_tiny_nor_endless(workers):
+@pytest.mark.parametrize("number", [1, 1000])
+def test_tasks_are_neither_tiny_nor_endless(number):
     portions = Portions(1 << 40, lambda batch: batch << 20)
-    made = list(tasks_of(int, [8] * 64, replace(portions, total=(64 << 23) // workers), workers))
+    made = list(tasks_of(int, [8] * 64, replace(portions, total=(64 << 23) // number), number))
     nbytes = {sum(task.batches) << 20 for task in made}
     assert max(nbytes) <= workers.TASK_NBYTES
     assert min(nbytes) >= workers.LEAST_TASK_NBYTES

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from zckpt.compare.copies import check_files_apart
+from zckpt.compare.twice import check_files_apart
 from zckpt.deepspeed.engine import (
     ENGINE,
     check_goes_on,

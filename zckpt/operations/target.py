@@ -380,7 +380,7 @@ def _otherwise(planned: Plan, target: Path, how: How) -> Iterator[str]:
 
 def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> tuple[int, list[str]]:
     """Hold masters against weights, ranks' files against each other, and what else the format can; count elements."""
-    from zckpt.compare.copies import check_files_apart
+    from zckpt.compare.twice import check_files_apart
     from zckpt.compare.weights import check_weights
 
     compared, drifts = 0 if laid.check is None else laid.check(), []

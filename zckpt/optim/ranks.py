@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from zckpt.compare.copies import check_files_apart
+from zckpt.compare.twice import check_files_apart
 from zckpt.engine.checking import Checks, Seen, Sum
 from zckpt.errors import SourceError, TargetError, WorkerError, ZckptError, shown
 from zckpt.formats.survey import ALWAYS_NBYTES, checksums_by_path

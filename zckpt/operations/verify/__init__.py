@@ -79,7 +79,7 @@ def verify(
     executor, how = shared["executor"], how_read(shared)
     if how["direct"] and not deep and against is None:
         raise UsageError("--direct does not apply to a sample", expected="--deep or --against with it")
-    from zckpt.compare.copies import files_twice
+    from zckpt.compare.twice import files_twice
 
     expected = None
     if against is not None:
