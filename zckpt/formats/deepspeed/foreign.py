@@ -233,15 +233,17 @@ def _model(checkpoint: Checkpoint, layers: Sequence[object]) -> ModelShard:
 
 
 def _of_ranks(model: ModelShard, world_size: int) -> list[ModelShard]:
-    """Return model files of ZeRO-3's ranks, where those had keys of their own that so many ranks can have."""
+    """Return model files of ZeRO-3's ranks: those with keys of their own have them again, if they are there."""
+    common: dict[str, object] = {}
     own: dict[int, dict[str, object]] = {}
     for key, value in model.content.items():
-        if match := _OF_RANK.fullmatch(key):
+        match = _OF_RANK.fullmatch(key)
+        if match is not None and int(match[1]) < world_size:
             own.setdefault(int(match[1]), {})[match[2]] = value
-    if not 0 < max(own, default=0) < world_size:
-        return [model]
-    common = {key: value for key, value in model.content.items() if not _OF_RANK.fullmatch(key)}
-    return [model_of(model.shard, _file({**common, **own.get(rank, {})})) for rank in range(max(own) + 1)]
+        else:
+            common[key] = value
+    last = max(own, default=0)
+    return [model_of(model.shard, _file({**common, **own.get(rank, {})})) for rank in range(last + 1)]
 
 
 def is_counted(key: str) -> bool:
