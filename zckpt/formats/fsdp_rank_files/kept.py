@@ -41,8 +41,9 @@ KEYS = "extra_state"
 
 
 def keys_of(checkpoint: Checkpoint) -> list[str]:
-    """Return the keys of the source's further files; none of a source of another format."""
-    return list(map(str, list_of(checkpoint.details.get(KEYS))))
+    """Return the keys of the source's further files; of another format those of which ranks had values of their own."""
+    own = dict.fromkeys(match[3] for match in map(_OF_ONE.fullmatch, checkpoint.metadata) if match is not None)
+    return list(map(str, list_of(checkpoint.details.get(KEYS)))) or list(own)
 
 
 def of_single_ranks(checkpoint: Checkpoint) -> list[str]:
