@@ -49,7 +49,7 @@ from zckpt.state import (
 )
 from zckpt.state.inventory import COPY, IMPLIED, STATE, Rule
 from zckpt.storage.files import opened
-from zckpt.torchfile import FromFile, Mentioned, Tensor, TorchFile, dump, has_tensors, plain
+from zckpt.torchfile import AlikeRecords, FromFile, Mentioned, Tensor, TorchFile, dump, has_tensors, plain
 
 
 def implied(about: str, *keys: str, where: Sequence[str] = ()) -> tuple[Rule, ...]:
@@ -336,8 +336,9 @@ def is_same(one: TorchFile, mine: object, other: TorchFile, its: object) -> bool
 
 
 def _sums(file: TorchFile, storages: Sequence[Mentioned]) -> list[int]:
-    offsets = {one.storage.offset for one in storages}
-    return [record.crc32 for record in file.records if record.offset in offsets]
+    offsets, records = {one.storage.offset for one in storages}, file.records
+    filled = records.filled() if isinstance(records, AlikeRecords) else records
+    return [record.crc32 for record in filled if record.nbytes and record.offset in offsets]
 
 
 def _head(storages: Sequence[Mentioned]) -> Iterator[bytes]:
