@@ -119,7 +119,7 @@ class States:
                     isinstance(found, torch.Tensor) and found.dim() > 0 and found.shape == one[MASTERS][index].shape
                     for found, one in zip(every, having, strict=True)
                 ):
-                    made = torch.zeros(group.partition, dtype=made.dtype)  # noqa: PLW2901
+                    made = torch.zeros(group.partition, dtype=made.dtype, device=made.device)  # noqa: PLW2901
                     self.fill(made, every, group)
                 state.setdefault(index, {})[key] = made
         groups = [{**group} for group in self._optimizer.optim.state_dict()["param_groups"]]

@@ -193,7 +193,7 @@ class _Sharing(Values):
         storage, dtype = here.untyped_storage(), dtype_name(here.dtype)
         known = self._storages.get(storage.data_ptr()) if storage.nbytes() else None
         if known is None or known.dtype != dtype:
-            values = [ValueContent(0, memory_of(torch.empty(0, dtype=torch.uint8).set_(storage)))]
+            values = [ValueContent(0, memory_of(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)))]
             known = new_storage(dtype, storage.nbytes() // here.element_size(), values if storage.nbytes() else ())
             self._storages[storage.data_ptr()] = known
         return view(known, tuple(here.shape), start=int(here.storage_offset()), strides=tuple(here.stride()))

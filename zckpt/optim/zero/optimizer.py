@@ -491,7 +491,7 @@ def publish(group: FlatGroup, bucket_size: int) -> list[dist.Work]:
     if master.device == group.flat.device or not group.flat.is_cuda:
         group.weights.copy_(master)
     else:
-        rounded = torch.empty(master.shape, dtype=group.flat.dtype, pin_memory=True)
+        rounded = torch.empty(master.shape, dtype=group.flat.dtype, device="cpu", pin_memory=True)
         group.weights.copy_(rounded.copy_(master), non_blocking=True)
     if group.world_size == 1 or not group.partition:
         return []

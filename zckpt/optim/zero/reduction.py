@@ -512,7 +512,7 @@ class Deliveries:
         if not add and received.dtype == into.dtype:
             self._copy(received, into)
             return
-        staged = torch.empty(received.shape, dtype=received.dtype, pin_memory=True)
+        staged = torch.empty(received.shape, dtype=received.dtype, device="cpu", pin_memory=True)
         self._copy(received, staged)
         if not add:
             into.zero_()
