@@ -109,6 +109,9 @@ def test_names_that_meet_meet_once_and_make_no_two_one(ours, theirs, around):
         (["module.a", "head"], ["module.a", "head"], {"module.a": "module.a", "head": "head"}),
         (["a", "b"], ["module.a", "b"], {"b": "b"}),  # no wrapper is around a part of the names
         (["a", "b", "c"], ["module.a", "module.b", "a"], {"a": "a"}),  # two of theirs would be `a`
+        (["g.a", "d.a"], ["g.module.a", "d.module.module.a"], {"g.module.a": "g.a", "d.module.module.a": "d.a"}),
+        (["g.module.a", "n"], ["g.a", "n"], {"g.a": "g.module.a", "n": "n"}),
+        (["g.a", "d.a"], ["g.module.a", "g.module.module.a", "d.a"], {"d.a": "d.a"}),  # two of theirs would be `g.a`
         (["x"], ["y"], {}),
         (["module.a", "n_averaged"], ["a", "n_averaged"], {"a": "module.a", "n_averaged": "n_averaged"}),
         (["a"], ["module.a", "n_averaged"], {"module.a": "a"}),

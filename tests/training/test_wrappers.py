@@ -163,6 +163,25 @@ def test_formats_of_other_programs_are_loaded_into_the_compiled_model(rank, worl
         assert list(torch.load(target / "model.pt")) == list(bare.state_dict())
 
 
+def test_models_in_one_module_may_have_wrappers_of_their_own(tmp_path):
+    def made(around: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.ModuleDict({"gen": around(Net()), "disc": Net()})
+        optimizer = torch.optim.AdamW(model.parameters())
+        (model["gen"](torch.ones(2, 4)) + model["disc"](torch.ones(2, 4))).backward()
+        optimizer.step()
+        return model, optimizer
+
+    kinds = (nn.DataParallel, lambda net: net)
+    for source, target in (kinds, kinds[::-1]):
+        saved, its = made(source)
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        zckpt.save(path, model=saved, optimizer=its)
+        model, optimizer = made(target)
+        assert zckpt.load(path, model=model, optimizer=optimizer).notes == []
+        assert equal(model, saved)
+        zckpt.assert_restored(path, model=model, optimizer=optimizer)
+
+
 @on_ranks(2)
 def test_what_fully_sharded_data_parallel_saved_is_loaded_into_the_bare_model_and_itself(rank, world_size, tmp_path):
     torch.manual_seed(1)

@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from zckpt.state.checkpoint import Checkpoint, Parameter
+from zckpt.state.mappings import without
 
 
 def is_number(text: str) -> bool:
@@ -149,6 +150,7 @@ def aligned(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
     them are taken off one side as make most names meet, and fewer where as many meet. Their tensors that have not as
     many are then none of ours; and where one of those already has the name of ours that another would get, none is
     taken off. A parameter of an adapter has PEFT's name for it in memory on one side, and on the other that in a file.
+    What is left may have a `module` within, as where one side has wrappers around parts of a model.
 
     `ours`: of a live model; `theirs`: of a checkpoint.
     """
@@ -161,12 +163,23 @@ def aligned(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
         both = set(found.values()) & (set(its.values()) - found.keys())
         if len(found) > len(best) and not both:
             best = found
-    ours_left, its_left = (
-        {short: name for short, name in names.items() if name not in met}
-        for names, met in ((mine, {*best.values()}), (its, best))
-    )
+    ours_left, its_left = _left(mine, best.values()), _left(its, best)
     best |= _meeting(_of_adapter(ours_left), its_left)
-    return best | _meeting(ours_left, _of_adapter(its_left))
+    best |= _meeting(ours_left, _of_adapter(its_left))
+    ours_left, its_left = _left(mine, best.values()), _left(its, best)
+    return best | _meeting(_within(ours_left), _within(without(its_left, *ours_left)))
+
+
+def _left(names: Mapping[str, str], met: Collection[str]) -> dict[str, str]:
+    taken = {*met}
+    return {short: name for short, name in names.items() if name not in taken}
+
+
+def _within(names: Mapping[str, str]) -> dict[str, str]:
+    """Return names by those without `module` behind the first step; none where several have one."""
+    pairs = [(re.sub(r"(?:\.module)+(?=\.)", "", short), name) for short, name in names.items()]
+    uses = Counter(short for short, _ in pairs)
+    return {short: name for short, name in pairs if uses[short] == 1}
 
 
 def _of_adapter(names: Mapping[str, str]) -> dict[str, str]:
