@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter, OrderedDict, deque
+from inspect import signature
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -431,6 +432,18 @@ def test_boxes_are_saved_once_and_loaded_into_other_boxes(rank, world_size, tmp_
         again = zckpt.open(tmp_path / "other")
         assert all(torch.equal(again.read(name), opened.read(name)) for name in opened.parameters)
         dist.barrier()
+
+
+@on_ranks(2)
+def test_ranks_of_a_mesh_in_another_order_than_torch_cuts_by_are_refused(rank, world_size, tmp_path):
+    def sharded(**options: Any) -> nn.Module:
+        return fully_shard(nn.Linear(4, 4), mesh=DeviceMesh("cpu", [1, 0], mesh_dim_names=("shards",), **options))
+
+    with refusing(UnsupportedError, "in another order than in its process groups.*ranks ascend"):
+        zckpt.save(tmp_path / "no", model=sharded())
+    if "preserve_rank_order" in signature(DeviceMesh).parameters:  # since torch 2.15
+        zckpt.save(tmp_path / "yes", model=(model := sharded(preserve_rank_order=True)))
+        assert torch.equal(zckpt.open(tmp_path / "yes").read("weight"), whole(model.weight))
 
 
 @on_ranks(3)

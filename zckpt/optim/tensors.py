@@ -240,8 +240,16 @@ def share_of(tensor: torch.Tensor | Member, name: str) -> Share | None:
 def _share_of_dtensor(tensor: DTensor, name: str) -> Share | None:
     if any(placement.is_partial() for placement in tensor.placements):
         raise UnsupportedError(f"{name} is a partial sum on each rank", found=tensor.placements)
-    if tensor.device_mesh.get_coordinate() is None:
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is None:
         return None
+    where = list(zip(coordinate, tensor.placements, strict=True))
+    if any(not one.is_replicate() and mesh.get_local_rank(dim) != at for dim, (at, one) in enumerate(where)):
+        raise UnsupportedError(
+            f"{name} is on a mesh whose ranks are in another order than in its process groups, by which torch cuts it, "
+            "so that elements are not where it says",
+            advice="let ranks ascend along each dimension, or make the mesh with preserve_rank_order=True (torch 2.15)",
+        )
     chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     local = tensor.to_local().detach()
     if len(chunks) > 1:
@@ -252,8 +260,7 @@ def _share_of_dtensor(tensor: DTensor, name: str) -> Share | None:
     extent = Extent(offsets, sizes, 0, local.numel())
     if not any(one.is_replicate() for one in tensor.placements):  # a mesh makes its table of ranks anew when asked
         return Share(tuple(tensor.shape), extent, local, (world_rank(),))
-    same = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)  # along what is replicated
-    ranks = tensor.device_mesh.mesh[tuple(slice(None) if one.is_replicate() else at for at, one in same)]
+    ranks = mesh.mesh[tuple(slice(None) if one.is_replicate() else at for at, one in where)]  # along what is replicated
     return Share(tuple(tensor.shape), extent, local, tuple(sorted(ranks.flatten().tolist())))
 
 
