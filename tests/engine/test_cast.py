@@ -20,6 +20,7 @@ SMALL = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz
 SOURCES = ["float64", "float32", *SMALL]
 INTEGERS = ["int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool"]
 COMPLEX = ["complex32", "complex64", "complex128"]
+NEWER_COMPLEX = ["bcomplex32"]  # of torch 2.15
 
 F32_EDGES = [
     0x00000000, 0x80000000,  # zeros
@@ -149,7 +150,7 @@ def test_what_is_no_real_floating_point_number_is_not_cast(source):
         cast(array, "float32")
 
 
-@pytest.mark.parametrize("target", [*INTEGERS, *COMPLEX])
+@pytest.mark.parametrize("target", [*INTEGERS, *COMPLEX, *NEWER_COMPLEX])
 def test_nothing_is_cast_to_what_is_no_real_floating_point_number(target):
     with refusing(UnsupportedError, f"cannot be cast to {target}"):
         cast(np.ones(2, np.float32), target)
@@ -163,7 +164,7 @@ def test_every_element_type_has_its_size_in_numpy(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=byte_strings)
 def test_bytes_in_the_other_order_are_reversed_number_by_number(dtype, data):
-    part = itemsize(dtype) // (2 if dtype in COMPLEX else 1)
+    part = itemsize(dtype) // (2 if dtype in COMPLEX + NEWER_COMPLEX else 1)
     data = data[: len(data) // itemsize(dtype) * itemsize(dtype)]
     found = swapped(np.frombuffer(data, numpy_dtype(dtype)), dtype)
     assert found.dtype == numpy_dtype(dtype)

@@ -355,7 +355,7 @@ def of_tensors(tensors, directory) -> Checkpoint:
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_every_element_type(world_size, tmp_path):
-    names = [name for name in DTYPES if not name.startswith(("qint", "quint"))]
+    names = [name for name in DTYPES if not name.startswith(("qint", "quint")) and hasattr(torch, name)]
     made = {name: random_tensor(name, (3, 5)) for name in names} | {"": random_tensor("complex128", ())}
     expected = of_tensors(made, tmp_path / "source")
     assert_same_tensors(read(written(expected, tmp_path / "native", world_size)), expected)

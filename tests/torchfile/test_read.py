@@ -43,7 +43,7 @@ FORMATS = [
 DTYPES = [
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "uint16", "uint32",
     "uint64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
-    "float8_e5m2fnuz", "float8_e8m0fnu",
+    "float8_e5m2fnuz", "float8_e8m0fnu", *(new for new in ("float4_e2m1fn_x2", "bcomplex32") if hasattr(torch, new)),
 ]  # fmt: skip
 
 

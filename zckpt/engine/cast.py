@@ -42,7 +42,7 @@ _SMALLEST = np.float32(1e-45)
 FEW_NUMEL = 1 << 8
 """So many elements are cast one by one; more are looked up, where their types are small."""
 
-_OPAQUE = {"complex32", "quint8", "qint8", "qint32", "quint4x2", "quint2x4"}
+_OPAQUE = {"complex32", "bcomplex32", "float4_e2m1fn_x2", "quint8", "qint8", "qint32", "quint4x2", "quint2x4"}
 
 
 @lru_cache(maxsize=64)

@@ -35,7 +35,9 @@ DTYPES: dict[str, DTypeInfo] = {
         DTypeInfo("float8_e4m3fnuz", 1, None, None, floating=True),
         DTypeInfo("float8_e5m2fnuz", 1, None, None, floating=True),
         DTypeInfo("float8_e8m0fnu", 1, "F8_E8M0", None, floating=True),
+        DTypeInfo("float4_e2m1fn_x2", 1, "F4", None),  # two numbers, which safetensors counts
         DTypeInfo("complex32", 4, None, None),
+        DTypeInfo("bcomplex32", 4, None, None),
         DTypeInfo("complex64", 8, "C64", "ComplexFloatStorage"),
         DTypeInfo("complex128", 16, None, "ComplexDoubleStorage"),
         DTypeInfo("int64", 8, "I64", "LongStorage"),
@@ -91,7 +93,7 @@ def holding_all(dtypes: Iterable[str]) -> str | None:
 
 def is_complex(dtype: str) -> bool:
     """Tell whether an element of `dtype` is two numbers, a real and an imaginary part."""
-    return dtype.startswith("complex")
+    return "complex" in dtype
 
 
 def is_negatable(dtype: str) -> bool:

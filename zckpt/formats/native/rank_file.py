@@ -51,7 +51,7 @@ DIGEST_NBYTES = 8
 ID_KEY = "zckpt_id"
 """Under which the file's own metadata have the checkpoint that it belongs to."""
 
-AS_BYTES = frozenset({"complex64", "float8_e8m0fnu"})
+AS_BYTES = frozenset({"complex64", "float4_e2m1fn_x2", "float8_e8m0fnu"})
 """Types that only newer versions of safetensors have: to others a single unknown code makes the file unreadable."""
 
 

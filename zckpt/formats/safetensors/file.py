@@ -49,6 +49,9 @@ from zckpt.storage.files import (
 )
 
 INDEX_NAME = "model.safetensors.index.json"
+PAIRS = "F4"
+"""The type of numbers of which torch's element is two, side by side."""
+
 WHOLE_NAME = "model.safetensors"
 """Of a model that is one file."""
 
@@ -250,6 +253,8 @@ def _slot(
     shape = tuple(one["shape"])
     if dtype is None or not are_sizes(shape):
         raise DamagedFileError(f"unreadable entry {name}", found=f"{one['dtype']} {shape}")
+    if one["dtype"] == PAIRS and shape:
+        shape = (*shape[:-1], shape[-1] // 2)
     nbytes = math.prod(shape) * itemsize(dtype)
     if (begin, end) != (at, at + nbytes) or type(begin) is not int or type(end) is not int:
         raise DamagedFileError(

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.errors import UnsupportedError
-from zckpt.formats.safetensors.file import MAXIMUM_HEADER_NBYTES, METADATA_KEY
+from zckpt.formats.safetensors.file import MAXIMUM_HEADER_NBYTES, METADATA_KEY, PAIRS
 from zckpt.immutable import immutable
 from zckpt.state import Slot, nbytes_of
 from zckpt.state.dtypes import DTYPES, itemsize
@@ -100,7 +100,8 @@ def header_of(
                 f"safetensors has no element type {dtype}, which {name} has", advice="write a .pt file"
             )
         end = at + math.prod(shape) * itemsize(dtype)
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [at, end]}
+        sizes = [*shape[:-1], 2 * shape[-1]] if code == PAIRS and shape else list(shape)
+        header[name] = {"dtype": code, "shape": sizes, "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % ALIGNMENT if start is None else (start - 8 - len(text)) % BLOCK_NBYTES)

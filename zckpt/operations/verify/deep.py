@@ -79,7 +79,7 @@ Adadelta, Adagrad, Adamax and Adafactor (torch 2.13)."""
 _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00}
 """Bits that are all set in NaN and Inf."""
 
-_REAL = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+_REAL = {"complex32": "float16", "bcomplex32": "bfloat16", "complex64": "float32", "complex128": "float64"}
 
 
 class Tally(NamedTuple):
