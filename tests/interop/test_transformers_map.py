@@ -21,7 +21,7 @@ from tests.logical import assert_same_tree
 from tests.pairwise import some
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.transformers_trainer.architectures import is_converted
-from zckpt.naming import installed
+from zckpt.naming import installed, traced
 
 pytestmark = pytest.mark.interop
 
@@ -243,6 +243,15 @@ def test_what_cannot_be_made_is_refused_in_one_line(tmp_path):
     with pytest.raises(UnsupportedError, match="no model of type nothing_known"):
         zckpt.consolidate(tmp_path / "model.pt", tmp_path / "out.safetensors", map="transformers")
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_what_no_map_says_is_named():
+    letters = traced.Letters()
+    one = traced.Traced(letters, [[letters.new(2)]], frozenset(["w"]))
+    for what, message in ((lambda: one.new_zeros(3), "it calls new_zeros"), (lambda: one[0], "by their index")):
+        with pytest.raises(traced.NoMapError, match=message):
+            what()
+    assert not hasattr(one, "of_next_year")
 
 
 @pytest.mark.parametrize("family", ["vit", "beit", "deit"])

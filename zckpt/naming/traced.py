@@ -29,6 +29,10 @@ class NoMapError(Exception):
     """What a map cannot say."""
 
 
+class LacksError(NoMapError, AttributeError):
+    """What a traced tensor has not, of a torch one's attributes; those who ask whether it has them are told so."""
+
+
 class Letters:
     """What all tensors are counted by; a letter may turn out to be others."""
 
@@ -101,6 +105,12 @@ class Traced:
         return own(
             *args, **{{"dim0": "first", "dim1": "second"}.get(key, key): one for key, one in (kwargs or {}).items()}
         )
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        raise LacksError(f"it calls {name}")
+
+    def __getitem__(self, _: object) -> Any:  # noqa: ANN401
+        raise NoMapError("it takes elements by their index")
 
     @property
     def axes(self) -> list[list[Factor]]:
