@@ -847,6 +847,7 @@ def test_what_cannot_be_written_is_said(tmp_path):
         ({"fsdp_version": 1, "units": "layers.*"}, "--units matches no module"),
         ({"fsdp_version": 1, "units": "model.layers.*", "fsdp_size": 1}, "--fsdp-size only applies to FSDP2"),
         ({"fsdp_version": 3}, "unusable --fsdp-version: expected 1 or 2"),
+        ({"units": "model.layers.*"}, "--units only applies to FSDP1: expected --fsdp-version 1"),
     ):
         with refusing(zckpt.UsageError, said):
             zckpt.convert(FIXTURES / LLAMA, target, to="fsdp-rank-files", **options)

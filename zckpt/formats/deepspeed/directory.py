@@ -138,7 +138,7 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
     further: list[Shard] = []
     every = shards_in(directory)
     for root in roots:
-        candidate = root if directory == source else root / _tag_of(directory, source)
+        candidate = root / _tag_of(directory, source)
         held = (candidate.is_dir() and shards_in(candidate)) or shards_in(root)
         if not held:
             raise ShardError(

@@ -300,6 +300,8 @@ def lay_out(job: Job) -> TargetFiles:
     if options.groups == ONE and checkpoint.param_groups:
         checkpoint, changed = one_group(checkpoint)
         said += changed
+    if version == FSDP2 and options.units is not None:
+        raise UsageError("--units only applies to FSDP1", expected="--fsdp-version 1")
     units = _units(job, target) if version == FSDP1 else None
     writer = Ranks(checkpoint, target, units, scheduler_of(checkpoint, said))
     facts = json.dumps({"FSDP_version": version, "world_size": target.world_size}, indent=4).encode()
