@@ -134,6 +134,8 @@ def test_options_that_do_not_apply(options, words):
 def test_ranks_and_stage_are_needed_where_the_source_has_none():
     succeeded("convert fixtures/s1_fp32_dp2 all.pt --to consolidated")
     refused(2, "convert all.pt out --to deepspeed", words="--world-size")
+    needs = ("expected --world-size N and --stage 1, 2 or 3", "ZeRO stage 0")
+    refused(2, "convert fixtures/s0_bf16_dp2 out --to deepspeed", words=needs)
     succeeded("convert all.pt out --to deepspeed --world-size 2")
     assert inspected("out")["zero_stage"] == 1
 

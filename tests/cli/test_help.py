@@ -57,6 +57,7 @@ def test_other_words_for_verbs():
     assert succeeded("-V").stdout == succeeded("--version").stdout
     assert "Usage: zckpt [OPTIONS] COMMAND" in succeeded("help").stdout
     assert refused(2, f"consolidat {SOURCE}").count("consolidate") == 1
+    refused(3, "./nowhere", words="cannot be opened")
 
 
 def test_the_help_for_a_format_has_what_that_format_takes_in_its_own_words():

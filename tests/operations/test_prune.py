@@ -243,7 +243,7 @@ def test_the_document_is_what_is_printed():
 @pytest.mark.parametrize(
     ("status", "arguments", "words"),
     [
-        (2, ". --keep-last 0", "keep_last must be at least 1"),
+        (2, ". --keep-last 0", "--keep-last must be at least 1"),
         (2, ".", "keep-last"),
         (2, "s3://bucket/run --keep-last 1", "in a store cannot be pruned"),
         (3, ". --keep-last 1", "no checkpoint"),

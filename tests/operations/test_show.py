@@ -97,3 +97,4 @@ def test_what_is_printed():
     text = succeeded(command, "0:2,:3").stdout
     assert text.splitlines()[0] == "weight of fc1.weight: bfloat16 [13, 8] [0:2,:3]"
     refused(2, "show fixtures/s2_bf16_dp3 fc1.weigth", words="did you mean fc1.weight")
+    refused(2, "show fixtures/s2_bf16_dp3 wte", words="`zckpt inspect --parameters` lists them")

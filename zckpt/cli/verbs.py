@@ -288,7 +288,7 @@ class Verbs(click.Group):
         if args[:1] == ["help"]:
             args = [*args[1:2], "--help"]
         elif len(args) >= 1 and args[0][:1] != "-" and self.get_command(ctx, args[0]) is None:
-            is_place = is_url(args[0]) or Path(args[0]).exists()
+            is_place = is_url(args[0]) or "/" in args[0] or Path(args[0]).exists()
             args = ["inspect", *args] if is_place else args
         return super().parse_args(ctx, args)
 

@@ -141,7 +141,8 @@ def history(source: Place, *, deep: bool = False, fingerprint: bool = False, **s
 def units_of(run: Path) -> list[Unit]:
     """Return the checkpoints of a run. Raises SourceError: there are none."""
     if not run.is_dir():
-        raise SourceError("is not a directory", path=run, advice="give a run directory")
+        what = None if os.path.lexists(run) else "nothing"
+        raise SourceError("is not a directory", path=run, found=what, advice="give a run directory")
     found = list(units(run))
     if not found:
         raise SourceError("holds no checkpoint of a format that zckpt reads", path=run)

@@ -119,7 +119,8 @@ class OpenedCheckpoint(Checkpoint):
         if name not in self:
             bare = next((bare for bare, filed in self.wrapped.items() if filed == name), name)
         if bare not in self:
-            raise UsageError(f"no parameter {name}{near(name, self)}", path=self.source)
+            advice = "`zckpt inspect --parameters` lists them"
+            raise UsageError(f"no parameter {name}{near(name, self)}", path=self.source, advice=advice)
         owner = self.unnamed.get(bare) or self.owner(bare)
         key = slot or (MASTER if owner.master else WEIGHT)
         if key in owner.slots:

@@ -132,9 +132,9 @@ def prune(
     SourceError
         There is no such directory, or no checkpoint in it.
     """
-    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+    for option, value in (("--keep-last", keep_last), ("--keep-every", keep_every)):
         if value is not None and value < 1:
-            raise UsageError(f"{name} must be at least 1", found=value)
+            raise UsageError(f"{option} must be at least 1", found=value)
     if is_url(run):
         raise UsageError("checkpoints in a store cannot be pruned", path=run, expected="a directory on a file system")
     top = Path(run)

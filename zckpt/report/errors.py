@@ -34,7 +34,8 @@ zckpt also writes it to standard output as a JSON document:
 
 ```json
 {"error": {"code": "target-exists", "finding": null, "exit_status": 4, "path": "model.safetensors",
-           "message": "already exists", "expected": null, "found": null, "advice": "give --overwrite to replace it"}}
+           "message": "already exists", "expected": null, "found": null,
+           "advice": "choose another name, or give --overwrite"}}
 ```
 
 A code never changes its meaning. `finding` is `zckpt verify`'s code for the same problem, if it has one

@@ -30,7 +30,7 @@ def read_hyperparameters(path: str | os.PathLike[str], count: int, *, elastic: b
         raise UsageError(
             "does not hold hyperparameters for each param group",
             path=path,
-            expected=f'a list of {count} objects, such as [{{"lr": 0.001, "betas": [0.9, 0.95], ...}}]',
+            expected=f'a list of {count} nonempty objects, such as [{{"lr": 0.001, "betas": [0.9, 0.95], ...}}]',
             found=f"a list of {len(found)}" if isinstance(found, list) else type(found).__name__,
         )
     return [

@@ -88,7 +88,7 @@ def missing_files(what: str, size: int, present: Collection[int], path: Path | s
         f"{what} are missing for rank{'s' if ' ' in lost else ''} {lost}",
         path=path,
         expected=f"{size} ranks",
-        found=f"{len(present)} files",
+        found="1 file" if len(present) == 1 else f"{len(present)} files",
         advice=ADVICE,
         code=MISSING_FILE,
         ranks=_first_missing(size, present),

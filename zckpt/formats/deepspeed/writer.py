@@ -287,12 +287,11 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
     known = checkpoint.zero_stage or remainder.origin(checkpoint).get("zero_stage")
     stage = options.stage if options.stage is not None else known if type(known) is int and known in STAGES else None
     if options.world_size is None or stage is None:
+        missing = ["--world-size N"] * (options.world_size is None) + ["--stage 1, 2 or 3"] * (stage is None)
         raise UsageError(
-            f"{('--world-size' if options.world_size is None else '--stage')} is required to write a DeepSpeed "
-            "checkpoint from this source",
-            expected="a number of ranks" if options.world_size is None else "1, 2 or 3",
-            found=f"{checkpoint.format}, {('without a ZeRO stage' if stage is None else f'ZeRO stage {stage}')}",
-        )
+            "a DeepSpeed checkpoint from this source needs further options", expected=" and ".join(missing),
+            found=f"{checkpoint.format}, {('without a ZeRO stage' if known is None else f'ZeRO stage {known}')}",
+        )  # fmt: skip
     checkpoint = foreign.as_engines_group(job.checkpoint, stage, known)
     left_out = foreign.groups_left_out(job.checkpoint, checkpoint)
     if options.hyperparameters is not None and not any(group.hyperparameters for group in checkpoint.param_groups):

@@ -288,8 +288,8 @@ class PackedMount:
             broken = next(iter(wrong.values()), None)
             if broken is not None:
                 raise broken
-            known = ", ".join(list(names)[:20]) or "none"
-            raise SourceError("the store has no such checkpoint", path=store.path / within, expected=known)
+            what = "the store has no such checkpoint" if within else "the store has no checkpoint yet"
+            raise SourceError(what, path=store.path / within, expected=", ".join(list(names)[:20]) or None)
         self._tree, base = tree()
         show_as_stored(str(base), SCHEME)
         root = self._tree / SCHEME / host
