@@ -96,6 +96,12 @@ def test_keywords_of_convert_are_those_of_the_format(to, options, said, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_unknown_format_is_answered_with_those_that_are_written():
+    with pytest.raises(zckpt.UsageError) as refusal:
+        zckpt.convert(FIXTURES / "s2_bf16_dp2", "out", to="nothing")
+    assert refusal.value.expected.split(", ") == [one.name for one in formats() if one.writes]
+
+
 def test_what_is_not_given_is_none_or_nothing(tmp_path):
     zckpt.convert(FIXTURES / "s2_bf16_dp2", tmp_path / "out", to="universal", world_size=None, stage=None)
 

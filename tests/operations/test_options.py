@@ -8,6 +8,7 @@ import pytest
 
 import zckpt
 from tests.cli.console import FIXTURES
+from tests.refusals import refusing
 from zckpt.cli import cli
 from zckpt.formats import registry
 from zckpt.formats.options import options_of as format_options
@@ -49,6 +50,20 @@ def test_a_verb_shows_every_option_of_its_group_and_has_its_flags(verb):
 def test_an_option_that_a_verb_lacks_is_an_error_before_all_else(verb):
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         getattr(zckpt, verb)(SOURCE, colour="red")
+
+
+@pytest.mark.parametrize("name", ["memory", "max_shard_size"])
+@pytest.mark.parametrize("size", ["64MB", 0, 0.5])
+def test_a_size_is_a_number_of_bytes(name, size):
+    with refusing(zckpt.UsageError, f"unusable --{name.replace('_', '-')}: expected a positive number of bytes"):
+        zckpt.consolidate(SOURCE, "out", **{name: size})
+
+
+@pytest.mark.parametrize("verb", [lambda one: zckpt.average(one, "out"), zckpt.series])
+@pytest.mark.parametrize("one", [str(SOURCE), SOURCE])
+def test_one_source_is_not_taken_for_its_letters(verb, one):
+    with refusing(zckpt.UsageError, "found 1"):
+        verb(one)
 
 
 def test_the_options_of_formats_that_come_with_zckpt_are_in_the_types():

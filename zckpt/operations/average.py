@@ -29,11 +29,12 @@ from zckpt.formats.low_bit import codes_in
 from zckpt.immutable import immutable, mutable
 from zckpt.operations.consolidate import NUMBERS, Chosen, Consolidated, as_beside, write_computed
 from zckpt.operations.losses import check_nothing_lost, refuse_beside, refuse_rank_values
-from zckpt.operations.open import Source, opened
+from zckpt.operations.open import Source, opened, several
 from zckpt.operations.options import Averaging, Place, Unpack, naming_of, shares
 from zckpt.operations.target import How, summary
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Parameter, Slot, by_key
 from zckpt.state.names import like_model
+from zckpt.storage.files import by_name
 
 SCALED_BY = ("peft_type", "lora_alpha", "r", "use_rslora", "rank_pattern", "alpha_pattern")
 """Settings of a LoRA adapter that say what its factors are multiplied with."""
@@ -112,6 +113,7 @@ def average(
     TargetError
         The target exists or cannot be written.
     """
+    sources = several(sources)
     if len(sources) < 2:
         from zckpt.operations.pack import units_of_place
 
@@ -175,7 +177,7 @@ def _opened(
         if isinstance(one, Checkpoint):
             found.append(opened(one) if paths else opened(one, roots=roots, **where))
         else:
-            same = roots if len(paths) == 1 else [Path(root) / Path(one).name for root in roots]
+            same = roots if len(paths) == 1 else [Path(root) / by_name(one).name for root in roots]
             found.append(opened(one, roots=same, **where))
     return found
 

@@ -205,8 +205,6 @@ class Chosen:
         return cls(Path(target), how, **only(OfWholeModel, shared), **only(Dequantized, shared))
 
     def __post_init__(self) -> None:
-        if self.max_shard_size < 1:
-            raise UsageError("--memory and sizes must be positive", found=self.max_shard_size)
         if self.quantize is not None:
             from zckpt.formats.low_bit_codes import block_of
 

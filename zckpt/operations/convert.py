@@ -15,7 +15,7 @@ from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.format import Format, Job, TargetFiles
 from zckpt.formats.low_bit import codes_in
 from zckpt.formats.options import choose
-from zckpt.formats.registry import find_format, formats, get
+from zckpt.formats.registry import find_format, formats
 from zckpt.formats.transformers_trainer.architectures import lacks_tied_name
 from zckpt.naming import AS_IT_IS, Naming
 from zckpt.operations.losses import check_nothing_lost, keeps_beside, refuse_rank_values, without_rank_values
@@ -89,10 +89,10 @@ def convert(
     """
     options = others(given)
     how = How.of("convert", given, to=to, **options)
-    written = get(to)
-    if not written.writes:
-        expected = ", ".join(one.name for one in formats() if one.writes)
-        raise UsageError(f"{to} can be read, but not written", expected=expected)
+    written = find_format(to)
+    if written is None or not written.writes:
+        why = "unknown format" if written is None else f"{to} can be read, but not written"
+        raise UsageError(why, expected=", ".join(one.name for one in formats() if one.writes), found=repr(to))
     chosen = choose(written.options, options, to)
     naming = naming_of(given)
     whole = opened(source, **given)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +159,11 @@ def open(source: Place, **shared: Unpack[Reading]) -> OpenedCheckpoint:  # noqa:
     for name in ("parameters", "buffers", "unnamed"):
         setattr(found, name, Named(getattr(found, name)))
     return OpenedCheckpoint.of(found)
+
+
+def several(sources: Source | Sequence[Source]) -> list[Source]:
+    """Return the sources that a verb is given; a text is one of them, not its letters."""
+    return [sources] if isinstance(sources, str | os.PathLike | Checkpoint) else [*sources]
 
 
 def opened(source: Source, **given: Any) -> Checkpoint:  # noqa: ANN401  # what a verb is given, as well

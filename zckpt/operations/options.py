@@ -396,8 +396,11 @@ def shares(group: type, *, more: bool = False) -> Callable[[Callable[Given, Resu
             from zckpt.operations.places import called
 
             settled: dict[str, Any] = {**defaults, **given}
-            if settled.get("memory", 1) < 1:
-                raise UsageError("--memory and sizes must be positive", found=settled["memory"])
+            for name in ("memory", "max_shard_size"):
+                size = settled.get(name, 1)
+                if not isinstance(size, int) or size < 1:
+                    expected = "a positive number of bytes"
+                    raise UsageError(f"unusable --{name.replace('_', '-')}", expected=expected, found=repr(size))
             for name, one in options.items():
                 value = settled[name]
                 if one.choices and value not in (one.default, *one.choices):

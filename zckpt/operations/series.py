@@ -12,7 +12,7 @@ from zckpt.errors import UsageError
 from zckpt.executors.using import using
 from zckpt.immutable import immutable
 from zckpt.operations.diff.match import Filter
-from zckpt.operations.open import Source, opened
+from zckpt.operations.open import Source, opened, several
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.target import summary
 from zckpt.state import Checkpoint, Document, Result, Slot, document, nbytes_of
@@ -74,6 +74,7 @@ def series(
     SourceError
         A checkpoint cannot be read.
     """
+    sources = several(sources)
     if len(sources) < 2:
         raise UsageError("a series needs two checkpoints or more", found=f"{len(sources)} given")
     checkpoints = [opened(one, names=names, tp_rules=tp_rules) for one in sources]
