@@ -60,6 +60,11 @@ def test_other_words_for_verbs():
     refused(3, "./nowhere", words="cannot be opened")
 
 
+@pytest.mark.parametrize("words", [[""], ["inspect", ""], ["prune", "", "--keep-last", "1"], ["convert", SOURCE, ""]])
+def test_a_variable_that_is_not_set_is_not_the_current_directory(words):
+    refused(2, words, words="an argument is empty")
+
+
 def test_the_help_for_a_format_has_what_that_format_takes_in_its_own_words():
     for flag in ("--help", "--help-all"):
         general, dcp, megatron = (
