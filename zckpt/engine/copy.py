@@ -52,8 +52,10 @@ WIDE_NBYTES = 1 << 12
 TILE = 1 << 5
 """Elements that lie end to end in the target and are moved at once where they do not in the source: two cache lines."""
 
-TILE_ROWS = 1 << 8
-"""Times as many that lie end to end in the source, so that a tile is in the first cache on both sides."""
+TILE_ROWS, TILE_NBYTES = 1 << 8, 1 << 15
+"""Times as many that lie end to end in the source, so that a tile is in the first cache on both sides; where these are
+fewer, or small, it has more of the others.
+"""
 
 
 @immutable
@@ -413,11 +415,12 @@ def place(target: Array, values: Array) -> None:
     if inner == values.ndim - 1 or last < TILE or values.shape[inner] < 2:
         target[...] = values
         return
+    step = max(TILE_NBYTES // (size * min(values.shape[inner], TILE_ROWS)), TILE)
     for low in range(0, values.shape[inner], TILE_ROWS):
         rows = (slice(None),) * inner + (slice(low, low + TILE_ROWS),)
         to, from_ = target[rows], values[rows]
-        for at in range(0, last, TILE):
-            to[..., at : at + TILE] = from_[..., at : at + TILE].copy(order="K")  # steps of it would share cache lines
+        for at in range(0, last, step):
+            to[..., at : at + step] = from_[..., at : at + step].copy(order="K")  # steps of it would share cache lines
 
 
 def in_order(values: Array) -> Array:
