@@ -197,6 +197,15 @@ def test_gptq(bits, sorted_columns, tmp_path):
     refused(source, zckpt.SourceError, "does not state the group of each column")
 
 
+def test_products_of_a_float16_are_rounded_to_it_and_then_to_bfloat16(tmp_path):
+    scale = torch.arange(0x6BE0, dtype=torch.int16).view(torch.float16)[:, None]  # up to 4032, of which 15 are a number
+    codes, zeros = torch.arange(32).expand(len(scale), -1) % 16, torch.randint(16, scale.shape)
+    tensors = {"q.qweight": packed(codes.T, 4, 0), "q.qzeros": packed(zeros.T, 4, 1), "q.scales": scale.T.contiguous()}
+    how = {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}
+    found = floats(made(tmp_path / "s", tensors, **how), tmp_path / "m", "bfloat16")["q.weight"]
+    assert torch.equal(found, ((codes - zeros).half() * scale).bfloat16())
+
+
 def test_awq(tmp_path):
     """As AutoAWQ 0.2.9 has it."""
     rows, columns, size = 1632, 192, 64

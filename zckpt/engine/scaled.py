@@ -302,6 +302,8 @@ def unpacked(words: Array, bits: int) -> Array:
     return codes.astype(np.uint8)
 
 
+LARGEST_FP16 = 65504
+
 AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 """Which of the eight codes in a word of AWQ each row is."""
 
@@ -333,11 +335,37 @@ def of_integers(
             expected=f"at most {(1 << bits) - 1 - offset}, to which {offset} is added",
             advice="dequantise it with the program that made it",
         )
+    is_even = isinstance(groups, int) and not columns % groups
+    at_once = np.abs(scale).max() * (1 << bits) < LARGEST_FP16 and into.dtype == numpy_dtype("bfloat16")
+    if is_even and (at_once or dtype != "float16"):  # else what is rounded are the products of each code, once
+        kind = np.int8 if bits < 8 else np.int16
+        whole = codes.astype(kind, order="C").reshape(*scale.shape, -1)
+        whole -= zero.astype(kind)[..., None]
+        values = whole.astype(np.float32)
+        values *= scale[..., None]
+        (_by_float16 if dtype == "float16" else rounded)(values.reshape(-1), dtype, into)
+        return
     products = (np.arange(1 << bits, dtype=np.float32) - zero[..., None]) * scale[..., None]
     table = cast(cast(products, dtype), into.dtype.name).reshape(-1)
     which = groups if isinstance(groups, int) else groups.tobytes()
     index = _first_codes(which, columns, count, scale.shape[1] << bits, bits, len(table) > 1 << 16) + codes
     np.take(table, index.reshape(-1), out=into, mode="wrap")
+
+
+def _by_float16(values: Array, _dtype: str, into: Array) -> None:
+    """Give numbers rounded to float16 and then to bfloat16, in one step: integers x float16's, none too large for it.
+
+    Rounded first, what is half of bfloat16's last bit, give or take half of float16's, is a tie. Numbers below the
+    least normal float16 are no different: their last bits are not less than its own.
+    """
+    bits = values.view(np.uint32)
+    words: Array = bits >> 16
+    words &= 1
+    words *= 0x9000 - 0x6FFF
+    words += 0x6FFF
+    words += bits
+    words >>= 16
+    np.copyto(into.view(np.uint16), words, casting="unsafe")
 
 
 @lru_cache(maxsize=4)
