@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,6 +14,9 @@ import zckpt
 from tests.cli.console import run
 from tests.logical import assert_same_tree
 from tests.refusals import refusing
+from zckpt.engine.quantise import InBlocks
+from zckpt.state import Extent, Slot, Span
+from zckpt.storage.recent import Recent
 
 FP8 = torch.float8_e4m3fn
 
@@ -99,6 +103,25 @@ def test_numbers_stay_within_half_a_step_and_codes_come_back(tmp_path):
         again, _ = quantised(tmp_path / name, tmp_path / f"{name}2", "fp8-block", dequantize=name == "out")
         assert_same_tree(again[NAME], codes)
         assert torch.allclose(again[f"{NAME}_scale_inv"], scale, rtol=2e-7, atol=0)
+
+
+def test_numbers_are_rounded_to_nearest_and_ties_to_even(tmp_path):
+    weight = torch.arange(0, 0x43E00000, 1085, dtype=torch.int32)[: 1024 * 1024].view(torch.float32)
+    weight = torch.cat([weight, torch.arange(1 << 16, dtype=torch.int32).bitwise_left_shift(15).view(torch.float32)])
+    weight = weight.masked_fill(~(weight < 448), 0).reshape(-1, 1024) * torch.tensor([1, -1] * 512)
+    weight[::32, ::32] = 448
+    found, _ = quantised(made(tmp_path / "in", {NAME: weight}), tmp_path / "out")
+    assert_same_tree(found[NAME], weight.to(FP8))
+    assert (found[f"{NAME}_scale_inv"] == 1).all()
+
+
+def test_scales_are_found_on_the_way_to_codes():
+    numbers, kept = np.random.default_rng(0).normal(size=64 * 64).astype(np.float32), Recent(1 << 20)
+    slot = Slot("weight", "float32", (64, 64), (Span(Extent.whole((64, 64)), "", 0, "float32"),))
+    codes, scales = (InBlocks(slot, (32, 32), "it", one, kept) for one in (False, True))
+    codes.compute([numbers.copy], 0, 64 * 64, "float8_e4m3fn")
+    found = scales.compute([], 0, 4, "float32")  # nothing is read
+    assert found.tolist() == scales.compute([numbers.copy], 0, 4, "float32").tolist()
 
 
 def test_last_blocks_are_short_as_in_a_release_whose_configuration_is_given(tmp_path):

@@ -22,15 +22,18 @@ not to -1.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import field
 from functools import partial
 
 import numpy as np
 
-from zckpt.engine.cast import CACHED_NUMEL, Array, cast, cast_into
-from zckpt.engine.computed import BLOCK_NBYTES, Computed
-from zckpt.engine.scaled import Part, Portion, Scaled, alone, as_they_are, by_grid, rounded, whole
+from zckpt.engine.cast import CACHED_NUMEL, Array, cast, cast_into, numpy_dtype
+from zckpt.engine.computed import BLOCK_NBYTES, Computed, Input, Inputs
+from zckpt.engine.scaled import Part, Portion, Scaled, alone, as_they_are, by_grid, whole
 from zckpt.errors import UnsupportedError
-from zckpt.state import Slot
+from zckpt.immutable import immutable
+from zckpt.state import Slot, itemsize
+from zckpt.storage.recent import Recent
 
 LARGEST_FP8 = np.float32(448)
 """8-bit floats have no infinity."""
@@ -68,43 +71,92 @@ def _quantised(
     cast_into(into, found[::2] << 4 | found[1::2] if halves and not scales else found)
 
 
-def in_blocks(slot: Slot, block: tuple[int, int], what: str, *, scales: bool) -> Scaled:
-    """Return the codes of matrices, or their scales; `what` they are, for errors. Several are of whole blocks."""
-    columns, rows = slot.shape[-1], slot.numel // slot.shape[-1]
-    size, unit = block[0] * columns, -(-columns // block[1]) if scales else columns
-    part = Part(slot, 1 if scales else block[0], size)
-    values = partial(_in_blocks, block=block, columns=columns, what=what, scales=scales)
-    count, together = (-(-rows // block[0]), 1) if scales else (rows, block[0])
-    together *= max(BLOCK_NBYTES // np.float32().itemsize // size, 1)
-    return Scaled((Portion(0, count, 0, (part,), values),), unit, together, BLOCK_NBYTES)
+@immutable
+class InBlocks:
+    """The codes of matrices, or their scales, in blocks of rows and columns; several matrices are of whole blocks."""
+
+    slot: Slot
+    block: tuple[int, int]
+    what: str  # for errors
+    scales: bool
+    kept: Recent[tuple[str, int], Array] = field(repr=False)
+    """Scales that were found on the way to codes: of what, and of which rows that are read at once."""
+    width = BLOCK_NBYTES
+
+    @property
+    def _read(self) -> int:
+        """Elements of rows that are read at once, of whole blocks."""
+        size = self.block[0] * self.slot.shape[-1]
+        return max(BLOCK_NBYTES // itemsize("float32") // size, 1) * size
+
+    @property
+    def step(self) -> int:
+        """Their codes, or their scales."""
+        columns = self.slot.shape[-1]
+        return self._read // (self.block[0] * columns) * -(-columns // self.block[1]) if self.scales else self._read
+
+    def inputs(self, start: int, numel: int) -> list[Input]:  # noqa: ARG002
+        """Return some rows: as they are stored, unless that is more than a float32, or something else in places."""
+        first, slot = start // self.step * self._read, self.slot
+        is_plain = {one.dtype for one in slot.spans} == {slot.dtype} and itemsize(slot.dtype) <= itemsize("float32")
+        rows = slot.flat(first, min(self._read, slot.numel - first))
+        return [Input(slot, rows, slot.dtype if is_plain else "float32")]
+
+    def compute(self, inputs: Inputs, start: int, numel: int, dtype: str) -> Array:  # noqa: ARG002
+        """Return codes or scales; UnsupportedError: there are no scales."""
+        key, (rows, columns) = (self.what, start // self.step), self.block
+        found = self.kept.get(key) if self.scales else None
+        if found is not None:
+            self.kept.pop(key)
+            return found
+        matrix = inputs[0]().reshape(-1, self.slot.shape[-1])
+        words: Array = matrix.view(f"u{matrix.itemsize}")
+        sign = 8 * words.itemsize - 1
+        sizes = words & (1 << sign) - 1
+        short = (0, -len(sizes) % rows), (0, -sizes.shape[1] % columns)
+        most = np.pad(sizes, short) if any(map(any, short)) else sizes
+        most = most.reshape(-1, rows, most.shape[1]).max(axis=1)
+        most = most.reshape(len(most), -1, columns).max(axis=2)
+        largest = cast(most.view(matrix.dtype), "float32")
+        if not np.isfinite(largest).all():
+            raise UnsupportedError(
+                f"{self.what} has NaN or infinite values, so its blocks have no scale",
+                expected="numbers",
+                advice="omit --quantize, or repair the model",
+            )
+        factors = np.float32(1) / largest * LARGEST_FP8  # as torch divides a number by a tensor
+        factors[~np.isfinite(factors)] = 1  # of zeros, and of what is next to them, which become zeros
+        scales: Array = (np.float32(1) / factors).reshape(-1)
+        if self.scales:
+            return scales
+        self.kept.put(key, scales, scales.nbytes)
+        codes = np.empty(words.shape, np.uint8)
+        step = max(CACHED_NUMEL // words.shape[1], 1)
+        for at in range(0, len(words), step):
+            some, into = cast(sizes[at : at + step].view(matrix.dtype), "float32"), codes[at : at + step]
+            by_grid(some, np.multiply, factors[at // rows : -(-(at + step) // rows)], self.block, at % rows)
+            _rounded(some, into)
+            into |= (words[at : at + step] >> sign - 7).astype(np.uint8) & 0x80
+        return codes.reshape(-1).view(numpy_dtype("float8_e4m3fn"))
 
 
-def _in_blocks(
-    arrays: list[Array], _first: int, _end: int, into: Array, *, block: tuple[int, int], columns: int, what: str,
-    scales: bool,
-) -> None:  # fmt: skip
-    rows = len(arrays[0]) // columns
-    short = (0, -rows % block[0]), (0, -columns % block[1])
-    matrix: Array = arrays[0].reshape(rows, columns)
-    matrix = np.pad(matrix, short) if any(map(any, short)) else matrix
-    values = matrix.reshape(-1, block[0], columns + short[1][1])
-    largest = np.maximum(values.max(axis=1), -values.min(axis=1)).reshape(len(values), -1, block[1]).max(axis=2)
-    if not np.isfinite(largest).all():
-        raise UnsupportedError(
-            f"{what} has NaN or infinite values, so its blocks have no scale",
-            expected="numbers",
-            advice="omit --quantize, or repair the model",
-        )
-    factors = np.float32(1) / largest * LARGEST_FP8  # as torch divides a number by a tensor
-    factors[~np.isfinite(factors)] = 1  # of zeros, and of what is next to them, which become zeros
-    if scales:
-        cast_into(into, np.float32(1) / factors)
+def _rounded(values: Array, into: Array) -> None:
+    """Give float32 from 0 to 448, or a bit more, as words of float8_e4m3fn.
+
+    A product with 2 ^ 20 + 1, less what it has too much, is the value in four bits, to nearest and ties to even: it is
+    for each of the 2 ^ 23 values between two powers of two. Below the least normal number there are fewer bits.
+    """
+    small = np.flatnonzero(values < np.float32(2**-6))
+    if len(small) > values.size >> 3:
+        into[...] = cast(values, "float8_e4m3fn").view(np.uint8)
         return
-    step = max(CACHED_NUMEL // columns, 1)
-    for at in range(0, rows, step):  # what is a bit more than 448 after that is rounded to it
-        some = matrix[at : min(at + step, rows)]
-        by_grid(some, np.multiply, factors[at // block[0] : -(-(at + step) // block[0])], block, at % block[0])
-        rounded(some[:, :columns], "float8_e4m3fn", into[at * columns :][: len(some) * columns])
+    whole = values * np.float32((1 << 20) + 1)
+    whole -= whole - values
+    words = whole.view(np.uint32)
+    words >>= 20
+    np.copyto(into, words, casting="unsafe")
+    into -= (127 - 7 << 3) & 0xFF
+    into.reshape(-1)[small] = cast(values.reshape(-1)[small], "float8_e4m3fn").view(np.uint8)
 
 
 def by_bitsandbytes(values: Array, block: int, qmap: Array | None, gives_scales: bool) -> Array:

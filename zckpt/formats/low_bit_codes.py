@@ -15,12 +15,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from zckpt.engine.cast import Array
 from zckpt.engine.computed import Computed
-from zckpt.engine.quantise import in_blocks
+from zckpt.engine.quantise import InBlocks
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.consolidated.model import Tensors
 from zckpt.state import Shape, dict_of
 from zckpt.state.dtypes import is_floating, itemsize
+from zckpt.storage.recent import Recent
 
 _LINEAR = re.compile(
     r".+\.\d+\.(?:.+\.)?(?:(?!c_|dt_|eh_|weights_|x_)\w+_proj(?:_with_mqa|_qkvz?|_z)?"
@@ -63,6 +65,7 @@ def in_block_fp8(tensors: Tensors, block: tuple[int, int], config: Mapping[str, 
             advice="give smaller blocks: fp8-block:ROWSxCOLUMNS",
         )
     found: Tensors = {}
+    kept: Recent[tuple[str, int], Array] = Recent(1 << 20)
     for name, (slot, dtype) in tensors.items():
         if units[name] not in coded or not fits[name]:
             found[name] = slot, dtype
@@ -72,7 +75,7 @@ def in_block_fp8(tensors: Tensors, block: tuple[int, int], config: Mapping[str, 
             (name, "float8_e4m3fn", slot.shape, False),
             (f"{name}_scale_inv", "float32", (*slot.shape[:-2], *shape), True),
         ):
-            function = in_blocks(slot, block, f"{name} in {path}", scales=scales)
+            function = InBlocks(slot, block, f"{name} in {path}", scales, kept)
             found[own] = Computed(slot.name, type_, sizes, (), function=function), type_
     within = {unit[:at] for unit in coded for at, mark in enumerate(unit) if mark == "."}
     modules = dict.fromkeys(["lm_head", *(unit for unit in units.values() if unit not in coded | within)])
