@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import importlib
 import io
 import itertools
 import os
@@ -17,11 +18,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
 
+from tests import gloo
 from zckpt.errors import ZckptError
 from zckpt.naming import installed, traced
 
@@ -53,9 +55,33 @@ def _synced(descriptor: int) -> None:
 os.fsync = os.fdatasync = _synced
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Collect no garbage while test modules are imported: what they make stays, and there is ever more of it."""
     gc.disable()
+    if server := getattr(config, "workerinput", {}).get("server"):
+        gloo.use_server(server)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Start one fork server for all workers: what it imports takes seconds."""
+    gloo.start_server()
+    node.workerinput["server"] = gloo.server_address()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Import all test modules, each worker from another one on: what one has compiled is read by the others."""
+    config = session.config
+    if (worker := getattr(config, "workerinput", None)) is None or config.args_source != config.ArgsSource.TESTPATHS:
+        return
+    names = [
+        ".".join(path.relative_to(config.rootpath).with_suffix("").parts)
+        for path in sorted(config.rootpath.glob("tests/**/test_*.py"))
+    ]
+    first = len(names) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    for name in names[first:] + names[:first]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # collection imports it again, and says so
+            importlib.import_module(name)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks

@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ LEAVING = 5.0  # seconds that a rank gets to leave a world that has done its wor
 KEPT = 12  # ranks that stay: no test needs more
 
 _context = multiprocessing.get_context("forkserver")
+_server = forkserver._forkserver
+_ADDRESS = ("_forkserver_address", "_forkserver_authkey")
 _context.set_forkserver_preload(["tests.deepspeed_engine.preload"])
 
 
@@ -236,12 +238,23 @@ def start_server() -> None:
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), before]))
     try:
-        forkserver.ensure_running()
+        _server.ensure_running()
     finally:
         if before is None:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
+
+
+def server_address() -> dict[str, Any]:
+    """Say where the fork server is, for `use_server` of another process."""
+    return {name: getattr(_server, name) for name in _ADDRESS if hasattr(_server, name)}
+
+
+def use_server(address: dict[str, Any]) -> None:
+    """Have the fork server of another process fork this one's ranks; it ends with that one."""
+    vars(_server).update(address, _forkserver_alive_fd=os.pipe()[1])
+    _server.ensure_running = resource_tracker.ensure_running
 
 
 def forked(function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> Any:

@@ -93,6 +93,7 @@ _SLOW_IMPORTS = (  # each costs seconds where it is first needed, which would be
     "zckpt.training.checkpointer",
     *BUILT_IN.values(),
 )
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it says what it could be faster with
 gc.disable()  # nothing of what is imported is garbage
 for _name in _SLOW_IMPORTS:
     with contextlib.suppress(Exception), warnings.catch_warnings():  # older versions fail in ways of their own
