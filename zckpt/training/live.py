@@ -63,9 +63,10 @@ class Live:
             optimizer, tensors.names(), tensors.members,
             in_parts=isinstance(model, (list, tuple)), is_sliced=slices is not None,
         )  # fmt: skip
+        found = tensors.renamed(optimizers.renamed)
         if model is not None:  # which need not have all that an optimizer trains
-            tensors.add(optimizers.parameters())
-        return cls(model, tensors.renamed(optimizers.renamed), optimizers, slices)
+            found.add(optimizers.parameters())
+        return cls(model, found, optimizers, slices)
 
     def is_in_parts(self, ranks: Ranks) -> bool:
         """Tell whether this rank knows that ranks have different parts."""
