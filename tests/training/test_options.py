@@ -255,6 +255,27 @@ def test_a_model_without_memory_is_neither_loaded_nor_said_to_be(tmp_path):
     assert not its.state
 
 
+class ByRank(torch.optim.SGD):
+    """Keeps state of each parameter on one rank, as Muon in its author's distributed version."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        every = self.param_groups[0]["params"]
+        for parameter in every[dist.get_rank() :: dist.get_world_size()]:
+            self.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
+
+
+@on_ranks(2)
+def test_state_that_one_rank_alone_has_is_refused_and_not_lost(rank, world_size, tmp_path):
+    model = nn.Linear(4, 4)
+    optimizer = ByRank(model.named_parameters())
+    optimizer.step()
+    with pytest.raises(
+        UnsupportedError, match=r"only on some ranks momentum_buffer of bias \[4\], momentum_buffer of w"
+    ):
+        zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
+    assert not (tmp_path / "c").exists()
+
+
 def test_what_cannot_be_saved_is_refused(tmp_path):
     of_bits = nn.Linear(2, 2)
     of_bits.register_buffer("bits", torch.zeros(4, dtype=torch.uint8).view(torch.bits8))

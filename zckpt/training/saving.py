@@ -14,12 +14,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import field, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from zckpt.errors import UsageError, WorkerError
+from zckpt.errors import UnsupportedError, UsageError, WorkerError, listed
 from zckpt.formats.suffixes import check_directory
 from zckpt.immutable import mutable
 from zckpt.operations.places import place_of
@@ -30,6 +31,7 @@ from zckpt.optim.states.by_parameter import NamedShare, Snapshot
 from zckpt.optim.states.several import Given, check_file_system, named, process_group_of, workers_of
 from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, world_rank
 from zckpt.optim.values import Values, number_of_steps
+from zckpt.state import differ
 from zckpt.training.directory import Prepared, RankState, Staging, divide, entries, of_first, save_workers, write
 from zckpt.training.live import NOT_THE_SAME, Live, Part, TpRules, settled, slices_of
 from zckpt.training.other_state import others_given, random_states
@@ -327,7 +329,13 @@ class _Own:
     def agree(self, ranks: Ranks, *, failed: bool) -> None:
         """Find out which ranks have the same; `failed`: this rank does not know what it has."""
         buffers = self.tensors.tensors.keys() - self.tensors.parameters
-        self.in_parts = ranks.any(self.in_parts)
+        alike = [
+            f"{slot} of {name} {list(share.shape)}" for name, slot, share in self.shares
+            if share.ranks is None and name not in buffers
+        ]  # fmt: skip
+        digest = b"" if failed else blake2b(repr(alike).encode()).digest()
+        told = ranks.gather_all((self.in_parts, digest))
+        self.in_parts = any(one for one, _ in told)
         if self.in_parts:
             advice = NOT_THE_SAME
             if ranks.any(self.sliced is not None):
@@ -338,6 +346,14 @@ class _Own:
                     self.shares += collected(ranks, self.sliced or Sliced())
             self.shares = settled(ranks, self.shares, buffers, advice)
             return
+        if differ([one for _, one in told if one]):
+            every = [set(one) for one in ranks.gather_all(alike)]
+            some = sorted(every[0].union(*every) - every[0].intersection(*every))
+            raise UnsupportedError(
+                "ranks have different tensors, each of which would be taken to be on all of them",
+                found=f"only on some ranks {listed(some)}" if some else "the same in another order",
+                advice="use an optimizer that keeps all state on each rank (torch.optim.Muon), or fully_shard",
+            )
         first = (ranks.members[0],)  # other ranks may have updated their buffers, and DDP takes the first's
         self.shares = [
             (name, slot, replace(share, ranks=first) if share.ranks is None and name in buffers else share)
