@@ -124,6 +124,25 @@ def test_partial_sums_are_refused(tmp_path):
         zckpt.open(tmp_path)
 
 
+def part_of(shape, rank):
+    """Rows that are marked as torch 2.15's `CheckpointableTensor` marks them."""
+    part = torch.nn.Parameter(torch.full((shape[0] // 2, *shape[1:]), float(rank)))
+    part.global_shape, part.global_offsets = shape, ((part.shape[0] * rank, 0),)
+    part.local_offsets, part.local_sizes = ((0, 0),), (tuple(part.shape),)
+    return part
+
+
+def test_parts_that_only_attributes_mark_are_refused_in_files_and_in_memory(tmp_path):
+    for rank in range(2):
+        torch.save({"w": part_of((4, 2), rank)}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+    with refusing(UnsupportedError, "w.*is marked as a part of another"):
+        zckpt.open(tmp_path)
+    model = torch.nn.Linear(2, 4, bias=False)
+    model.weight = part_of((4, 2), 0)
+    with refusing(UnsupportedError, "weight is marked as a part"):
+        zckpt.save(tmp_path / "no", model=model)
+
+
 def test_another_order_of_strided_shards_is_refused(tmp_path):
     with rank_of(0, 4):
         mesh = init_device_mesh("cpu", (2, 2))

@@ -234,6 +234,12 @@ def share_of(tensor: torch.Tensor | Member, name: str) -> Share | None:
             f"{name} is {tensor.layout}, whose elements have no fixed order", advice="convert it to a dense tensor"
         )
     shape = tuple(tensor.shape)
+    if hasattr(tensor, "global_offsets") and (whole := tuple(getattr(tensor, "global_shape", shape))) != shape:
+        raise UnsupportedError(
+            f"{name} is marked as a part of a tensor, as torch 2.15's CheckpointableTensor is",
+            found=f"{shape} of {whole}",
+            advice="save it by torch.distributed.checkpoint, whose files zckpt reads",
+        )
     return Share(shape, Extent.whole(shape), tensor.detach())
 
 

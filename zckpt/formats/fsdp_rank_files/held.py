@@ -368,8 +368,15 @@ class RankReader:
         """
         node = _data_of(node)
         if isinstance(node, Tensor):
+            marks = node.attributes or {}
+            if "global_offsets" in marks and integers(whole := marks.get("global_shape")) != node.shape:
+                raise UnsupportedError(
+                    "a tensor that is marked as a part of another, as torch 2.15's CheckpointableTensor is",
+                    found=f"{node.shape} of {brief(whole)}",
+                    advice="save it by torch.distributed.checkpoint, whose files zckpt reads",
+                )
             pieces = (Piece(((0,) * len(node.shape), node.shape), node),) if node.numel else ()
-            return Held(PLAIN, node.shape, node.dtype, pieces, None, CLONED in (node.attributes or {}))
+            return Held(PLAIN, node.shape, node.dtype, pieces, None, CLONED in marks)
         if not isinstance(node, MetaTensor):
             return None
         if _class_of(node) == DTENSOR:
