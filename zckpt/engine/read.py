@@ -65,6 +65,7 @@ def read_all(reads: Sequence[tuple[Hole, memoryview]], *, checks: Checks | None 
     checks = checks or watched_by()
     some = (copy for batch in batches for piece, _ in batch for copy in piece.copies)
     checks.expect(source.path for copy in some for source in copy.sources if source.path != ZEROS)
+    threads = threads and len(batches) > 1  # to make workers takes longer than to read what is small
     run_watched(partial(_read_batch, checks.watched), batches, checks, threads=threads)
 
 
