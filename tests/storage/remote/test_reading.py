@@ -460,3 +460,10 @@ def test_a_file_has_its_companions(s3, tmp_path):
     whole = zckpt.inspect(s3.directory / "with.safetensors")
     assert zckpt.inspect(f"{s3.url}/with.safetensors").slots == whole.slots
     assert load_file(s3.directory / "with.safetensors")
+
+
+def test_a_package_that_no_extra_has_is_asked_for_by_its_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.hf_file_system", None)
+    with pytest.raises(zckpt.MissingPackageError, match=r"huggingface_hub.*; install the package that is named"):
+        zckpt.open("hf://nobody/nothing")

@@ -94,9 +94,10 @@ class Store(ABC):
             try:
                 self._opened, self.root = self._open()
             except ImportError as error:
+                advice = "pip install 'zckpt[remote]'" if error.name else "install the package that is named"
                 raise MissingPackageError(
                     f"{self.address.scheme}:// needs a package that is not installed",
-                    path=self.address.shown, found=str(error), advice="pip install 'zckpt[remote]'",
+                    path=self.address.shown, found=str(error), advice=advice,
                 ) from error  # fmt: skip
             except SourceError:
                 raise
