@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from zckpt.engine.cast import Array, cast, cast_into, numpy_dtype
+from zckpt.engine.cast import CACHED_NUMEL, Array, cast, cast_into, numpy_dtype
 from zckpt.engine.computed import BLOCK_NBYTES, Input, Inputs
 from zckpt.errors import UnsupportedError
 from zckpt.immutable import immutable
@@ -341,9 +341,11 @@ def of_integers(
         kind = np.int8 if bits < 8 else np.int16
         whole = codes.astype(kind, order="C").reshape(*scale.shape, -1)
         whole -= zero.astype(kind)[..., None]
-        values = whole.astype(np.float32)
-        values *= scale[..., None]
-        (_by_float16 if dtype == "float16" else rounded)(values.reshape(-1), dtype, into)
+        give, step = (_by_float16 if dtype == "float16" else rounded), max(CACHED_NUMEL // 2 // columns, 1)
+        for at in range(0, count, step):
+            values = whole[at : at + step].astype(np.float32)
+            values *= scale[at : at + step, :, None]
+            give(values.reshape(-1), dtype, into[at * columns :][: values.size])
         return
     products = (np.arange(1 << bits, dtype=np.float32) - zero[..., None]) * scale[..., None]
     table = cast(cast(products, dtype), into.dtype.name).reshape(-1)
