@@ -462,6 +462,11 @@ def test_ranks_of_a_mesh_in_another_order_than_torch_cuts_by_are_refused(rank, w
 
     with refusing(UnsupportedError, "in another order than in its process groups.*ranks ascend"):
         zckpt.save(tmp_path / "no", model=sharded())
+    (folder := tmp_path / "files").mkdir(exist_ok=True)
+    torch.save(sharded().state_dict(), folder / f"model_world_size_2_rank_{rank}.pt")
+    dist.barrier()
+    with refusing(UnsupportedError, "whose ranks do not ascend: torch cuts"):
+        zckpt.open(folder)
     if "preserve_rank_order" in signature(DeviceMesh).parameters:  # since torch 2.15
         zckpt.save(tmp_path / "yes", model=(model := sharded(preserve_rank_order=True)))
         assert torch.equal(zckpt.open(tmp_path / "yes").read("weight"), whole(model.weight))

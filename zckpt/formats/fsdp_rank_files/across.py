@@ -13,7 +13,7 @@ from itertools import product
 
 from zckpt.codes import DTYPES_DIFFER, WRONG_RANK
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, about
-from zckpt.formats.fsdp_rank_files.held import PLAIN, Held, Mesh, RankReader, read_mesh, with_mesh
+from zckpt.formats.fsdp_rank_files.held import PLAIN, REPLICATE, Held, Mesh, RankReader, read_mesh, with_mesh
 from zckpt.formats.lost import absent_boxes, is_lost, tensor_of
 from zckpt.formats.torch_files.tensors import slot_of, unresolved
 from zckpt.immutable import immutable, mutable
@@ -124,6 +124,8 @@ class RankFiles:
         """Return the copies that ranks have of a tensor; none of one without elements. Errors are those of `joined`."""
         held = list(across)
         self._check_alike(label, held)
+        if not self.lost:
+            self._check_order(label, held)
         shape = across.first.shape
         if not math.prod(shape):
             return []
@@ -197,6 +199,18 @@ class RankFiles:
                     code=DTYPES_DIFFER if one.shape == shape else None,
                     ranks=[other],
                     parameters=[label],
+                )
+
+    def _check_order(self, label: str, held: Sequence[tuple[int, Held]]) -> None:
+        """Raise UnsupportedError where ranks do not ascend along a mesh: torch cuts by ascending ones."""
+        ranks = {one.mesh.coordinate: rank for rank, one in held if one.mesh is not None and not one.mesh.keeps_order}
+        cut = {dim for dim, one in enumerate(held[0][1].placements) if one.kind != REPLICATE}
+        for at, rank in ranks.items():
+            if any(ranks.get((*at[:dim], at[dim] - 1, *at[dim + 1 :]), 0) > rank for dim in cut):
+                raise UnsupportedError(
+                    f"{label} is not where its mesh says, whose ranks do not ascend: torch cuts by ascending ones",
+                    path=self.paths[rank],
+                    advice="save it from a mesh whose ranks ascend, or made with preserve_rank_order=True (torch 2.15)",
                 )
 
 

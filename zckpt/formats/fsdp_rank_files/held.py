@@ -69,6 +69,7 @@ class Mesh:
     names: tuple[str, ...] = ()  # of the dimensions; empty where they have none
     device: str = ""  # type of the devices
     rank: int | None = None  # the rank that wrote the file, of all; None where it does not say
+    keeps_order: bool = False  # whether torch cuts by its order, as 2.15 does if told to, and not by ascending ranks
 
     @property
     def named(self) -> dict[str, int]:
@@ -125,7 +126,7 @@ def read_mesh(node: object, numbers: Sequence[int | str] = ()) -> Mesh:
     if type(rank) is not int:
         is_listed = ranks is not None and len(ranks) == math.prod(sizes)
         rank = ranks[position(coordinate, row_major(sizes))] if ranks is not None and is_listed else None
-    return Mesh(sizes, coordinate, tuple(known), device, rank)
+    return Mesh(sizes, coordinate, tuple(known), device, rank, node.get("_preserve_rank_order") is True)
 
 
 def _said(node: object, name: str) -> object:
