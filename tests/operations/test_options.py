@@ -82,3 +82,9 @@ def test_another_run_is_the_same_only_with_the_same_options():
     assert recorded["rename"] == [("a", "b")]
     assert recorded["dtype"] == "keep"
     assert not {"memory", "overwrite", "reporter", "dry_run", "resume"} & recorded.keys()
+
+
+def test_a_text_is_one_root_and_is_no_list_of_names():
+    with refusing(zckpt.UsageError, "names is a text: expected a list"):
+        zckpt.open(SOURCE, names="names.txt")
+    assert zckpt.open(SOURCE, roots=str(SOURCE)).parameters

@@ -75,6 +75,10 @@ def open_checkpoint(
     from zckpt.state.names import bare
 
     path = by_name(source)
+    if isinstance(names, str):
+        raise UsageError("names is a text", expected="a list of names", advice="give the lines of its file")
+    if isinstance(roots, str | os.PathLike):
+        roots = [roots]
     rules = None if tp_rules is None else Path(tp_rules)
     search = Search(path, tuple(Path(root) for root in roots), tag, rules, names)
     try:
