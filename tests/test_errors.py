@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
         lambda: zckpt.consolidate(SOURCE, FIXTURES / "s2_bf16_dp3"), "give overwrite=True", "give --overwrite",
     ),
     "convert fixtures/other/plain_adamw/ckpt.pt x --to deepspeed": (
-        lambda: zckpt.convert(PLAIN, "x", to="deepspeed"), "world_size= is required", "--world-size is required",
+        lambda: zckpt.convert(PLAIN, "x", to="deepspeed"), "world_size=N and stage=1", "--world-size N and --stage 1",
     ),
     "reshard fixtures/s2_bf16_dp2 x --world-size 2 --resume --restart": (
         lambda: zckpt.reshard(SOURCE, "x", world_size=2, resume=True, restart=True),
