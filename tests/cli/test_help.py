@@ -60,9 +60,12 @@ def test_other_words_for_verbs():
     refused(3, "./nowhere", words="cannot be opened")
 
 
-@pytest.mark.parametrize("words", [[""], ["inspect", ""], ["prune", "", "--keep-last", "1"], ["convert", SOURCE, ""]])
+@pytest.mark.parametrize("words", [
+    [""], ["inspect", ""], ["inspect", "--json", ""], ["prune", "--keep-last", "1", "--delete", ""],
+    ["convert", "--to=zckpt", SOURCE, ""], ["verify", "--", ""],
+])  # fmt: skip
 def test_a_variable_that_is_not_set_is_not_the_current_directory(words):
-    refused(2, words, words="an argument is empty")
+    refused(2, words, words="it is empty: is a variable of the shell not set")
 
 
 def test_the_help_for_a_format_has_what_that_format_takes_in_its_own_words():

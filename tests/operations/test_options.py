@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+import numpy
 import pytest
 
 import zckpt
@@ -53,7 +54,7 @@ def test_an_option_that_a_verb_lacks_is_an_error_before_all_else(verb):
 
 
 @pytest.mark.parametrize("name", ["memory", "max_shard_size"])
-@pytest.mark.parametrize("size", ["64MB", 0, 0.5])
+@pytest.mark.parametrize("size", ["64MB", 0, 0.5, float("inf"), float("nan")])
 def test_a_size_is_a_number_of_bytes(name, size):
     with refusing(zckpt.UsageError, f"unusable --{name.replace('_', '-')}: expected a positive number of bytes"):
         zckpt.consolidate(SOURCE, "out", **{name: size})
@@ -88,3 +89,7 @@ def test_a_text_is_one_root_and_is_no_list_of_names():
     with refusing(zckpt.UsageError, "names is a text: expected a list"):
         zckpt.open(SOURCE, names="names.txt")
     assert zckpt.open(SOURCE, roots=str(SOURCE)).parameters
+
+
+def test_a_whole_number_of_any_type_is_a_size(tmp_path):
+    zckpt.consolidate(SOURCE, tmp_path / "m.safetensors", memory=1e8, max_shard_size=numpy.int64(1 << 30))

@@ -43,13 +43,25 @@ class ByteSize(_IntegerType):
         return int(float(match[1]) * (1024 if unit.endswith("i") else 1000) ** " kmgt".index(unit[:1] or " "))
 
 
-class Place(click.Path):
+class Named(click.Path):
+    """A path, which is not empty: that would be the current directory."""
+
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401  # those of click
+        super().__init__(path_type=Path, **options)
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
+        """Return a Path."""
+        if not value:
+            self.fail("it is empty: is a variable of the shell not set?", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class Place(Named):
     """A path, or a URL, which stays as it is."""
 
     name = "place"
-
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
 
     def convert(
         self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
@@ -74,8 +86,8 @@ def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 PLACE = Place()
-FILE = click.Path(path_type=Path, dir_okay=False)
-PATH = click.Path(path_type=Path)
+FILE = Named(dir_okay=False)
+PATH = Named()
 
 source_argument = click.argument("source", type=PLACE)
 target_argument = click.argument("target", type=PLACE)

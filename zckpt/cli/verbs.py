@@ -285,8 +285,6 @@ class Verbs(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Take `help VERB` for `VERB --help`, and what is there and is no verb for what is to be inspected."""
-        if any(not word and not before.startswith("-") for before, word in zip(["", *args], args, strict=False)):
-            raise click.UsageError("an argument is empty: is a variable of the shell not set?", ctx)
         if args[:1] == ["help"]:
             args = [*args[1:2], "--help"]
         elif len(args) >= 1 and args[0][:1] != "-" and self.get_command(ctx, args[0]) is None:

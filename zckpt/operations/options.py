@@ -8,6 +8,8 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from math import trunc
+from numbers import Real
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypedDict, TypeVar
 
 from zckpt.engine import DEFAULT_MAX_SHARD_NBYTES, DEFAULT_MEMORY_NBYTES, Reporter
@@ -398,9 +400,11 @@ def shares(group: type, *, more: bool = False) -> Callable[[Callable[Given, Resu
             settled: dict[str, Any] = {**defaults, **given}
             for name in ("memory", "max_shard_size"):
                 size = settled.get(name, 1)
-                if not isinstance(size, int) or size < 1:
+                if not isinstance(size, Real) or size % 1 or size < 1:
                     expected = "a positive number of bytes"
                     raise UsageError(f"unusable --{name.replace('_', '-')}", expected=expected, found=repr(size))
+                if name in settled:
+                    settled[name] = trunc(size)
             for name, one in options.items():
                 value = settled[name]
                 if one.choices and value not in (one.default, *one.choices):

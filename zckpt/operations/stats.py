@@ -166,8 +166,8 @@ def stats(
     wanted.check(checkpoint)
     chosen = slots_of(checkpoint, wanted)
     if not chosen:
-        known, asked = f"some of {', '.join(found.slot_names())}", [*slots, *parameters]
-        raise UsageError("no slot is selected", path=found.named, expected=known, found=asked)
+        known = f"some of {', '.join(found.slot_names())}" + ", and names of parameters" * bool(parameters)
+        raise UsageError("no slot is selected", path=found.named, expected=known, found=[*slots, *parameters])
     made = [Distribution(name, key, slot.dtype, slot.shape) for (name, key), slot in chosen.items()]
     sets = [SlotSet(f"{key}/{name}", stored_once([slot]), (slot.dtype,)) for (name, key), slot in chosen.items()]
     how = {**how_read(shared), "memory": shared["memory"] // WIDER}
