@@ -161,6 +161,11 @@ def test_a_parameter_that_only_the_optimizer_has_is_saved_and_loaded(tmp_path):
     ours, theirs = (one["optimizer"].param_groups[0]["params"] for one in (mine, its))
     assert all(map(torch.equal, ours, theirs))
     zckpt.assert_restored(tmp_path / "c", **its)
+    model, frozen = mine["model"], ("loss.scale", nn.Parameter(torch.ones(2), requires_grad=False))
+    zckpt.save(tmp_path / "without", model=model, optimizer=torch.optim.AdamW(model.named_parameters()))
+    more = torch.optim.AdamW([*model.named_parameters(), frozen])
+    notes = zckpt.load(tmp_path / "without", model=model, optimizer=more).notes
+    assert any("loss.scale, which the optimizer alone has" in note for note in notes)
 
 
 @pytest.mark.parametrize("stride", [(0, 1), (1, 1), (1, 2), (2, 1)])
@@ -274,6 +279,23 @@ def test_state_that_one_rank_alone_has_is_refused_and_not_lost(rank, world_size,
     ):
         zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
     assert not (tmp_path / "c").exists()
+
+
+@on_ranks(2)
+def test_ranks_may_have_parameters_in_another_order(rank, world_size, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(sorted(model.named_parameters(), reverse=bool(rank)))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
+    zckpt.assert_restored(tmp_path / "c", model=model, optimizer=optimizer)
+
+
+@on_ranks(2)
+def test_a_stage_that_is_no_part_of_a_list_is_told_to_be_given_in_one(rank, world_size, tmp_path):
+    with refusing(UnsupportedError, r"only on some ranks weight of .*0\.weight .*in a list, model=\[stage\]"):
+        zckpt.save(tmp_path / "c", model=nn.ModuleDict({str(rank): nn.Linear(2, 2)}))
 
 
 def test_what_cannot_be_saved_is_refused(tmp_path):

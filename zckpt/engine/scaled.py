@@ -335,7 +335,7 @@ def of_integers(
             expected=f"at most {(1 << bits) - 1 - offset}, to which {offset} is added",
             advice="dequantise it with the program that made it",
         )
-    is_even = isinstance(groups, int) and not columns % groups
+    is_even = isinstance(groups, int) and not columns % groups and into.dtype != np.float16
     at_once = np.abs(scale).max() * (1 << bits) < LARGEST_FP16 and into.dtype == numpy_dtype("bfloat16")
     if is_even and (at_once or dtype != "float16"):  # else what is rounded are the products of each code, once
         kind = np.int8 if bits < 8 else np.int16

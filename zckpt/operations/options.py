@@ -8,7 +8,6 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from math import trunc
 from numbers import Real
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypedDict, TypeVar
 
@@ -404,7 +403,7 @@ def shares(group: type, *, more: bool = False) -> Callable[[Callable[Given, Resu
                     expected = "a positive number of bytes"
                     raise UsageError(f"unusable --{name.replace('_', '-')}", expected=expected, found=repr(size))
                 if name in settled:
-                    settled[name] = trunc(size)
+                    settled[name] = int(settled[name])
             for name, one in options.items():
                 value = settled[name]
                 if one.choices and value not in (one.default, *one.choices):

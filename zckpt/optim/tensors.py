@@ -75,7 +75,7 @@ class ModelState:
 
     `parameters` are the names of those that are no buffers; `tied` has the further names of parameters, with the first
     name of each; `extra` is what modules keep besides tensors, by key; `members` is what optimizers have of Members.
-    `copies` are buffers that a further part of the model has, too.
+    `copies` are buffers that a further part of the model has, too; `added` are what optimizers have, and no model.
     """
 
     tensors: dict[str, torch.Tensor | Member] = field(default_factory=dict)
@@ -84,6 +84,7 @@ class ModelState:
     extra: dict[str, Any] = field(default_factory=dict)
     members: Members = field(default_factory=Members)
     copies: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    added: set[str] = field(default_factory=set)
 
     @classmethod
     def of_parameters(cls, parameters: dict[str, torch.Tensor]) -> ModelState:
@@ -95,6 +96,7 @@ class ModelState:
         new = {name: one for name, one in parameters.items() if name not in self.tensors and name not in self.tied}
         self.tensors |= new
         self.parameters |= new.keys()
+        self.added |= new.keys()
 
     def renamed(self, name_of: Callable[[str], str]) -> ModelState:
         """Return the same tensors under other names."""
@@ -234,7 +236,8 @@ def share_of(tensor: torch.Tensor | Member, name: str) -> Share | None:
             f"{name} is {tensor.layout}, whose elements have no fixed order", advice="convert it to a dense tensor"
         )
     shape = tuple(tensor.shape)
-    if hasattr(tensor, "global_offsets") and (whole := tuple(getattr(tensor, "global_shape", shape))) != shape:
+    whole = getattr(tensor, "global_shape", None) if hasattr(tensor, "global_offsets") else None
+    if isinstance(whole, (list, tuple)) and tuple(whole) != shape:
         raise UnsupportedError(
             f"{name} is marked as a part of a tensor, as torch 2.15's CheckpointableTensor is",
             found=f"{shape} of {whole}",

@@ -12,12 +12,13 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import DTensor
 
 from zckpt.engine.tensors import dtype_name
-from zckpt.errors import LayoutError, UnsupportedError, UsageError
+from zckpt.errors import LayoutError, UnsupportedError, UsageError, listed
 from zckpt.immutable import immutable, mutable
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.states.by_parameter import NamedShare, Snapshot
@@ -184,6 +185,26 @@ def settled(
                 advice=advice,
             )
     return found
+
+
+SHOWN = 8
+"""Names of tensors that each rank tells of, of those that the first one has not, or it."""
+
+
+def refuse_unlike(ranks: Ranks, alike: Collection[str]) -> None:
+    """Raise UnsupportedError, on all ranks: they have different tensors, which were taken to be on each.
+
+    `alike`: what this rank has of these. All ranks call it together.
+    """
+    others = sorted({*ranks.from_first(alike)}.symmetric_difference(alike))
+    some = [*dict.fromkeys(chain(*ranks.gather_all(others[:SHOWN])))]
+    is_models = any(one.startswith(f"{WEIGHT} of ") for one in some)
+    raise UnsupportedError(
+        "ranks have different tensors, each of which would be taken to be on all of them",
+        found=f"only on some ranks {listed(some)}",
+        advice="give each rank's part of the model in a list, model=[stage], or all ranks the same" if is_models
+        else "use an optimizer that keeps all state on each rank (torch.optim.Muon), or fully_shard",
+    )  # fmt: skip
 
 
 # --- loading

@@ -202,7 +202,7 @@ def load(
         for step in ("take", "share"):
             ranks.do(partial(loading.each, step), spoiled=SPOILED)
         ranks.do(lambda: loading.other.restore(model), spoiled=LEFT_OVER)
-        loading.note_lost()
+        ranks.do(loading.note_lost, spoiled=LEFT_OVER)
         ranks.do(stack.close, spoiled=SPOILED)
     return loading.reported()
 
@@ -259,7 +259,9 @@ class Meeting:
             there = name in checkpoint.parameters or name in checkpoint.buffers
             its = checkpoint.owner(name) if there else None
             if its is None or not its.slots.keys() & {WEIGHT, MASTER}:
-                if name not in computed or tensor.requires_grad:
+                if name in live.tensors.added:
+                    report.notes.append(f"not changed: {name}, which the optimizer alone has")
+                elif name not in computed or tensor.requires_grad:
                     report.missing.append(name)
             elif its.shape != tuple(tensor.shape):
                 report.reshaped.append(name)
@@ -414,8 +416,12 @@ class _Loading(Meeting):
         every = ((name, self.live.tensors.tensors[name]) for name in self.found)
         made = {name: one for name, one in every if isinstance(one, torch.Tensor) and id(one) not in own}
         now: dict[str, Any] = model_state(self.live.model).tensors if made else {}
-        if lost := [name for name, one in made.items() if name in now and not torch.equal(now[name], one)]:
+        if lost := [name for name, one in made.items() if name in now and _differ(now[name], one)]:
             self.report.notes.append(f"not changed: {listed(lost)}, which state_dict() makes anew")
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return not bool(((one == other) | ((one != one) & (other != other))).all())  # noqa: PLR0124  # NaN is no other NaN
 
 
 def untied(checkpoint: Checkpoint, same: Mapping[str, str]) -> Iterator[tuple[str, str, Parameter, Parameter]]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from zckpt.errors import UnsupportedError, UsageError, WorkerError, listed
+from zckpt.errors import UsageError, WorkerError
 from zckpt.formats.suffixes import check_directory
 from zckpt.immutable import mutable
 from zckpt.operations.places import place_of
@@ -33,7 +33,7 @@ from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, world_ran
 from zckpt.optim.values import Values, number_of_steps
 from zckpt.state import differ
 from zckpt.training.directory import Prepared, RankState, Staging, divide, entries, of_first, save_workers, write
-from zckpt.training.live import NOT_THE_SAME, Live, Part, TpRules, settled, slices_of
+from zckpt.training.live import NOT_THE_SAME, Live, Part, TpRules, refuse_unlike, settled, slices_of
 from zckpt.training.other_state import others_given, random_states
 
 if TYPE_CHECKING:
@@ -333,8 +333,8 @@ class _Own:
             f"{slot} of {name} {list(share.shape)}" for name, slot, share in self.shares
             if share.ranks is None and name not in buffers
         ]  # fmt: skip
-        digest = b"" if failed else blake2b(repr(alike).encode()).digest()
-        told = ranks.gather_all((self.in_parts, digest))
+        digests = () if failed else tuple(blake2b(repr(one).encode()).digest() for one in (alike, sorted(alike)))
+        told = ranks.gather_all((self.in_parts, digests))
         self.in_parts = any(one for one, _ in told)
         if self.in_parts:
             advice = NOT_THE_SAME
@@ -346,14 +346,11 @@ class _Own:
                     self.shares += collected(ranks, self.sliced or Sliced())
             self.shares = settled(ranks, self.shares, buffers, advice)
             return
-        if differ([one for _, one in told if one]):
-            every = [set(one) for one in ranks.gather_all(alike)]
-            some = sorted(every[0].union(*every) - every[0].intersection(*every))
-            raise UnsupportedError(
-                "ranks have different tensors, each of which would be taken to be on all of them",
-                found=f"only on some ranks {listed(some)}" if some else "the same in another order",
-                advice="use an optimizer that keeps all state on each rank (torch.optim.Muon), or fully_shard",
-            )
+        every = [its for _, its in told]
+        if all(every) and differ([ordered for ordered, _ in every]):
+            if differ([whole for _, whole in every]):
+                refuse_unlike(ranks, alike)
+            self.shares.sort(key=lambda one: (one[1], one[0]))
         first = (ranks.members[0],)  # other ranks may have updated their buffers, and DDP takes the first's
         self.shares = [
             (name, slot, replace(share, ranks=first) if share.ranks is None and name in buffers else share)

@@ -370,10 +370,11 @@ class RankReader:
         node = _data_of(node)
         if isinstance(node, Tensor):
             marks = node.attributes or {}
-            if "global_offsets" in marks and integers(whole := marks.get("global_shape")) != node.shape:
+            stated = integers(marks.get("global_shape")) if "global_offsets" in marks else None
+            if stated not in (None, node.shape):
                 raise UnsupportedError(
                     "a tensor that is marked as a part of another, as torch 2.15's CheckpointableTensor is",
-                    found=f"{node.shape} of {brief(whole)}",
+                    found=f"{node.shape} of {brief(stated)}",
                     advice="save it by torch.distributed.checkpoint, whose files zckpt reads",
                 )
             pieces = (Piece(((0,) * len(node.shape), node.shape), node),) if node.numel else ()

@@ -13,6 +13,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import field
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -211,12 +212,20 @@ def keep_types(optimizer: Optimizer, given: Mapping[torch.Tensor, Mapping[str, A
 
 
 def _kept(value: Any, now: Any, is_complex: bool, *, may_cast: bool = True) -> Any:  # whatever a state dict has
+    """Return `now`, in whose lists and dicts, which the optimizer may hold elsewhere, is put back what was cast."""
     if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
         is_cast = may_cast and (value.is_floating_point() or (value.is_complex() and is_complex))
         return now if is_cast or now.dtype == value.dtype else value.to(now.device)
     if isinstance(value, dict) and isinstance(now, dict) and value.keys() == now.keys():
-        return type(now)((key, _kept(one, now[key], is_complex)) for key, one in value.items())
+        for key, one in value.items():
+            if (its := _kept(one, now[key], is_complex)) is not now[key]:
+                now[key] = its
+        return now
     if type(value) in (list, tuple, deque) and type(now) is type(value) and len(now) == len(value):
-        made = (_kept(*pair, is_complex) for pair in zip(value, now, strict=True))
-        return deque(made, value.maxlen) if isinstance(value, deque) else type(value)(made)
+        made = [_kept(*pair, is_complex) for pair in zip(value, now, strict=True)]
+        if isinstance(now, list):
+            now[:] = made
+        elif not all(map(is_, made, now)) or (isinstance(now, deque) and now.maxlen != value.maxlen):
+            return deque(made, value.maxlen) if isinstance(now, deque) else tuple(made)
+        return now
     return value if isinstance(value, str) else now
