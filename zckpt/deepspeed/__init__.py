@@ -12,9 +12,8 @@
             engine.save_checkpoint("run")        # returns when all is copied; appears whole or not at all
 
 loading    `any_world_size`: what `load_checkpoint` is led to, and what it is given there
-saving     `durable_saves`: what `save_checkpoint` gives away, and how it is written
+saving     `durable_saves`: what `save_checkpoint` gives away, live objects as torch files, and how these are written
 native     the same in zckpt's own format, read from files that are in memory
-pickled    live objects as torch files
 engine     its methods, how a live engine cuts its state, and which parameters it has
 """
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -104,40 +105,45 @@ class InBlocks:
 
     def compute(self, inputs: Inputs, start: int, numel: int, dtype: str) -> Array:  # noqa: ARG002
         """Return codes or scales; UnsupportedError: there are no scales."""
-        key, (rows, columns) = (self.what, start // self.step), self.block
-        found = self.kept.get(key) if self.scales else None
-        if found is not None:
+        key = self.what, start // self.step
+        if self.scales and (found := self.kept.get(key)) is not None:
             self.kept.pop(key)
             return found
         matrix = inputs[0]().reshape(-1, self.slot.shape[-1])
         words: Array = matrix.view(f"u{matrix.itemsize}")
         sign = 8 * words.itemsize - 1
-        sizes = words & (1 << sign) - 1
+        sizes = words & (1 << sign) - 1  # without signs, words have the order of the numbers that they stand for
+        factors = self._factors(sizes, matrix.dtype)
+        scales: Array = (np.float32(1) / factors).reshape(-1)
+        if self.scales:
+            return scales
+        self.kept.put(key, scales, scales.nbytes)
+        codes, rows = np.empty(words.shape, np.uint8), self.block[0]
+        count = max(CACHED_NUMEL // words.shape[1], 1)
+        for at in range(0, len(words), count):
+            some, into = cast(sizes[at : at + count].view(matrix.dtype), "float32"), codes[at : at + count]
+            by_grid(some, np.multiply, factors[at // rows : -(-(at + count) // rows)], self.block, at % rows)
+            _rounded(some, into)
+            into |= (words[at : at + count] >> sign - 7).astype(np.uint8) & 0x80
+        return codes.reshape(-1).view(numpy_dtype("float8_e4m3fn"))
+
+    def _factors(self, sizes: Array, dtype: np.dtype[Any]) -> Array:
+        """Return what the numbers of each block are multiplied by; `sizes`: their words, without signs."""
+        rows, columns = self.block
         short = (0, -len(sizes) % rows), (0, -sizes.shape[1] % columns)
         most = np.pad(sizes, short) if any(map(any, short)) else sizes
         most = most.reshape(-1, rows, most.shape[1]).max(axis=1)
         most = most.reshape(len(most), -1, columns).max(axis=2)
-        largest = cast(most.view(matrix.dtype), "float32")
+        largest = cast(most.view(dtype), "float32")
         if not np.isfinite(largest).all():
             raise UnsupportedError(
                 f"{self.what} has NaN or infinite values, so its blocks have no scale",
                 expected="numbers",
                 advice="omit --quantize, or repair the model",
             )
-        factors = np.float32(1) / largest * LARGEST_FP8  # as torch divides a number by a tensor
+        factors: Array = np.float32(1) / largest * LARGEST_FP8  # as torch divides a number by a tensor
         factors[~np.isfinite(factors)] = 1  # of zeros, and of what is next to them, which become zeros
-        scales: Array = (np.float32(1) / factors).reshape(-1)
-        if self.scales:
-            return scales
-        self.kept.put(key, scales, scales.nbytes)
-        codes = np.empty(words.shape, np.uint8)
-        step = max(CACHED_NUMEL // words.shape[1], 1)
-        for at in range(0, len(words), step):
-            some, into = cast(sizes[at : at + step].view(matrix.dtype), "float32"), codes[at : at + step]
-            by_grid(some, np.multiply, factors[at // rows : -(-(at + step) // rows)], self.block, at % rows)
-            _rounded(some, into)
-            into |= (words[at : at + step] >> sign - 7).astype(np.uint8) & 0x80
-        return codes.reshape(-1).view(numpy_dtype("float8_e4m3fn"))
+        return factors
 
 
 def _rounded(values: Array, into: Array) -> None:

@@ -341,11 +341,15 @@ def of_integers(
         kind = np.int8 if bits < 8 else np.int16
         whole = codes.astype(kind, order="C").reshape(*scale.shape, -1)
         whole -= zero.astype(kind)[..., None]
-        give, step = (_by_float16 if dtype == "float16" else rounded), max(CACHED_NUMEL // 2 // columns, 1)
+        step = max(CACHED_NUMEL // 2 // columns, 1)
         for at in range(0, count, step):
             values = whole[at : at + step].astype(np.float32)
             values *= scale[at : at + step, :, None]
-            give(values.reshape(-1), dtype, into[at * columns :][: values.size])
+            some = into[at * columns :][: values.size]
+            if dtype == "float16":
+                _by_float16(values.reshape(-1), some)
+            else:
+                rounded(values.reshape(-1), dtype, some)
         return
     products = (np.arange(1 << bits, dtype=np.float32) - zero[..., None]) * scale[..., None]
     table = cast(cast(products, dtype), into.dtype.name).reshape(-1)
@@ -354,17 +358,19 @@ def of_integers(
     np.take(table, index.reshape(-1), out=into, mode="wrap")
 
 
-def _by_float16(values: Array, _dtype: str, into: Array) -> None:
+def _by_float16(values: Array, into: Array) -> None:
     """Give numbers rounded to float16 and then to bfloat16, in one step: integers x float16's, none too large for it.
 
-    Rounded first, what is half of bfloat16's last bit, give or take half of float16's, is a tie. Numbers below the
-    least normal float16 are no different: their last bits are not less than its own.
+    Rounded first, what is half of bfloat16's last bit (0x8000), give or take half of float16's (0x1000), is a tie. So
+    all from 0x7000 on is rounded up where the last bit is 1, and only what is above 0x9000 where it is 0. Numbers below
+    the least normal float16 are no different: their last bits are not less than its own.
     """
+    up_if_odd, up_if_even = 0x10000 - 0x7000, 0xFFFF - 0x9000
     bits = values.view(np.uint32)
     words: Array = bits >> 16
     words &= 1
-    words *= 0x9000 - 0x6FFF
-    words += 0x6FFF
+    words *= up_if_odd - up_if_even
+    words += up_if_even
     words += bits
     words >>= 16
     np.copyto(into.view(np.uint16), words, casting="unsafe")

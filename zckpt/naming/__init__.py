@@ -5,10 +5,10 @@ its source and goes out under others; elements stay where they lie, and the plan
 
     renames     regular expressions, globs and prefixes
     document    a map, as JSON says it
-    axes        how the elements of a tensor are arranged: "(heads half two) in"
+    axes        how the elements of a tensor are arranged: "(heads half two) in"; which rows and layers are taken
     traced      the map of what the installed transformers does to a model's tensors when it saves them
     sizes       what the letters are, from the tensors' shapes and a configuration
-    numbered    names for an optimizer that numbers what was in memory
+    installed   the same from a process of its own, and names for an optimizer that numbers what was in memory
     apply       which rules of a map names follow, and in which direction; a checkpoint under the other names
     inside      names in what a checkpoint carries along
 """

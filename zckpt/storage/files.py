@@ -1,7 +1,7 @@
 """Byte ranges of files. Knows how to open and read them and nothing of what they mean.
 
 Every file of a checkpoint is opened here. Only regular files are: a pipe would wait for a writer that never comes, and
-a device has no end. What is in a remote store has a name and a size here, and is read from there (`distant`).
+a device has no end. What is in a remote store has a name and a size here, and is read from there (`stand_ins`).
 
 A `FileRange` is a range that is read by itself: offsets count from its start, and what its reader reports is absolute:
 `base` + offset.
@@ -269,7 +269,7 @@ def opened_directly(path: str, flags: int) -> int | None:
 class Sources:
     """Source files of one worker; the first opened is closed when there are many.
 
-    `direct`: read so much at once past the page cache (`storage.direct`), where that can be; 0: through it.
+    `direct`: read so much at once past the page cache (`storage.disk`), where that can be; 0: through it.
     """
 
     def __init__(self, direct: int = 0) -> None:

@@ -5,8 +5,7 @@ copy or padding, is under no key of the metadata, and is spoken for by no rule, 
 
     inventory   every file below the directory that was opened; rules for what is foreign
     values      files that hold values only, which are carried
-    trees       every leaf of a file's tree
-    fits        which rule speaks for a leaf
+    trees       every leaf of a file's tree, and which rule speaks for it
     ranges      which bytes of a file are elements of what
 """
 

@@ -3,7 +3,7 @@
 DIR/.metadata                      a pickle: which tensors and objects there are, in which pieces, and where each lies
 DIR/__<rank>_<n>.distcp            items one after the other, each a whole file of `torch.save`
 DIR/zckpt.pt                       where zckpt wrote it: what such a directory has no place for
-RUN/step-N/, step_N/, iter_N/ ...  runs of torchtitan, prime-rl, Cosmos, Composer: the last, see `formats.steps`
+RUN/step-N/, step_N/, iter_N/ ...  runs of torchtitan, prime-rl, Cosmos, Composer: the last, see `formats.latest`
 
 Models, optimizers and anything else are under whatever keys the program chose. Every chunk is a box of its tensor, so
 that FSDP, tensor parallelism and both are read in the same way.

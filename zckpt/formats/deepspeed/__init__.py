@@ -1,12 +1,12 @@
 """Checkpoints of DeepSpeed: ZeRO-0, 1, 2, 3 and BF16_Optimizer, rigid and elastic, dense, MoE and tensor-parallel.
 
 files       directory (their names), shards (what they hold; nested: other names), ranks (which belong together), values
-layouts/    layout (what all have in common), flat (ZeRO-1, 2), per_parameter (ZeRO-3), stage0*, without_zero; groups
+layouts/    layout (what all have in common), flat (ZeRO-1, 2), per_parameter (ZeRO-3), stage0*, without_zero
 axes/       tensor_parallel (tp_rules, gpt_model), pipeline (stage*, restage), experts (expert_*, auto_ep*)
 read        reader: all ranks of all axes to a Checkpoint, whose files origin keeps
 recut       decide: a Checkpoint and options to a target; foreign gives one of another format an origin
-write       trees; documents: all files; writer: a directory; in_place: an engine; strip
-rare/       zenflow, muon, one_bit, unsaved, aliases, quantised state (quantised, codes, requantised)
+write       trees; writer: all files of a directory; in_place: an engine; strip
+rare/       zenflow, muon, one_bit, unsaved, aliases, quantised state (quantised, requantised)
 """
 
 from __future__ import annotations

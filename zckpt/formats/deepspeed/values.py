@@ -7,7 +7,7 @@ optimizer sees a rank's partition as one parameter. What it computes over "the p
 
     Adafactor       RMS                                     LAMB            trust_ratio, weight_norm, adam_norm
     bitsandbytes    __bnb_optimizer_quant_state__: codes, and a scale for each 256 elements from the partition's start
-                    (older: the same keys without that dict around them); `codes` says where these can be cut
+                    (older: the same keys without that dict around them); `rare.quantised` says where these can be cut
     Prodigy         d_numerator, d_denom, d_hat, and from them d and d_max, in the param group; D-Adaptation alike
 
 Files do not say of which class an optimizer was; keys are what is known of it. Tests step the real classes (all of

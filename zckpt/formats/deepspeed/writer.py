@@ -287,7 +287,8 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
     known = checkpoint.zero_stage or remainder.origin(checkpoint).get("zero_stage")
     stage = options.stage if options.stage is not None else known if type(known) is int and known in STAGES else None
     if options.world_size is None or stage is None:
-        missing = ["--world-size N"] * (options.world_size is None) + ["--stage 1, 2 or 3"] * (stage is None)
+        missing = [] if options.world_size is not None else ["--world-size N"]
+        missing += [] if stage is not None else ["--stage 1, 2 or 3"]
         raise UsageError(
             "a DeepSpeed checkpoint from this source needs further options", expected=" and ".join(missing),
             found=f"{checkpoint.format}, {('without a ZeRO stage' if known is None else f'ZeRO stage {known}')}",

@@ -12,7 +12,7 @@ directory   which files those are            held          what a rank's file ha
 contents    names, ties; values by number    across        what all ranks have of it, put together as spans
 units       which parameters FSDP1 has wrapped together
 readings    whose state each number is, and that state given to its parameters
-kept        other state, groups, zckpt.pt    writer        the files for other ranks; dtensors: the part of each
+kept        other state, groups, zckpt.pt    writer        the files for other ranks
 """
 
 from __future__ import annotations

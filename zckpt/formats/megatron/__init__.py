@@ -11,28 +11,24 @@ RUN/iter_0000004/mp_rank_TT[_PPP][_EEE]/   legacy: model_optim_rng.pt, distrib_o
 directory     which of these a path is
 What a model is on disk and on ranks, both ways, for those that read and those that write:
 
-names         which layer and which expert a name is of
+names         which layer, expert and norm a name is of
 keys          under which key, and where in it, `torch_dist` has each tensor
-norms         under which name each implementation of layers has its norms
-order         the order of a model's parameters in memory
 cut           what a tensor-parallel rank has of a parameter
 fused         experts that are one parameter of a rank, transposed
-stages        what pipeline stages, their chunks and expert-parallel ranks have
+stages        what pipeline stages, their chunks and expert-parallel ranks have, in which order
 buckets       where the distributed optimizer has a parameter in buffers without names, and whether masters prove it
 
 torch_dist    from `.metadata` and `common.pt` to a Checkpoint
 zarr          the tensors and objects of such a directory in arrays
 flat          the distributed optimizer's flat buffers as slots of parameters
 optimizer     param groups
-objects       values that are no tensors
+objects       values that are no tensors, and what a directory that zckpt wrote has besides
 fsdp_dtensor  Megatron-FSDP's directories as a Checkpoint
 legacy        from ranks' files to a Checkpoint
 local         what the optimizer of one rank has of its parameters
 
 writer        a run's directory with one `torch_dist` checkpoint
 legacy_writer one with legacy files for fixed ranks
-write_common  what both have
-own           what a directory that zckpt wrote has besides
 """
 
 from __future__ import annotations

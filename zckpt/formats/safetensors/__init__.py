@@ -1,7 +1,7 @@
 """safetensors: one file, a directory of them with an index, or the shards that torch's Hugging Face writer leaves.
 
-file      a file's header, read and written, and a directory with an index
-shards    pieces of tensors without an index
+file      a file's header, read and written; a directory with an index; pieces of tensors without one
+layout    where tensors go in files that are to be written
 deltas    the bytes that changed, as slime publishes them
 """
 

@@ -130,7 +130,7 @@ class ValueContent:
 
 @immutable
 class PackContent:
-    """Shares of many parameters from element `start` of a new storage of their type: see `engine.packs`."""
+    """Shares of many parameters from element `start` of a new storage of their type: see `engine.together`."""
 
     start: int
     pack: Pack

@@ -2,11 +2,9 @@
 
 `verify`, here, opens a source, surveys what cannot be opened, and runs the checks; it reads tensors only if it is deep.
 
-findings.py    a finding, and the result as a document
-structure.py   what metadata alone tell: coverage, element types, leftovers, steps
-weights.py     which weights are not their masters, rounded; from what was read to findings
+structure.py   findings, and what metadata alone tell: coverage, element types, leftovers, steps
 inventory.py   what lies where, and the blocks in which it is read; pure
-deep.py        reads every byte of the files, once, in parallel: NaN, Inf, sign and equality of elements
+deep.py        reads every byte, once, in parallel: NaN, Inf, sign, equality of elements; masters against weights
 """
 
 from __future__ import annotations

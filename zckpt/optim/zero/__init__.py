@@ -1,8 +1,7 @@
 """ZeRO-1 and ZeRO-2 as a `torch.optim.Optimizer`: one flat buffer for each param group, cut in equal partitions.
 
 flat              a group's buffer and this rank's masters; the local optimizer, and which optimizers cannot be one
-reduction         gradients in buckets, averaged over ranks while backward makes them, and accumulated
-gradients         what lies in `grad` once a gradient has been reduced
+reduction         gradients in buckets, averaged over ranks while backward makes them; what lies in `grad` then
 backward          hooks, passes, windows, failures, and DistributedDataParallel's buckets
 stepping          the loss scale, the norm of all gradients, clipping, and the step of a master
 optimizer         the class: options, the step, whole tensors by name, state dicts, weights to all ranks

@@ -2,8 +2,8 @@
 
     addresses   URLs, and what of them is shown
     attempts    which failures pass, and how long to wait
-    stores      what every store does: s3, web, fsspec_stores; schemes says which one a URL means
-    uploads     files on their way into a store: those of s3 in parts, others under temporary names (named_uploads)
+    stores      what every store does, for files of it and on their way into it: s3 sends parts, others send files
+                under temporary names (web, fsspec_stores, named_uploads); schemes says which one a URL means
     cache       few requests: blocks of what is small, large ranges at once of what is known to be needed
     mount       a place as a tree of names and sizes, on which all that reads checkpoints works
 
