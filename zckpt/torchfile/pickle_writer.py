@@ -78,14 +78,14 @@ class Writer:
         The part of a file that is being written.
     """
 
-    __slots__ = ("count", "globals", "memo", "memos", "out", "source", "stand_for", "storages", "texts")
+    __slots__ = ("count", "globals", "memo", "out", "roots", "source", "stand_for", "storages", "texts")
 
     def __init__(self, stand_for: StandFor) -> None:
         self.stand_for = stand_for
         self.out = bytearray(PROTOCOL)
         self.count = 0
         self.memo: dict[int, tuple[int, object]] = {}  # keeps the nodes, so that their ids stay their own
-        self.memos: dict[str, dict[int, tuple[int, object]]] = {}  # of each file whose parts are written
+        self.roots: dict[int, str] = {}  # the files of the parts that were written, by their nodes
         self.texts: dict[str, int] = {}
         self.globals: dict[tuple[str, str], int] = {}
         self.storages: dict[object, tuple[str, Mentioned]] = {}
@@ -285,7 +285,8 @@ def from_file(writer: Writer, part: FromFile) -> Parts:
     """Write a part of a file's tree."""
     before = writer.source, writer.memo
     writer.source = part
-    writer.memo = writer.memos.setdefault(part.path, {})  # files that say the same share nodes, not what tensors hold
+    if writer.roots.setdefault(id(part.node), part.path) != part.path:
+        writer.memo = {}  # files that say the same share nodes, but not what tensors hold
     yield part.node
     writer.source, writer.memo = before
 
