@@ -234,6 +234,9 @@ def test_files_of_another_node_are_added_by_root():
     refused(3, "inspect", run, words=("missing for rank", " 1:", "--root"))
     for source, root in ((run, "node1"), (run, node), (run / "global_step5", node), (run / "global_step5", "node1")):
         assert inspected(source, f"--root {root}")["topology"]["dp"] == 2
+    (node / node.name).mkdir()
+    (node / node.name / shard).write_bytes(b"")  # left over, and not looked at
+    assert inspected(run, f"--root {node}")["topology"]["dp"] == 2
 
 
 # --- how it is printed
