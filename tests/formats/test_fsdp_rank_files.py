@@ -751,12 +751,12 @@ def test_what_is_written_is_what_is_read(written, tmp_path):
 def test_what_ranks_had_of_their_own_is_theirs_again_after_another_format(to, written, tmp_path):
     source, name = copied(written(LLAMA, world_size=2), tmp_path / "run"), "extra_state_world_size_2_rank_{}.pt"
     for rank in range(2):
-        extra = torch.load(source / name.format(rank)) | {"rng": {"cpu": torch.full((5,), rank)}}
+        extra = torch.load(source / name.format(rank)) | {"rng": {"cpu": torch.full((5,), rank)}, "read": rank + 1000}
         torch.save(extra, source / name.format(rank))
     zckpt.convert(source, tmp_path / "between", to=to)
     zckpt.convert(tmp_path / "between", tmp_path / "back", to="fsdp-rank-files", world_size=2)
-    found = [torch.load(tmp_path / "back" / name.format(rank))["rng"]["cpu"].tolist() for rank in range(2)]
-    assert found == [[0] * 5, [1] * 5]
+    found = [torch.load(tmp_path / "back" / name.format(rank)) for rank in range(2)]
+    assert [(one["rng"]["cpu"].tolist(), one["read"]) for one in found] == [([0] * 5, 1000), ([1] * 5, 1001)]
 
 
 @pytest.mark.parametrize("options", [{}, {"world_size": 4, "fsdp_size": 2}])

@@ -47,7 +47,7 @@ from zckpt.state import (
     differ,
     number_of,
 )
-from zckpt.state.inventory import COPY, IMPLIED, STATE, Rule
+from zckpt.state.inventory import CARRIED, COPY, IMPLIED, STATE, Rule
 from zckpt.storage.files import opened
 from zckpt.torchfile import AlikeRecords, FromFile, Mentioned, Tensor, TorchFile, dump, has_tensors, plain
 
@@ -274,7 +274,7 @@ def keep_others(held: Iterable[Content], keys: Iterable[str], *where: str) -> tu
     """Return what ranks' files hold otherwise than the first of them, and rules for what they hold as it does.
 
     `keys`: those that the metadata have of the first, and others of the same kind; `where`: where in the file's tree
-    the mapping is.
+    the mapping is. Rules also say which plain values are a rank's own.
     """
     every, keys = list(held), list(dict.fromkeys(keys))
     metadata: dict[str, object] = {}
@@ -283,7 +283,7 @@ def keep_others(held: Iterable[Content], keys: Iterable[str], *where: str) -> tu
     same: dict[tuple[str, int], bool] = {}  # files that are alike share a tree, but not what tensors hold
     for file, content in every[1:]:
         first, known = every[0]
-        copies = []
+        copies, own = [], []
         for key in (key for key in keys if content.get(key) is not None):
             node = content[key]
             found = same.get((key, id(node)))
@@ -294,11 +294,13 @@ def keep_others(held: Iterable[Content], keys: Iterable[str], *where: str) -> tu
             if found:
                 copies.append(key)
             else:
-                metadata[f"{Path(file.path).stem}.{key}"] = carried(file, node)
+                kept = f"{Path(file.path).stem}.{key}"
+                metadata[kept] = carried(file, node)
+                own += [Rule((*where, key), CARRIED, kept)] if type(node) in PLAIN else []
         if (keyed := tuple(copies)) not in said:
             about = f"as in {Path(first.path).name}"
             said[keyed] = tuple(Rule((*where, key, "**"), COPY, about, tensors=True) for key in keyed)
-        rules[file.path] = said[keyed]
+        rules[file.path] = (*said[keyed], *own)
     return metadata, rules
 
 
@@ -313,7 +315,8 @@ def copies_of_optimizers(models: Sequence[ModelShard], optimizers: Sequence[Opti
         first = firsts.get(model.mp_rank)
         if model.optimizer is not None and first is not None:
             own = {"optimizer": dict_of(first.file.root)["optimizer_state_dict"]}
-            rules |= keep_others([(first.file, own), (model.file, model.content)], own)[1]
+            found = keep_others([(first.file, own), (model.file, model.content)], own)[1]
+            rules |= {path: tuple(rule for rule in its if rule.fate == COPY) for path, its in found.items()}
     return rules
 
 
