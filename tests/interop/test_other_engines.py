@@ -227,3 +227,40 @@ def test_zero1_without_frozen_parameters_is_loaded_at_another_stage(stage, tmp_p
     zckpt.convert(tmp_path / "saved", tmp_path / "other", to="deepspeed", stage=stage)
     _, found, _ = run(load_without_frozen, 2, tmp_path / "other", stage, Adapter, False)[0]
     assert all(torch.equal(found[name], was[name]) for name in ("adapter.weight", "adapter.bias"))
+
+
+# --- what modules and clients keep of their own on each rank
+
+
+class Scaled(nn.Linear):
+    """A layer that keeps a number of its own beside its tensors, as Transformer Engine's do."""
+
+    scale = torch.zeros(2)
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        self.scale = state["scale"]
+
+
+def save_own(rank, world_size, folder: Path) -> None:
+    engine = engine_of(partial(Scaled, 5, 3), "AdamW", 3, 1)
+    engine.module.scale = torch.full((2,), rank + 1.0)
+    step(engine, 0)
+    engine.save_checkpoint(str(folder), client_state={"counter": rank + 5})
+
+
+def load_own(rank, world_size, folder: Path) -> tuple[list[float], object]:
+    engine = engine_of(partial(Scaled, 5, 3), "AdamW", 3, 2)
+    _, client = engine.load_checkpoint(str(folder))
+    assert "_extra_state" not in client
+    return engine.module.scale.tolist(), client["counter"]
+
+
+def test_what_each_rank_keeps_under_zero3_is_its_own_again_after_another_format(tmp_path):
+    run(save_own, 3, tmp_path / "saved")
+    zckpt.convert(tmp_path / "saved", tmp_path / "between", to="zckpt")
+    for ranks in (2, 3):
+        zckpt.convert(tmp_path / "between", tmp_path / str(ranks), to="deepspeed", world_size=ranks, stage=3)
+        assert run(load_own, ranks, tmp_path / str(ranks)) == [([rank + 1] * 2, rank + 5) for rank in range(ranks)]

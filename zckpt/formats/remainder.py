@@ -13,6 +13,7 @@ A program that does not know it can leave it alone: none of it is the model or t
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
@@ -174,6 +175,10 @@ _OF_MODEL = frozenset([*STATE_DICT_KEYS, "module_extra_state"])
 """What keys of metadata that are of the model begin with; the last is that of DeepSpeed's reader."""
 
 
+_OF_A_RANK = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states|model_world_size_\d+_rank_\d+")
+"""What keys of metadata begin with of which a rank has another value than the first: the stem of its file."""
+
+
 def of_modules(checkpoint: Checkpoint) -> tuple[dict[str, object], set[str]]:
     """Return what modules keep besides tensors, by its name in the model's state dict, and the metadata that are that.
 
@@ -183,8 +188,8 @@ def of_modules(checkpoint: Checkpoint) -> tuple[dict[str, object], set[str]]:
     held: list[tuple[str, str, object]] = []
     left = Counter[str]()
     for key, value in checkpoint.metadata.items():
-        inside = {key: value} if _is_extra(key) else dict_of(node_of(value))
-        its = [place for place in inside if isinstance(place, str) and _is_extra(place)]
+        inside = {key: value} if is_extra(key) else dict_of(node_of(value))
+        its = [place for place in inside if isinstance(place, str) and is_extra(place)]
         left[key] = len(inside) if its else 1
         held += [(key, place, value if place == key else put_back(value, inside[place])) for place in its]
     modules = {""}
@@ -201,14 +206,16 @@ def of_modules(checkpoint: Checkpoint) -> tuple[dict[str, object], set[str]]:
     return values, {key for key, count in left.items() if not count}
 
 
-def _is_extra(key: str) -> bool:
+def is_extra(key: str) -> bool:
+    """Tell whether a name is that of what a module keeps besides tensors."""
     return f".{key}".endswith(f".{EXTRA_STATE}")
 
 
 def _in_model(place: str, modules: Container[str]) -> str | None:
     """Return the name in the model: that of a module which the model has, or which is in one that it has."""
     parts = place.split(".")
-    for at in range(parts[0] in STATE_DICT_KEYS and parts[0] not in modules, len(parts)):
+    is_front = parts[0] in STATE_DICT_KEYS or _OF_A_RANK.fullmatch(parts[0]) is not None
+    for at in range(is_front and parts[0] not in modules, len(parts)):
         module = parts[at:-1]
         if (module and ".".join(module) in modules) or ".".join(module[:-1]) in modules:
             return ".".join(parts[at:])

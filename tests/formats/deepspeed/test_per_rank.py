@@ -9,6 +9,7 @@ import zckpt
 from tests.formats.deepspeed.contents import cut, run_of, state_of, tag_of, tensor_bytes
 from tests.formats.deepspeed.shards import copy, edit, edit_all, model_file, optimizer_file, state_in
 from tests.refusals import refusing
+from zckpt.formats.account import take_inventory
 
 LAMB, CODES, MUON = "own_lamb_s2_fp32_dp2", "own_blockwise_s3_fp32_dp2", "muon_s2_bf16_dp3"
 KEYS = {LAMB: {"trust_ratio", "weight_norm", "adam_norm"}, CODES: {"__bnb_optimizer_quant_state__"}}
@@ -160,3 +161,25 @@ def test_a_tensor_that_each_rank_has_otherwise_stays_each_ones_own(to, tmp_path)
         found = [torch.load(model_file(tag_of(back), rank))["random"].tolist() for rank in ranks]
         assert found == [[rank] * 5 for rank in expected]
         assert zckpt.diff(tag, back).equal
+
+
+@pytest.mark.parametrize("to", ["zckpt", "dcp"])
+def test_plain_values_and_extra_state_of_ranks_are_theirs_again_after_another_format(to, tmp_path):
+    """What a module keeps is in the rank's module, and a number or a text of a rank's own is accounted for."""
+    tag, extra = copy("s3_bf16_dp3", tmp_path / "run"), "ln1._extra_state"
+    for rank in range(3):
+
+        def change(content, rank=rank):
+            content.update(counter=rank // 2 + 1005, name=f"rank {rank}")
+            content["module"][extra] = {"scale": torch.full((2,), rank + 1.0)}
+
+        edit(model_file(tag, rank), change)
+    assert not take_inventory(zckpt.open(tag)).left_out
+    zckpt.convert(tag, tmp_path / "out", to=to)
+    zckpt.convert(tmp_path / "out", tmp_path / "back", to="deepspeed", world_size=2, stage=3)
+    for rank in range(2):
+        found = torch.load(model_file(tag_of(tmp_path / "back"), rank), weights_only=False)
+        assert (found["counter"], found["name"]) == (1005, f"rank {rank}")
+        assert found["module"][extra]["scale"].tolist() == [rank + 1] * 2
+        assert extra not in found
+    assert zckpt.diff(tag, tmp_path / "back").equal

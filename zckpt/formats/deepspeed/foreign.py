@@ -28,11 +28,11 @@ from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, TagDirect
 from zckpt.formats.deepspeed.loss_scaling import scaling
 from zckpt.formats.deepspeed.nested import ordered
 from zckpt.formats.deepspeed.origin import Origin, Rank
-from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard, model_of
+from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard, model_of, section
 from zckpt.formats.deepspeed.values import refuse_to_begin, weight_or_master
 from zckpt.formats.group_values import group_values, refuse_several, same
 from zckpt.formats.latest import is_name
-from zckpt.formats.remainder import of_modules, origin
+from zckpt.formats.remainder import is_extra, of_modules, origin
 from zckpt.formats.torch_files.writer import new_storage, view
 from zckpt.state import MASTER, Checkpoint, ParamGroup, Topology, without
 from zckpt.torchfile import TorchFile, node_of
@@ -233,17 +233,26 @@ def _model(checkpoint: Checkpoint, layers: Sequence[object]) -> ModelShard:
 
 
 def _of_ranks(model: ModelShard, world_size: int) -> list[ModelShard]:
-    """Return model files of ZeRO-3's ranks: those with keys of their own have them again, if they are there."""
+    """Return model files of ZeRO-3's ranks: those with state of their own have it again, if they are there.
+
+    A key is the client's, or that of what a module keeps.
+    """
     common: dict[str, object] = {}
-    own: dict[int, dict[str, object]] = {}
+    own: dict[int, tuple[dict[str, object], dict[str, object]]] = {}
     for key, value in model.content.items():
         match = _OF_RANK.fullmatch(key)
         if match is not None and int(match[1]) < world_size:
-            own.setdefault(int(match[1]), {})[match[2]] = value
+            of_rank = own.setdefault(int(match[1]), ({}, {}))
+            of_rank[is_extra(match[2])][match[2]] = value
         else:
             common[key] = value
     last = max(own, default=0)
-    return [model_of(model.shard, _file({**common, **own.get(rank, {})})) for rank in range(last + 1)]
+    files = []
+    for rank in range(last + 1):
+        client, extra = own.get(rank, ({}, {}))
+        module = ordered([*section(common, "module").items(), *extra.items()])
+        files.append(model_of(model.shard, _file({**common, **client, "module": module})))
+    return files
 
 
 def is_counted(key: str) -> bool:
