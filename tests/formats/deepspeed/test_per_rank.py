@@ -183,3 +183,26 @@ def test_plain_values_and_extra_state_of_ranks_are_theirs_again_after_another_fo
         assert found["module"][extra]["scale"].tolist() == [rank + 1] * 2
         assert extra not in found
     assert zckpt.diff(tag, tmp_path / "back").equal
+
+
+@pytest.mark.parametrize("case", ["no sums", "sums of one", "legacy", "other order"])
+def test_large_client_state_is_compared_where_files_state_no_checksums_too(case, tmp_path):
+    tag = copy("s3_bf16_dp2", tmp_path)
+
+    def write(rank, last):
+        same, own = torch.arange(400_000), torch.arange(400_000)
+        own[-1] = last
+        large = [own, same]
+        more = {"other": same, "large": large} if rank else {"large": large, "other": same}
+        torch.serialization.set_crc32_options(case != "no sums" and (case != "sums of one" or not rank))
+        try:
+            edit(model_file(tag, rank), lambda content: content.update(more), legacy=rank == 1 and case == "legacy")
+        finally:
+            torch.serialization.set_crc32_options(True)
+
+    write(0, 7)
+    for last, expected in ((7, []), (8, ["zero_pp_rank_1_mp_rank_00_model_states.large"])):
+        write(1, last)
+        found = zckpt.open(tag)
+        assert [key for key in found.metadata if key.endswith((".large", ".other"))] == expected
+        assert not take_inventory(found).left_out

@@ -261,7 +261,7 @@ Slots = dict[str, dict[str, Slot]]
 PLAIN = (type(None), bool, int, float, str)
 
 COMPARED_NBYTES = 1 << 20
-"""Bytes of tensors of one key that are compared: random states are a few kilobytes."""
+"""Bytes of tensors of one key that are compared in any case, and at a time: random states are a few kilobytes."""
 
 FileRules = dict[str, tuple[Rule, ...]]
 """By file."""
@@ -323,7 +323,8 @@ def copies_of_optimizers(models: Sequence[ModelShard], optimizers: Sequence[Opti
 def is_same(one: TorchFile, mine: object, other: TorchFile, its: object) -> bool:
     """Tell whether what two files hold would be written alike.
 
-    Of tensors, `COMPARED_NBYTES` are compared, and of more the checksums that the files state.
+    Of tensors, `COMPARED_NBYTES` are compared, and of more the checksums of storages, or all bytes where not both files
+    state one.
     """
     if mine is its and not has_tensors(mine):
         return True  # files that are alike share a tree
@@ -333,27 +334,34 @@ def is_same(one: TorchFile, mine: object, other: TorchFile, its: object) -> bool
     sizes = [mentioned.storage.nbytes for mentioned in a.storages]
     if a.data != b.data or sizes != [mentioned.storage.nbytes for mentioned in b.storages]:
         return False
-    if sum(sizes) > COMPARED_NBYTES and _sums(one, a.storages) != _sums(other, b.storages):
-        return False
-    return all(x == y for x, y in zip(_head(a.storages), _head(b.storages), strict=True))
-
-
-def _sums(file: TorchFile, storages: Sequence[Mentioned]) -> list[int]:
-    offsets, records = {one.storage.offset for one in storages}, file.records
-    filled = records.filled() if isinstance(records, AlikeRecords) else records
-    return [record.crc32 for record in filled if record.nbytes and record.offset in offsets]
-
-
-def _head(storages: Sequence[Mentioned]) -> Iterator[bytes]:
+    sums, its_sums = (_sums(one), _sums(other)) if sum(sizes) > COMPARED_NBYTES else ({}, {})
     left = COMPARED_NBYTES
-    for one in storages:
-        count = min(left, one.storage.nbytes)
-        left -= count
-        if not count or one.path is None:
-            yield b""
-            continue
-        with opened(one.path) as file:
-            yield file.at(one.storage.offset, count)
+    for x, y in zip(a.storages, b.storages, strict=True):
+        most, crcs = x.storage.nbytes, {sums.get(x.storage.offset, 0), its_sums.get(y.storage.offset, 0)}
+        if 0 not in crcs:
+            if len(crcs) > 1:
+                return False
+            most = min(left, most)
+        left -= min(left, most)
+        if any(mine != its for mine, its in zip(_pieces(x, most), _pieces(y, most), strict=True)):
+            return False
+    return True
+
+
+def _sums(file: TorchFile) -> dict[int, int]:
+    """Return the checksums of storages by where they begin, as far as a file states any; 0 is none."""
+    records = file.records
+    filled = records.filled() if isinstance(records, AlikeRecords) else records
+    return {record.offset: record.crc32 for record in filled if record.nbytes}
+
+
+def _pieces(one: Mentioned, most: int) -> Iterator[bytes]:
+    """Yield the first bytes of a storage."""
+    if one.path is None or not most:
+        return
+    with opened(one.path) as file:
+        for at in range(0, most, COMPARED_NBYTES):
+            yield file.at(one.storage.offset + at, min(COMPARED_NBYTES, most - at))
 
 
 class Case(NamedTuple):
