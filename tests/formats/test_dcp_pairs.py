@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
@@ -81,6 +81,17 @@ def test_an_adapter_is_read_with_its_optimizer(tmp_path):
     for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=True):
         assert not one.requires_grad or torch.equal(one, other), name
         assert_same_tree(dict(its.state.get(other, {})), dict(optimizer.state.get(one, {})), name)
+
+
+def test_whole_files_beside_shards_in_the_models_folder_are_copies(run, tmp_path):
+    whole = run / "model/model.safetensors"
+    tensors = load_file(whole)
+    dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(whole.parent), save_distributed=True))
+    assert zckpt.verify(run, deep=True).sound
+    zckpt.convert(run, tmp_path / "out", to="zckpt")
+    save_file({name: one + 1 for name, one in tensors.items()}, whole)
+    assert {found.code for found in zckpt.verify(run, deep=True).findings} >= {"ZC-206"}
+    assert zckpt.diff(run, tmp_path / "out").equal
 
 
 def test_values_with_folders_of_their_own_are_carried(tmp_path):

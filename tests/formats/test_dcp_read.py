@@ -204,6 +204,20 @@ def test_shards_are_the_model_and_whole_files_beside_them_are_copies(tmp_path):
     assert_model_is(zckpt.open(path), Truth(OTHER / "dcphf_consolidated_dp2"))
 
 
+def test_first_shard_that_is_damaged_beside_a_whole_model_is_left_out(tmp_path):
+    path = copied("dcphf_consolidated_dp2", tmp_path)
+    for one in (path / "sharded").iterdir():
+        one.rename(path / one.name)
+    first = min(path.glob("shard-*"))
+    first.write_bytes(first.read_bytes()[:20])
+    assert zckpt.diff(path, source("dcphf_consolidated_dp2")).equal
+    assert first.name in {one.file for one in take_inventory(zckpt.open(path)).left_out}
+    for one in path.glob("model*"):
+        one.unlink()
+    with refusing(DamagedFileError, "unreadable header"):
+        zckpt.open(path)
+
+
 @pytest.mark.parametrize("shard", [1, 2])
 def test_shard_missing_before_the_last_is_refused(shard, tmp_path):
     path = copied("dcphf_sharded_dp3", tmp_path)

@@ -11,6 +11,7 @@ from zckpt.codes import MISSING_FILE
 from zckpt.errors import ShardError, UnsupportedError, listed
 from zckpt.evidence import may_be_trained
 from zckpt.formats.account.trees import LazyTree
+from zckpt.formats.companions import COPIED, note_models
 from zckpt.formats.dcp.directory import MEGATRON_NAMES, Directory, is_megatrons, is_whole, rank_of
 from zckpt.formats.dcp.items import ItemFile, ObjectItem, is_empty, read_items
 from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
@@ -40,7 +41,7 @@ from zckpt.immutable import immutable
 from zckpt.state import WEIGHT, Checkpoint, GivenNames, SourceFile, are_distinct, dict_of
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, REST, STATE, Claim, Rule
 from zckpt.state.names import aligned
-from zckpt.storage.files import is_file
+from zckpt.storage.files import files_in, is_file
 from zckpt.torchfile import TorchFile, read_torchfile, value_at
 
 FORMAT = "dcp"
@@ -67,11 +68,14 @@ def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
     root, folders = tree_of(directory, checkpoint)
     own = read_torchfile(directory.own) if directory.own is not None else None
     fill(checkpoint, root, names=names, own=own, pairs=directory.by_number())
-    for one in checkpoint.owners if any(map(safetensors.is_sharded, directory.folders.values())) else ():
+    sharded = list(filter(safetensors.is_sharded, directory.folders.values()))
+    for folder in sharded:
+        note_models(checkpoint, [folder / name for name in files_in(folder) if COPIED.fullmatch(name)], folder)
+    for one in checkpoint.owners if sharded else ():
         if whole := next((slot for slot in one.slots.values() if slot.numel > one.numel), None):
             raise ShardError(
                 f"the pieces of {one.name} end before its {whole.name} does: the last shards are missing",
-                path=directory.folders[next(iter(directory.folders))],
+                path=sharded[0],
                 expected=whole.shape,
                 found=one.shape,
                 code=MISSING_FILE,

@@ -315,8 +315,16 @@ class Pieces:
 
 
 def is_sharded(path: Path) -> bool:
-    """Tell whether a directory holds such shards; whole files beside them are the model once more."""
-    return path.is_dir() and any(SHARDING_KEY in read_header(one)[1] for one in _files(path)[:1])
+    """Tell whether a directory holds such shards; whole files beside them are the model once more.
+
+    Where the first one's header is malformed, these are the model. Raises DamagedFileError: there are none.
+    """
+    try:
+        return path.is_dir() and any(SHARDING_KEY in read_header(one)[1] for one in _files(path)[:1])
+    except DamagedFileError:
+        if is_safetensors(path):
+            return False
+        raise
 
 
 def read_shards(path: Path) -> Checkpoint:
