@@ -185,6 +185,17 @@ def test_plain_values_and_extra_state_of_ranks_are_theirs_again_after_another_fo
     assert zckpt.diff(tag, tmp_path / "back").equal
 
 
+@pytest.mark.parametrize("values", [(1, 1), (1, 2)])
+@pytest.mark.parametrize("key", ["*", "**"])
+def test_a_clients_key_that_looks_like_a_pattern_speaks_for_its_own_value_only(key, values, tmp_path):
+    tag = copy("s3_bf16_dp2", tmp_path)
+    for rank, value in enumerate(values):
+        own = {key: value, "optimizer": {"odd": torch.ones(3)}}
+        edit(model_file(tag, rank), lambda content, own=own: content.update(own))
+    lost = take_inventory(zckpt.open(tag)).left_out
+    assert [one.file.rpartition("/")[2] for one in lost] == [model_file(tag, rank).name for rank in range(2)]
+
+
 @pytest.mark.parametrize("case", ["no sums", "sums of one", "legacy", "other order"])
 def test_large_client_state_is_compared_where_files_state_no_checksums_too(case, tmp_path):
     tag = copy("s3_bf16_dp2", tmp_path)

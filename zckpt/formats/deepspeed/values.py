@@ -47,7 +47,7 @@ from zckpt.state import (
     differ,
     number_of,
 )
-from zckpt.state.inventory import CARRIED, COPY, IMPLIED, STATE, Rule
+from zckpt.state.inventory import CARRIED, COPY, IMPLIED, STATE, Rule, exactly
 from zckpt.storage.files import opened
 from zckpt.torchfile import AlikeRecords, FromFile, Mentioned, Tensor, TorchFile, dump, has_tensors, plain
 
@@ -296,10 +296,10 @@ def keep_others(held: Iterable[Content], keys: Iterable[str], *where: str) -> tu
             else:
                 kept = f"{Path(file.path).stem}.{key}"
                 metadata[kept] = carried(file, node)
-                own += [Rule((*where, key), CARRIED, kept)] if type(node) in PLAIN else []
+                own += [Rule((*where, exactly(key)), CARRIED, kept)] if type(node) in PLAIN else []
         if (keyed := tuple(copies)) not in said:
             about = f"as in {Path(first.path).name}"
-            said[keyed] = tuple(Rule((*where, key, "**"), COPY, about, tensors=True) for key in keyed)
+            said[keyed] = tuple(Rule((*where, exactly(key), "**"), COPY, about, tensors=True) for key in keyed)
         rules[file.path] = (*said[keyed], *own)
     return metadata, rules
 
