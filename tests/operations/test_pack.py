@@ -152,22 +152,6 @@ def store_of(*files: Filed) -> None:
     Path("000001.index").write_bytes(Index("c", False, files, np.empty(0, ROW), np.empty(0, RANGE)).to_bytes())
 
 
-def test_a_model_is_packed_without_the_checkpoints_beside_it(tmp_path):
-    """A Trainer's final model lies in the directory around its checkpoints, of which more may come."""
-    run, steps = tmp_path / "run", [f"checkpoint-{number}" for number in (4, 8)]
-    run.mkdir()
-    save_file({"w": np.ones(9, np.float32)}, run / "model.safetensors")
-    for step in steps:
-        shutil.copytree(FIXTURES / "other/trainer_ds2_gpt2/checkpoint-4", run / step)
-        zckpt.pack(run, tmp_path / "store")
-    there = zckpt.history(run).checkpoints
-    assert {one.name for one in there} == {".", *steps}
-    assert sum(one.nbytes for one in there) == sum(one.stat().st_size for one in run.rglob("*") if one.is_file())
-    assert {one.name for one in zckpt.history(tmp_path / "store").checkpoints} == {"run", *steps}
-    unpack(tmp_path / "store", tmp_path / "again")
-    assert names_in(tmp_path / "again/run") == ["model.safetensors"]
-
-
 def test_links_of_a_store_lead_nowhere_else():
     """Not by way of other links, either; and what only looks so is read."""
     links = {

@@ -263,7 +263,7 @@ def pack(
     }
     if dry_run:
         present = PackedStore(place).names()[0] if is_store(place) else {}
-        would = [PackedOne(called[one.path], nbytes_of(files_of(one.path, called)), 0) for one in every]
+        would = [PackedOne(called[one.path], nbytes_of(files_of(one.path)), 0) for one in every]
         return Packed(str(place), [one for one in would if one.name not in present], [*present], dry_run=True, notes=[])
     with writing(place) as into:
         done = packed_into(into, [(called[one.path], one) for one in every], full_every, shared["reporter"])
@@ -302,8 +302,7 @@ def packed_into(
     for error in wrong.values():
         if not isinstance(error, DamagedFileError):  # of what is whole a checkpoint would be packed twice
             raise error
-    apart = {unit.path for _, unit in every}
-    files = {name: files_of(unit.path, apart) for name, unit in every}
+    files = {name: files_of(unit.path) for name, unit in every}
     for name, unit in every:
         if name in names and not _are_packed(unit.path, files[name], store.index(names[name]).files):
             raise UsageError(
@@ -323,7 +322,7 @@ def packed_into(
             base = Known.of(names[last], states, path, store.index(names[last]).files)
         for number, (name, unit) in enumerate(new, max([*names.values(), *wrong, 0]) + 1):
             known = Known.of(number, _states(unit, notes), unit.path, files[name])
-            packing = Packing(store, chunks, number, unit.path, files[name], full_every - 1, progress.advance, apart)
+            packing = Packing(store, chunks, number, unit.path, files[name], full_every - 1, progress.advance)
             stored = packing.write(name, cuts_of(known, base), {})
             done.append(PackedOne(name, nbytes_of(files[name]), stored))
             chunks.named(number)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,26 +99,24 @@ class _Made:
     stored: bytes | None
 
 
-def files_of(path: Path, apart: Collection[Path] = ()) -> tuple[Filed, ...]:
-    """Return all that a checkpoint is: the files, links and directories at or below a path, but for what lies `apart`.
+def files_of(path: Path) -> tuple[Filed, ...]:
+    """Return all that a checkpoint is: the files, links and directories at or below a path.
 
     A link to a file elsewhere is that file: Hugging Face's cache has nothing but such links, whose bytes would not be
     in the store. Raises SourceError: it cannot be read, or something is neither.
     """
     if path.is_file():
         return (_filed(path.resolve(), path.name),)  # of a link, what it leads to, whose bytes are read
-    return tuple(_below(path, "", path.resolve(), apart))
+    return tuple(_below(path, "", path.resolve()))
 
 
-def _below(path: Path, front: str, root: Path, apart: Collection[Path]) -> Iterator[Filed]:
+def _below(path: Path, front: str, root: Path) -> Iterator[Filed]:
     for entry in entries_of(path):
         at = Path(entry.path)
-        if at in apart:
-            continue
         is_elsewhere = at.is_symlink() and at.is_file() and not at.resolve().is_relative_to(root)
         yield (one := _filed(at.resolve() if is_elsewhere else at, f"{front}{entry.name}"))
         if one.kind == "folder":
-            yield from _below(at, f"{one.name}/", root, apart)
+            yield from _below(at, f"{one.name}/", root)
 
 
 def _filed(path: Path, name: str) -> Filed:
@@ -224,7 +222,6 @@ class Packing:
     files: tuple[Filed, ...]
     deepest: int  # how deep a chunk may be that is predicted from another checkpoint
     advance: Callable[[int], None]  # hears of bytes that are done
-    apart: Collection[Path] = ()  # other checkpoints, which may lie within it
 
     def write(self, name: str, cuts: Callable[[str], Sequence[Cut]], details: dict[str, object]) -> int:
         """Pack a checkpoint; return what its chunks and its index take, in bytes.
@@ -350,7 +347,7 @@ class Packing:
             raise _changing(self.path) from error
 
     def _check_same(self) -> None:
-        if files_of(self.path, self.apart) != self.files:
+        if files_of(self.path) != self.files:
             raise _changing(self.path)
 
 
