@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.tensor import DTensor
 
 from zckpt.engine.tensors import dtype_name
-from zckpt.errors import LayoutError, UnsupportedError, UsageError, listed
+from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.immutable import immutable, mutable
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.states.by_parameter import NamedShare, Snapshot
@@ -197,11 +197,12 @@ def refuse_unlike(ranks: Ranks, alike: Collection[str]) -> None:
     `alike`: what this rank has of these. All ranks call it together.
     """
     others = sorted({*ranks.from_first(alike)}.symmetric_difference(alike))
-    some = [*dict.fromkeys(chain(*ranks.gather_all(others[:SHOWN])))]
+    told = ranks.gather_all((len(others), others[:SHOWN]))
+    some, most = [*dict.fromkeys(chain(*(names for _, names in told)))], max(count for count, _ in told)
     is_models = any(one.startswith(f"{WEIGHT} of ") for one in some)
     raise UnsupportedError(
         "ranks have different tensors, each of which would be taken to be on all of them",
-        found=f"only on some ranks {listed(some)}",
+        found=f"only on some ranks {', '.join(some[:SHOWN])}" + (f", of {most}" if most > SHOWN else ""),
         advice="give each rank's part of the model in a list, model=[stage], or all ranks the same" if is_models
         else "use an optimizer that keeps all state on each rank (torch.optim.Muon), or fully_shard",
     )  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from zckpt.engine.checking import Checks, watching
 from zckpt.engine.tensors import TensorRead, check_tensors, read_tensors, slot_like
@@ -217,6 +218,8 @@ class Meeting:
     source: Source
     report: Restored
     found: Mapping[str, Parameter] = {}
+    may_lack = False
+    """Whether the checkpoint need not have what an optimizer alone has, and no model."""
 
     def __init__(
         self, stack: ExitStack, ranks: Ranks, place: Place, model: Model, optimizer: Given, tp_rules: TpRules,
@@ -259,7 +262,7 @@ class Meeting:
             there = name in checkpoint.parameters or name in checkpoint.buffers
             its = checkpoint.owner(name) if there else None
             if its is None or not its.slots.keys() & {WEIGHT, MASTER}:
-                if name in live.tensors.added:
+                if self.may_lack and name in live.tensors.added:
                     report.notes.append(f"not changed: {name}, which the optimizer alone has")
                 elif name not in computed or tensor.requires_grad:
                     report.missing.append(name)
@@ -317,6 +320,7 @@ class _Loading(Meeting):
 
     states: Sequence[OptimizerState]
     other: OtherState
+    may_lack = True
 
     def match(self) -> None:
         """Find the checkpoint's tensor for each of the model's, and note what has none."""
@@ -421,6 +425,10 @@ class _Loading(Meeting):
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if torch.equal(one, other):
+        return False
+    if isinstance(one, DTensor) or one.shape != other.shape:
+        return True
     return not bool(((one == other) | ((one != one) & (other != other))).all())  # noqa: PLR0124  # NaN is no other NaN
 
 

@@ -139,7 +139,8 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
     every = shards_in(directory)
     for root in roots:
         candidate = root / _tag_of(directory, source)
-        held = shards_in(root) or (candidate.is_dir() and shards_in(candidate))
+        is_run = root.name != candidate.name and candidate.is_dir()
+        held = (is_run and shards_in(candidate)) or shards_in(root)
         if not held:
             raise ShardError(
                 "holds no files of the checkpoint", path=root, expected=f"files of {directory.name}", code=MISSING_FILE

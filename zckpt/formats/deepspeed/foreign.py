@@ -238,20 +238,19 @@ def _of_ranks(model: ModelShard, world_size: int) -> list[ModelShard]:
     A key is the client's, or that of what a module keeps.
     """
     common: dict[str, object] = {}
-    own: dict[int, tuple[dict[str, object], dict[str, object]]] = {}
+    client: dict[int, dict[str, object]] = {}
+    extra: dict[int, dict[str, object]] = {}
     for key, value in model.content.items():
         match = _OF_RANK.fullmatch(key)
         if match is not None and int(match[1]) < world_size:
-            of_rank = own.setdefault(int(match[1]), ({}, {}))
-            of_rank[is_extra(match[2])][match[2]] = value
+            own = extra if is_extra(match[2]) else client
+            own.setdefault(int(match[1]), {})[match[2]] = value
         else:
             common[key] = value
-    last = max(own, default=0)
     files = []
-    for rank in range(last + 1):
-        client, extra = own.get(rank, ({}, {}))
-        module = ordered([*section(common, "module").items(), *extra.items()])
-        files.append(model_of(model.shard, _file({**common, **client, "module": module})))
+    for rank in range(max([*client, *extra, 0]) + 1):
+        module = ordered([*section(common, "module").items(), *extra.get(rank, {}).items()])
+        files.append(model_of(model.shard, _file({**common, **client.get(rank, {}), "module": module})))
     return files
 
 

@@ -337,12 +337,12 @@ def is_same(one: TorchFile, mine: object, other: TorchFile, its: object) -> bool
     sums, its_sums = (_sums(one), _sums(other)) if sum(sizes) > COMPARED_NBYTES else ({}, {})
     left = COMPARED_NBYTES
     for x, y in zip(a.storages, b.storages, strict=True):
-        most, crcs = x.storage.nbytes, {sums.get(x.storage.offset, 0), its_sums.get(y.storage.offset, 0)}
-        if 0 not in crcs:
-            if len(crcs) > 1:
+        most, crc, its_crc = x.storage.nbytes, sums.get(x.storage.offset), its_sums.get(y.storage.offset)
+        if crc and its_crc:
+            if crc != its_crc:
                 return False
             most = min(left, most)
-        left -= min(left, most)
+        left = max(left - most, 0)
         if any(mine != its for mine, its in zip(_pieces(x, most), _pieces(y, most), strict=True)):
             return False
     return True

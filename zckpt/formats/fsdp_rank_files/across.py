@@ -13,7 +13,7 @@ from itertools import product
 
 from zckpt.codes import DTYPES_DIFFER, WRONG_RANK
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, about
-from zckpt.formats.fsdp_rank_files.held import PLAIN, REPLICATE, Held, Mesh, RankReader, read_mesh, with_mesh
+from zckpt.formats.fsdp_rank_files.held import PLAIN, REPLICATE, Held, Mesh, Placement, RankReader, read_mesh, with_mesh
 from zckpt.formats.lost import absent_boxes, is_lost, tensor_of
 from zckpt.formats.torch_files.tensors import slot_of, unresolved
 from zckpt.immutable import immutable, mutable
@@ -203,13 +203,19 @@ class RankFiles:
 
     def _check_order(self, label: str, held: Sequence[tuple[int, Held]]) -> None:
         """Raise UnsupportedError where ranks do not ascend along a mesh: torch cuts by ascending ones."""
-        ranks = {one.mesh.coordinate: rank for rank, one in held if one.mesh is not None and not one.mesh.keeps_order}
-        cut = {dim for dim, one in enumerate(held[0][1].placements) if one.kind != REPLICATE}
-        for at, rank in ranks.items():
-            if any(ranks.get((*at[:dim], at[dim] - 1, *at[dim + 1 :]), 0) > rank for dim in cut):
+        meshes: dict[tuple[Shape, tuple[Placement, ...]], dict[Shape, list[int]]] = {}
+        for rank, one in sorted(held, key=lambda pair: pair[0]):
+            if one.mesh is not None and not one.mesh.keeps_order:
+                mesh = meshes.setdefault((one.mesh.sizes, one.placements), {})
+                mesh.setdefault(one.mesh.coordinate, []).append(rank)
+        for (_, placements), mesh in meshes.items():
+            cut = [dim for dim, one in enumerate(placements) if one.kind != REPLICATE]
+            steps = ((at, (*at[:dim], at[dim] + 1, *at[dim + 1 :])) for at in mesh for dim in cut)
+            pairs = (pair for at, then in steps for pair in zip(mesh[at], mesh.get(then, ()), strict=False))
+            if (wrong := next((one for one, later in pairs if one > later), None)) is not None:
                 raise UnsupportedError(
                     f"{label} is not where its mesh says, whose ranks do not ascend: torch cuts by ascending ones",
-                    path=self.paths[rank],
+                    path=self.paths[wrong],
                     advice="save it from a mesh whose ranks ascend, or made with preserve_rank_order=True (torch 2.15)",
                 )
 
