@@ -166,6 +166,8 @@ def test_a_parameter_that_only_the_optimizer_has_is_saved_and_loaded(tmp_path):
     more = torch.optim.AdamW([*model.named_parameters(), frozen])
     notes = zckpt.load(tmp_path / "without", model=model, optimizer=more).notes
     assert any("loss.scale, which the optimizer alone has" in note for note in notes)
+    with refusing(zckpt.NotRestoredError, "the checkpoint has no loss.scale"):
+        zckpt.assert_restored(tmp_path / "without", model=model, optimizer=more)
 
 
 @pytest.mark.parametrize("stride", [(0, 1), (1, 1), (1, 2), (2, 1)])
