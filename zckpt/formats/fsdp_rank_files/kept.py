@@ -42,14 +42,18 @@ KEYS = "extra_state"
 
 def keys_of(checkpoint: Checkpoint) -> list[str]:
     """Return the keys of the source's further files; of another format those of which ranks had values of their own."""
-    own = dict.fromkeys(match[3] for match in map(_OF_ONE.fullmatch, checkpoint.metadata) if match is not None)
-    return list(map(str, list_of(checkpoint.details.get(KEYS)))) or list(own)
+    return list(map(str, list_of(checkpoint.details.get(KEYS)))) or _own_keys(checkpoint)
 
 
 def of_single_ranks(checkpoint: Checkpoint) -> list[str]:
     """Return the keys of which some rank has a value of its own."""
-    own = {match[3] for match in map(_OF_ONE.fullmatch, checkpoint.metadata) if match is not None}
+    own = _own_keys(checkpoint)
     return [key for key in keys_of(checkpoint) if key in own]
+
+
+def _own_keys(checkpoint: Checkpoint) -> list[str]:
+    matches = filter(None, map(_OF_ONE.fullmatch, checkpoint.metadata))
+    return list(dict.fromkeys(match[3] for match in matches))
 
 
 def ranks_with_state(checkpoint: Checkpoint) -> int:
