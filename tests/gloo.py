@@ -98,7 +98,7 @@ def _end_all() -> None:
 def run(
     function: Callable[..., Any], world_size: int, *args: Any, timeout: float = TIMEOUT, fresh: bool = False
 ) -> list[Any]:
-    """Run `function(rank, world_size, *args)` on `world_size` gloo ranks and return what each returned.
+    """Run `function(rank, world_size, *args)` on `world_size` gloo ranks, in this directory; return what each returned.
 
     `function` must be importable by name; arguments and results travel by pickle. `fresh`: in processes that nothing
     else has run in or will: for what ends processes, or changes what `tests/rank_state.py` does not see.
@@ -184,7 +184,7 @@ def _warm(world_size: int) -> list[_Rank]:
 
 def _run(ranks: list[_Rank], scratch: Path, task: bytes, timeout: float) -> list[Any]:
     for number, rank in enumerate(ranks):
-        rank.ours.send((number, len(ranks), scratch, task))
+        rank.ours.send((number, len(ranks), scratch, Path.cwd(), task))
     outcomes, finished = _wait(ranks, timeout)
     if not finished or not all(outcome is True for outcome in outcomes):
         codes = [
@@ -258,7 +258,7 @@ def use_server(address: dict[str, Any]) -> None:
 
 
 def forked(function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> Any:
-    """Run `function(*args)` in one process of the fork server, which is no rank, and return what it returned.
+    """Run `function(*args)` here in one process of the fork server, which is no rank, and return what it returned.
 
     Raises
     ------
@@ -267,7 +267,7 @@ def forked(function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -
     """
     start_server()
     ours, theirs = _context.Pipe(duplex=False)
-    process = _context.Process(target=_report, args=(theirs, function, args), daemon=True)
+    process = _context.Process(target=_report, args=(theirs, Path.cwd(), function, args), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -286,7 +286,10 @@ def forked(function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -
     return result
 
 
-def _report(parent: connection.Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _report(
+    parent: connection.Connection, directory: Path, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.chdir(directory)
     try:
         outcome = False, function(*args)
     except BaseException:
@@ -304,7 +307,8 @@ def _rank_main(parent: connection.Connection) -> None:
     before = preload.BEFORE
     try:
         while True:
-            number, world_size, scratch, task = parent.recv()
+            number, world_size, scratch, directory, task = parent.recv()
+            os.chdir(directory)
             log = os.open(scratch / f"log{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(log, 1)
             os.dup2(log, 2)
