@@ -32,9 +32,9 @@ def in_file(path: str | Path, shape: tuple[int, ...], dtype: str = "float32", at
     return Span(Extent.whole(shape), str(path), at, dtype, **lies)
 
 
-def stored(path: Path, array: np.ndarray, *, before: int = 0) -> Span:
+def stored(path: str | Path, array: np.ndarray, *, before: int = 0) -> Span:
     """Write an array's bytes, as they lie in memory, after `before` others; return the span of all its elements."""
-    path.write_bytes(bytes([FILL]) * before + array.tobytes())
+    Path(path).write_bytes(bytes([FILL]) * before + array.tobytes())
     order = "big" if array.dtype.byteorder == ">" else "little"
     return in_file(path, array.shape, array.dtype.name, before, byteorder=order)
 

@@ -96,7 +96,7 @@ def in_record(path: Path, key: str) -> int:
 @pytest.mark.parametrize(("dtype", "key", "memory"), each(["keep", "bfloat16"], ["0", "1", "2"], [64_000_000, 1]))
 def test_damage_is_found_in_any_copy(dtype, key, memory, tmp_path):
     """Bytes are summed as they are stored, whether they are moved as they are, cast or put into another order."""
-    source, target = big(tmp_path / "x.pt"), tmp_path / "model.safetensors"
+    source, target = big("x.pt"), Path("model.safetensors")
     done = zckpt.consolidate(source, target, dtype=dtype, memory=memory)
     assert done.checksummed > 4 * 1_300_000
     flip(source, in_record(source, key), 6)
@@ -110,36 +110,36 @@ def test_damage_is_found_in_any_copy(dtype, key, memory, tmp_path):
 
 
 @pytest.mark.parametrize("pad", [1000, REST_NBYTES // 2])
-def test_a_record_that_is_copied_in_part_is_checked_if_the_rest_is_small(pad, tmp_path):
-    source = big(tmp_path / "x.pt", pad=pad)
+def test_a_record_that_is_copied_in_part_is_checked_if_the_rest_is_small(pad):
+    source = big("x.pt", pad=pad)
     is_small = pad * 4 <= REST_NBYTES
     storage = read_torchfile(source).storages["2"]
     flip(source, storage.offset + storage.nbytes - 2)  # of no tensor
     if is_small:
         with refusing(DamagedFileError, "data/2"):
-            zckpt.consolidate(source, tmp_path / "model.safetensors")
+            zckpt.consolidate(source, "model.safetensors")
     else:
-        done = zckpt.consolidate(source, tmp_path / "model.safetensors")
+        done = zckpt.consolidate(source, "model.safetensors")
         assert done.checksummed < done.read_nbytes
 
 
-def test_copies_by_other_processes_are_checked(tmp_path):
-    source = big(tmp_path / "x.pt")
+def test_copies_by_other_processes_are_checked():
+    source = big("x.pt")
     slot = open_checkpoint(source).parameters["w"].slots[WEIGHT]
     made = plan([file_of(hole_of(slot), name="out")])
     with ProcessPoolExecutor(2) as pool:
         checks = source_checks(open_checkpoint(source), made)
         with running_on(pool):
-            assert write_target(made, tmp_path / "out", checks=checks).nbytes >= slot.nbytes
+            assert write_target(made, "out", checks=checks).nbytes >= slot.nbytes
         flip(source, in_record(source, "0"))
         checks = source_checks(open_checkpoint(source), made)
         with running_on(pool), pytest.raises(DamagedFileError):
-            write_target(made, tmp_path / "other", checks=checks)
-    assert not (tmp_path / "other").exists()
+            write_target(made, "other", checks=checks)
+    assert not Path("other").exists()
 
 
-def test_reads_into_memory_can_be_checked(tmp_path):
-    source = big(tmp_path / "x.pt")
+def test_reads_into_memory_can_be_checked():
+    source = big("x.pt")
     checkpoint = open_checkpoint(source)
     slots = [checkpoint.parameters[name].slots[WEIGHT] for name in ("w", "t")]
     reads = [(hole_of(slot), memoryview(bytearray(slot.nbytes))) for slot in slots]
@@ -154,26 +154,26 @@ def test_reads_into_memory_can_be_checked(tmp_path):
         flip(source, in_record(source, "1"))
 
 
-def test_files_that_are_copied_as_they_are_are_checked(tmp_path):
+def test_files_that_are_copied_as_they_are_are_checked():
     """A copy of a whole file runs over its records."""
-    source = big(tmp_path / "x.pt")
-    made = plan([file_of(hole_of(slot_of(in_file(source, (source.stat().st_size,), "uint8"))))])
-    write_target(made, tmp_path / "copy.pt", checks=source_checks(Checkpoint("", "torch"), made))
-    assert (tmp_path / "copy.pt").read_bytes() == source.read_bytes()
+    source = big("x.pt")
+    made = plan([file_of(hole_of(slot_of(in_file(source, (Path(source).stat().st_size,), "uint8"))))])
+    write_target(made, "copy.pt", checks=source_checks(Checkpoint("", "torch"), made))
+    assert Path("copy.pt").read_bytes() == Path(source).read_bytes()
     flip(source, in_record(source, "1"))
     with refusing(DamagedFileError, "data/1"):
-        write_target(made, tmp_path / "other.pt", checks=source_checks(Checkpoint("", "torch"), made))
+        write_target(made, "other.pt", checks=source_checks(Checkpoint("", "torch"), made))
 
 
-def test_sources_that_are_not_watched_keep_nothing(tmp_path):
-    (tmp_path / "x").write_bytes(b"abc")
+def test_sources_that_are_not_watched_keep_nothing():
+    Path("x").write_bytes(b"abc")
     with WatchedSources(frozenset()) as sources:
-        sources.read(str(tmp_path / "x"), 0, memoryview(bytearray(3)))
+        sources.read("x", 0, memoryview(bytearray(3)))
         assert sources.seen == []
 
 
-def test_the_pickle_is_checked_whenever_a_file_is_opened(tmp_path):
-    source = tmp_path / "x.pt"
+def test_the_pickle_is_checked_whenever_a_file_is_opened():
+    source = Path("x.pt")
     torch.save({"weight": torch.ones(3)}, source)
     flip(source, source.read_bytes().index(b"weight"))
     with refusing(DamagedFileError, r"data\.pkl is damaged") as caught:
@@ -182,35 +182,35 @@ def test_the_pickle_is_checked_whenever_a_file_is_opened(tmp_path):
     assert not verify(source).sound
 
 
-def test_a_file_that_torch_wrote_without_checksums_is_sound(tmp_path):
+def test_a_file_that_torch_wrote_without_checksums_is_sound():
     torch.serialization.set_crc32_options(False)
     try:
-        big(tmp_path / "x.pt")
+        big("x.pt")
     finally:
         torch.serialization.set_crc32_options(True)
-    assert verify(tmp_path / "x.pt", deep=True).sound
-    assert zckpt.consolidate(tmp_path / "x.pt", tmp_path / "model.safetensors").checksummed == 0
+    assert verify("x.pt", deep=True).sound
+    assert zckpt.consolidate("x.pt", "model.safetensors").checksummed == 0
 
 
-def test_data_that_were_written_where_torch_left_room_are_sound(tmp_path):
+def test_data_that_were_written_where_torch_left_room_are_sound():
     """It states no checksum of them, and those of everything else."""
     tensors = {"a": torch.rand(100), "b": torch.rand(7)}
     with torch.serialization.skip_data():
-        torch.save(tensors, tmp_path / "x.pt")
-    opened = zckpt.open(tmp_path / "x.pt")
-    with (tmp_path / "x.pt").open("r+b") as file:
+        torch.save(tensors, "x.pt")
+    opened = zckpt.open("x.pt")
+    with Path("x.pt").open("r+b") as file:
         for name, one in tensors.items():
             file.seek(opened.parameters[name].slots["weight"].spans[0].offset)
             file.write(one.numpy().tobytes())
-    assert verify(tmp_path / "x.pt", deep=True).findings == []
-    zckpt.consolidate(tmp_path / "x.pt", tmp_path / "model.safetensors")
+    assert verify("x.pt", deep=True).findings == []
+    zckpt.consolidate("x.pt", "model.safetensors")
     assert all(torch.equal(opened.read(name), one) for name, one in tensors.items())
-    flip(tmp_path / "x.pt", (tmp_path / "x.pt").read_bytes().index(b"little"))
-    assert not verify(tmp_path / "x.pt", deep=True).sound
+    flip("x.pt", Path("x.pt").read_bytes().index(b"little"))
+    assert not verify("x.pt", deep=True).sound
 
 
-def test_the_command_says_what_was_checked_and_can_salvage(tmp_path):
-    source, target = big(tmp_path / "x.pt"), tmp_path / "model.safetensors"
+def test_the_command_says_what_was_checked_and_can_salvage():
+    source, target = big("x.pt"), Path("model.safetensors")
     assert "of the source agree with the checksums in its files" in succeeded("consolidate", source, target).stderr
     flip(source, in_record(source, "0"))
     refused(3, "consolidate", source, target, "--overwrite", words=("--no-checksums",))
@@ -221,7 +221,7 @@ def test_the_command_says_what_was_checked_and_can_salvage(tmp_path):
 @pytest.mark.parametrize("flips", some([10], [200]))
 def test_no_single_flipped_bit_gives_a_wrong_target(flips, tmp_path):
     """A flip is refused, or it is in bytes that the target does not depend on."""
-    zckpt.convert(FIXTURES / "s2_bf16_dp3", tmp_path / "native", to="zckpt", world_size=2)
+    zckpt.convert(FIXTURES / "s2_bf16_dp3", "native", to="zckpt", world_size=2)
     verbs = {
         "consolidate": lambda source, target: zckpt.consolidate(source, target / "model.safetensors", slots="all"),
         "zckpt": lambda source, target: zckpt.convert(source, target / "t", to="zckpt"),
@@ -233,18 +233,18 @@ def test_no_single_flipped_bit_gives_a_wrong_target(flips, tmp_path):
         name, verb = SOURCES[number % len(SOURCES)], chance.choice(list(verbs))
         source = tmp_path / "source" / Path(name).name
         if not source.exists():
-            origin = tmp_path / name if name == "native" else FIXTURES / name
+            origin = Path(name) if name == "native" else FIXTURES / name
             copy = shutil.copytree if origin.is_dir() else shutil.copyfile
             source.parent.mkdir(exist_ok=True)
             copy(origin, source)
-        clean = tmp_path / f"{source.name}-{verb}"
+        clean = Path(f"{source.name}-{verb}")
         if not clean.exists():
             clean.mkdir()
             verbs[verb](source, clean)
         files = [path for path in [source, *source.rglob("*")] if path.is_file() and path.name != ".metadata"]
         path = chance.choices(files, [path.stat().st_size for path in files])[0]
         at, bit = chance.randrange(path.stat().st_size), chance.randrange(8)
-        target = tmp_path / "target"
+        target = Path("target")
         target.mkdir()
         flip(path, at, bit)
         try:

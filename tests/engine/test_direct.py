@@ -94,12 +94,12 @@ def expected(made, tmp_path_factory) -> bytes:
     return (folder / "t" / "x").read_bytes()
 
 
-def test_targets_are_the_same_bit_by_bit(source, made, expected, tmp_path):
+def test_targets_are_the_same_bit_by_bit(source, made, expected):
     sums = [Sum("s", str(source), 64, NBYTES // 2, zlib.crc32(source.read_bytes()[64 : 64 + NBYTES // 2]))]
     for memory in (1, 300_000, 64 << 20):
-        checked = write_directory(made, tmp_path / "b", direct=True, memory=memory, overwrite=True, checks=Checks(sums))
+        checked = write_directory(made, "b", direct=True, memory=memory, overwrite=True, checks=Checks(sums))
         assert checked.nbytes == NBYTES // 2
-        assert (tmp_path / "b" / "x").read_bytes() == expected
+        assert Path("b/x").read_bytes() == expected
 
 
 def test_a_file_system_without_it_is_read_and_written_as_ever_and_named(made, expected, tmp_path, monkeypatch):
@@ -111,8 +111,8 @@ def test_a_file_system_without_it_is_read_and_written_as_ever_and_named(made, ex
         return usual(path, flags, *rest, **more)
 
     monkeypatch.setattr(os, "open", refused)
-    write_directory(made, tmp_path / "b", direct=True)
-    assert (tmp_path / "b" / "x").read_bytes() == expected
+    write_directory(made, "b", direct=True)
+    assert Path("b/x").read_bytes() == expected
     done = zckpt.consolidate(FIXTURES / "s2_bf16_dp2", tmp_path / "m.safetensors", direct=True)
     said = [note for note in done.notes if "page cache" in note]
     assert len(said) == 2
@@ -121,7 +121,7 @@ def test_a_file_system_without_it_is_read_and_written_as_ever_and_named(made, ex
 
 
 @pytest.mark.skipif(not DIRECT, reason="a system without O_DIRECT")
-def test_reads_and_writes_that_are_refused_later_go_on_through_the_cache(made, expected, tmp_path, monkeypatch):
+def test_reads_and_writes_that_are_refused_later_go_on_through_the_cache(made, expected, monkeypatch):
     def unless_direct(function):
         def call(descriptor, *rest):
             if is_direct(descriptor):
@@ -132,8 +132,8 @@ def test_reads_and_writes_that_are_refused_later_go_on_through_the_cache(made, e
 
     for name in ("preadv", "pwrite"):
         monkeypatch.setattr(os, name, unless_direct(getattr(os, name)))
-    write_directory(made, tmp_path / "b", direct=True)
-    assert (tmp_path / "b" / "x").read_bytes() == expected
+    write_directory(made, "b", direct=True)
+    assert Path("b/x").read_bytes() == expected
 
 
 def is_direct(descriptor: int) -> bool:
@@ -168,10 +168,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.skipif(not DIRECT, reason="a system without O_DIRECT")
 @pytest.mark.parametrize("memory", [1, 256 << 20])  # of blocks of one size: sums of floats are of blocks
-def test_verbs_that_read_find_the_same(pair, tmp_path, counted, memory):
+def test_verbs_that_read_find_the_same(pair, counted, memory):
     a, b = pair
     cut = FIXTURES / "s2_bf16_dp4"
-    digests = tmp_path / "digests"
+    digests = Path("digests")
     digests.write_text(json.dumps(zckpt.fingerprint(a).as_dict()))
     verbs = [
         lambda **how: zckpt.fingerprint(a, **how).as_dict(),
@@ -203,7 +203,7 @@ def test_a_file_that_ends_early_is_named(pair, tmp_path, counted):
 
 
 @pytest.mark.nightly
-def test_other_processes_do_it_too(made, expected, tmp_path):
+def test_other_processes_do_it_too(made, expected):
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool, running_on(pool):
-        write_directory(made, tmp_path / "b", direct=True)
-    assert (tmp_path / "b" / "x").read_bytes() == expected
+        write_directory(made, "b", direct=True)
+    assert Path("b/x").read_bytes() == expected
