@@ -40,65 +40,63 @@ def assert_alike(found: Path, expected: Path) -> None:
     assert_same_tree(load_file(found), load_file(expected))
 
 
-def test_a_mean_of_two_arrangements_is_that_of_one(tmp_path):
-    a, b = (saved(tmp_path / f"{seed}.safetensors", seed) for seed in range(2))
-    joined = tmp_path / "joined.safetensors"
+def test_a_mean_of_two_arrangements_is_that_of_one():
+    a, b = (saved(f"{seed}.safetensors", seed) for seed in range(2))
+    joined = Path("joined.safetensors")
     zckpt.consolidate(b, joined, **MAPPED)
-    zckpt.average([a, b], tmp_path / "mean.safetensors", weights=[1, 3])
-    zckpt.consolidate(tmp_path / "mean.safetensors", tmp_path / "expected.safetensors", **MAPPED)
+    zckpt.average([a, b], "mean.safetensors", weights=[1, 3])
+    zckpt.consolidate("mean.safetensors", "expected.safetensors", **MAPPED)
 
     # all of them get the names that the first has not; what has them already stays
-    done = zckpt.average([a, joined], tmp_path / "m.safetensors", weights=[1, 3], verify=True, **MAPPED)
-    assert_alike(tmp_path / "m.safetensors", tmp_path / "expected.safetensors")
+    done = zckpt.average([a, joined], "m.safetensors", weights=[1, 3], verify=True, **MAPPED)
+    assert_alike("m.safetensors", "expected.safetensors")
     assert done.notes[0] == "the map: names of apart become those of joined"
-    zckpt.average([joined, a], tmp_path / "back.safetensors", weights=[3, 1], **MAPPED)
-    assert_alike(tmp_path / "back.safetensors", tmp_path / "mean.safetensors")
+    zckpt.average([joined, a], "back.safetensors", weights=[3, 1], **MAPPED)
+    assert_alike("back.safetensors", "mean.safetensors")
 
 
-def test_a_prefix_that_some_sources_have_is_taken_off_those(tmp_path):
-    a = saved(tmp_path / "a.safetensors", 0)
-    b = saved(tmp_path / "b.safetensors", 1, "model.")
-    plain = saved(tmp_path / "c.safetensors", 1)
-    zckpt.average([a, plain], tmp_path / "expected.safetensors")
+def test_a_prefix_that_some_sources_have_is_taken_off_those():
+    a = saved("a.safetensors", 0)
+    b = saved("b.safetensors", 1, "model.")
+    plain = saved("c.safetensors", 1)
+    zckpt.average([a, plain], "expected.safetensors")
     for number, sources in enumerate(((a, b), (b, a))):
-        target = tmp_path / f"{number}.safetensors"
+        target = Path(f"{number}.safetensors")
         succeeded("average", *sources, "--target", target, "--strip-prefix", "model.", "--rename", "^norm=ln",
                   "--rename", "^ln=norm")  # fmt: skip
-        assert_alike(target, tmp_path / "expected.safetensors")
-    no = ("--target", tmp_path / "no.safetensors")
+        assert_alike(target, "expected.safetensors")
+    no = ("--target", Path("no.safetensors"))
     refused(2, "average", a, plain, *no, "--strip-prefix", "model.",
             words=("--strip-prefix model. matches no name", "in any of the sources"))  # fmt: skip
     refused(2, "average", a, b, *no, "--rename", "^norm=q.weight", words=("norm and q.weight the same",))
-    assert not (tmp_path / "no.safetensors").exists()
+    assert not Path("no.safetensors").exists()
 
 
-def test_an_adapter_is_merged_into_a_base_of_other_names(tmp_path):
+def test_an_adapter_is_merged_into_a_base_of_other_names():
     source = ADAPTERS / "plain"
     base = source / "base.safetensors"
-    zckpt.merge_adapter(base, source, tmp_path / "expected.safetensors")
-    zckpt.consolidate(base, tmp_path / "wrapped.safetensors", add_prefix="policy.")
+    zckpt.merge_adapter(base, source, "expected.safetensors")
+    zckpt.consolidate(base, "wrapped.safetensors", add_prefix="policy.")
     with refusing(UsageError, "give the model that the adapter was trained on"):
-        zckpt.merge_adapter(tmp_path / "wrapped.safetensors", source, tmp_path / "m.safetensors")
-    succeeded("merge-adapter", tmp_path / "wrapped.safetensors", source, tmp_path / "m.safetensors",
+        zckpt.merge_adapter("wrapped.safetensors", source, "m.safetensors")
+    succeeded("merge-adapter", "wrapped.safetensors", source, "m.safetensors",
               "--strip-prefix", "policy.", "--verify")  # fmt: skip
-    assert_alike(tmp_path / "m.safetensors", tmp_path / "expected.safetensors")
+    assert_alike("m.safetensors", "expected.safetensors")
 
 
-def test_an_adapter_is_merged_into_a_base_that_is_arranged_otherwise(tmp_path):
-    base = saved(tmp_path / "base.safetensors", 0)
-    zckpt.consolidate(base, tmp_path / "joined.safetensors", **MAPPED)
-    (tmp_path / "adapter").mkdir()
+def test_an_adapter_is_merged_into_a_base_that_is_arranged_otherwise():
+    base = saved("base.safetensors", 0)
+    zckpt.consolidate(base, "joined.safetensors", **MAPPED)
+    Path("adapter").mkdir()
     drawn = torch.Generator().manual_seed(2)
     factors = {}
     for one in "qv":
         factors[f"base_model.model.{one}.lora_A.weight"] = torch.randn(2, 5, generator=drawn)
         factors[f"base_model.model.{one}.lora_B.weight"] = torch.randn(12, 2, generator=drawn)
-    save_file(factors, tmp_path / "adapter" / "adapter_model.safetensors")
+    save_file(factors, "adapter/adapter_model.safetensors")
     about = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q", "v"]}
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(about))
-    zckpt.merge_adapter(base, tmp_path / "adapter", tmp_path / "expected.safetensors")
-    done = zckpt.merge_adapter(
-        tmp_path / "joined.safetensors", tmp_path / "adapter", tmp_path / "m.safetensors", verify=True, **MAPPED
-    )
-    assert_alike(tmp_path / "m.safetensors", tmp_path / "expected.safetensors")
+    Path("adapter/adapter_config.json").write_text(json.dumps(about))
+    zckpt.merge_adapter(base, "adapter", "expected.safetensors")
+    done = zckpt.merge_adapter("joined.safetensors", "adapter", "m.safetensors", verify=True, **MAPPED)
+    assert_alike("m.safetensors", "expected.safetensors")
     assert (done.num_merged, done.notes[0]) == (2, "the map: names of joined become those of apart")

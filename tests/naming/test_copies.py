@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers as hf
@@ -26,28 +28,28 @@ def as_large(kind: str):
 
 
 @pytest.mark.parametrize("name", UPCYCLED)
-def test_upcycled_the_model_says_the_same_as_the_dense_one(name, tmp_path):
+def test_upcycled_the_model_says_the_same_as_the_dense_one(name):
     dense, moe = made(UPCYCLED[name][0]), as_large(UPCYCLED[name][1])
-    dense.save_pretrained(tmp_path / "dense")
-    moe.save_pretrained(tmp_path / "initial")
-    zckpt.consolidate(tmp_path / "dense", tmp_path / "experts", map=name, map_config=tmp_path / "initial")
-    done = zckpt.consolidate(tmp_path / "experts", tmp_path / "moe", fill_from=tmp_path / "initial",
-                             config=tmp_path / "initial")  # fmt: skip
+    dense.save_pretrained("dense")
+    moe.save_pretrained("initial")
+    zckpt.consolidate("dense", "experts", map=name, map_config="initial")
+    done = zckpt.consolidate("experts", "moe", fill_from="initial",
+                             config="initial")  # fmt: skip
     inner = "block_sparse_moe" if name == "dense-mixtral" else "mlp"
     assert {one["name"] for one in done.filled} == {f"model.layers.{n}.{inner}.gate.weight" for n in (0, 1)}
-    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "moe", attn_implementation="eager").float().eval()
+    loaded = hf.AutoModelForCausalLM.from_pretrained("moe", attn_implementation="eager").float().eval()
     assert_same_logits(loaded, dense)
-    zckpt.consolidate(tmp_path / "experts", tmp_path / "back", map=name)
-    assert zckpt.diff(tmp_path / "dense", tmp_path / "back").equal
+    zckpt.consolidate("experts", "back", map=name)
+    assert zckpt.diff("dense", "back").equal
     with refusing(UnsupportedError, "a dense model has no router"):
-        zckpt.consolidate(tmp_path / "moe", tmp_path / "not", map=name)
+        zckpt.consolidate("moe", "not", map=name)
 
 
-def test_moments_go_to_every_expert_and_names_have_the_order_of_the_models_parameters(tmp_path):
-    model, optimizer = saved_run("mistral", tmp_path / "dense.pt")
-    zckpt.convert(tmp_path / "dense.pt", tmp_path / "moe", to="zckpt", map="dense-mixtral",
+def test_moments_go_to_every_expert_and_names_have_the_order_of_the_models_parameters():
+    model, optimizer = saved_run("mistral", "dense.pt")
+    zckpt.convert("dense.pt", "moe", to="zckpt", map="dense-mixtral",
                   map_config={"num_local_experts": 3})  # fmt: skip
-    found = zckpt.open(tmp_path / "moe")
+    found = zckpt.open("moe")
     own = dict(model.named_parameters())
     moment = optimizer.state[own["model.layers.1.mlp.up_proj.weight"]]
     for expert in range(3):
@@ -57,26 +59,26 @@ def test_moments_go_to_every_expert_and_names_have_the_order_of_the_models_param
         assert found.param_groups[0].state["step"].value == 2
     first = [name for name in found.param_groups[0].parameters if ".layers.0." in name and "experts" in name]
     assert [name.split("experts.")[1] for name in first] == [f"{e}.w{n}.weight" for e in range(3) for n in (1, 2, 3)]
-    zckpt.convert(tmp_path / "moe", tmp_path / "moe.pt", to="consolidated")
-    loaded = torch.load(tmp_path / "moe.pt", weights_only=True)
+    zckpt.convert("moe", "moe.pt", to="consolidated")
+    loaded = torch.load("moe.pt", weights_only=True)
     every = [loaded["model"], *loaded["optimizer"]["state"].values()]
     places = [value.data_ptr() for one in every for value in one.values()]
     assert len({*places}) == len(places)
-    zckpt.convert(tmp_path / "moe", tmp_path / "back", to="zckpt", map="dense-mixtral")
-    assert zckpt.diff(tmp_path / "dense.pt", tmp_path / "back").equal
+    zckpt.convert("moe", "back", to="zckpt", map="dense-mixtral")
+    assert zckpt.diff("dense.pt", "back").equal
 
 
-def test_a_live_model_of_experts_goes_on_from_a_dense_run_with_its_own_router(tmp_path):
-    model, optimizer = saved_run("mistral", tmp_path / "dense.pt")
+def test_a_live_model_of_experts_goes_on_from_a_dense_run_with_its_own_router():
+    model, optimizer = saved_run("mistral", "dense.pt")
     moe = as_large("mixtral").train()
     if "model.layers.0.mlp.experts.gate_up_proj" not in moe.state_dict():
         pytest.skip("transformers before 5")
     router = moe.get_parameter("model.layers.1.mlp.gate.weight").detach().clone()
     new = torch.optim.AdamW(moe.named_parameters(), lr=0.01)
-    moe.save_pretrained(tmp_path / "initial")
-    zckpt.convert(tmp_path / "dense.pt", tmp_path / "experts", to="zckpt", map="dense-mixtral",
-                  map_config=tmp_path / "initial")  # fmt: skip
-    done = zckpt.load(tmp_path / "experts", model=moe, optimizer=new, strict=False)
+    moe.save_pretrained("initial")
+    zckpt.convert("dense.pt", "experts", to="zckpt", map="dense-mixtral",
+                  map_config="initial")  # fmt: skip
+    done = zckpt.load("experts", model=moe, optimizer=new, strict=False)
     assert done.missing == [f"model.layers.{layer}.mlp.gate.weight" for layer in (0, 1)]
     assert_same(moe.get_parameter("model.layers.1.mlp.gate.weight").detach(), router, "the router")
     down, whole = "model.layers.1.mlp.experts.down_proj", model.get_parameter("model.layers.1.mlp.down_proj.weight")
@@ -94,35 +96,33 @@ STACKED = {
 }
 
 
-def test_copies_within_a_tensor(tmp_path):
+def test_copies_within_a_tensor():
     up = torch.randn(3, 2)
-    save_file({"up": up}, tmp_path / "dense.safetensors")
+    save_file({"up": up}, "dense.safetensors")
     mapped = {"map": STACKED, "map_config": {"experts": 4}}
-    zckpt.consolidate(tmp_path / "dense.safetensors", tmp_path / "moe.safetensors", **mapped)
-    assert_same_tree(load_file(tmp_path / "moe.safetensors"), {"up.all": up.T.repeat(1, 4)})
-    zckpt.consolidate(tmp_path / "moe.safetensors", tmp_path / "b.safetensors", **mapped)
-    assert_same_tree(load_file(tmp_path / "b.safetensors"), {"up": up})
+    zckpt.consolidate("dense.safetensors", "moe.safetensors", **mapped)
+    assert_same_tree(load_file("moe.safetensors"), {"up.all": up.T.repeat(1, 4)})
+    zckpt.consolidate("moe.safetensors", "b.safetensors", **mapped)
+    assert_same_tree(load_file("b.safetensors"), {"up": up})
 
 
-def test_copies_that_differ_are_not_made_one(tmp_path):
+def test_copies_that_differ_are_not_made_one():
     one, rest = "model.layers.0.block_sparse_moe.experts", [torch.ones(2, 2)] * 4
     for number in (1, 2, 3):
         tensors = {f"{one}.{e}.w{n}.weight": value + 0 for n in (1, 2, 3) for e, value in enumerate(rest)}
         tensors[f"{one}.3.w{number}.weight"][1, 0] = 2
-        save_file(tensors, tmp_path / "moe.safetensors")
+        save_file(tensors, "moe.safetensors")
         with refusing(UnsupportedError, "are not copies of one tensor"):
-            zckpt.consolidate(tmp_path / "moe.safetensors", tmp_path / "dense.safetensors", map="dense-mixtral")
-        assert not (tmp_path / "dense.safetensors").exists()
+            zckpt.consolidate("moe.safetensors", "dense.safetensors", map="dense-mixtral")
+        assert not Path("dense.safetensors").exists()
 
 
-def test_how_many_copies_is_told_by_the_configuration(tmp_path):
-    source = tmp_path / "dense.safetensors"
+def test_how_many_copies_is_told_by_the_configuration():
+    source = Path("dense.safetensors")
     save_file({"up": torch.ones(3, 2)}, source)
     for config, words in (({}, "do not determine e"), ({"experts": 1 << 40}, "at most")):
         with refusing(UsageError, words):
-            zckpt.consolidate(
-                tmp_path / "dense.safetensors", tmp_path / "m.safetensors", map=STACKED, map_config=config
-            )
+            zckpt.consolidate("dense.safetensors", "m.safetensors", map=STACKED, map_config=config)
 
 
 @pytest.mark.parametrize("rule", [

@@ -46,14 +46,14 @@ def tensors(**more: torch.Tensor) -> dict[str, torch.Tensor]:
     return {**{f"{one}.weight": torch.randn(12, 5, generator=drawn) for one in "qkv"}, "norm": torch.ones(5), **more}
 
 
-def saved(path: Path, found: dict[str, torch.Tensor]) -> Path:
+def saved(path: str, found: dict[str, torch.Tensor]) -> str:
     save_file(found, path)
     return path
 
 
-def mapped(source: Path, document: object = QKV, **config: object) -> dict[str, torch.Tensor]:
+def mapped(source: str, document: object = QKV, **config: object) -> dict[str, torch.Tensor]:
     """What a map makes of a model, whose configuration says these numbers."""
-    target = source.with_name("mapped.safetensors")
+    target = "mapped.safetensors"
     zckpt.consolidate(source, target, map=document, map_config=config or None, overwrite=True)
     return load_file(target)
 
@@ -61,34 +61,34 @@ def mapped(source: Path, document: object = QKV, **config: object) -> dict[str, 
 # --- the page
 
 
-def test_the_pages_maps_do_what_the_page_says(tmp_path):
+def test_the_pages_maps_do_what_the_page_says():
     small, joined, experts = EXAMPLES
     drawn = {
         "model.norm.weight": torch.randn(4), "model.layers.0.q_proj.weight": torch.randn(8, 4),
         "model.layers.0.gate_proj.weight": torch.randn(6, 4), "model.layers.0.up_proj.weight": torch.randn(6, 4),
     }  # fmt: skip
-    (tmp_path / "map.json").write_text(json.dumps(small))
-    (tmp_path / "config.json").write_text(json.dumps({"n_head": 2, "hidden_size": 8}))  # found with the source
-    saved(tmp_path / "a.safetensors", drawn)
-    succeeded("consolidate", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--map", tmp_path / "map.json")
-    found = load_file(tmp_path / "b.safetensors")
+    Path("map.json").write_text(json.dumps(small))
+    Path("config.json").write_text(json.dumps({"n_head": 2, "hidden_size": 8}))  # found with the source
+    saved("a.safetensors", drawn)
+    succeeded("consolidate", "a.safetensors", "b.safetensors", "--map", "map.json")
+    found = load_file("b.safetensors")
     q = drawn["model.layers.0.q_proj.weight"].view(2, 2, 2, 4).transpose(1, 2).reshape(8, 4)
     assert_same(found["blocks.0.query.weight"], q, "q")
     gates = torch.cat([drawn["model.layers.0.gate_proj.weight"], drawn["model.layers.0.up_proj.weight"]]).T
     assert_same(found["blocks.0.gate_up.weight"], gates.contiguous(), "gate_up")
 
     drawn = {f"h.3.{one}.weight": torch.randn(32, 5) for one in "vqk"}
-    found = mapped(saved(tmp_path / "c.safetensors", drawn), joined, n_head=4)
+    found = mapped(saved("c.safetensors", drawn), joined, n_head=4)
     parts = [drawn[f"h.3.{one}.weight"].view(4, 1, 8, 5) for one in "vqk"]
     assert_same(found["h.3.vqk.weight"], torch.cat(parts, dim=1).reshape(96, 5), "vqk")
 
     drawn = {f"layers.1.experts.{e}.down.weight": torch.randn(3, 2) for e in range(11)}
-    found = mapped(saved(tmp_path / "e.safetensors", drawn), experts)
+    found = mapped(saved("e.safetensors", drawn), experts)
     stacked = torch.stack([drawn[f"layers.1.experts.{e}.down.weight"].T for e in range(11)])
     assert_same(found["layers.1.experts.down"], stacked, "experts")
-    back = zckpt.consolidate(tmp_path / "mapped.safetensors", tmp_path / "g.safetensors", map=experts)
+    back = zckpt.consolidate("mapped.safetensors", "g.safetensors", map=experts)
     assert back.notes == ("the map: names of memory become those of files",)
-    assert zckpt.diff(tmp_path / "e.safetensors", tmp_path / "g.safetensors").equal
+    assert zckpt.diff("e.safetensors", "g.safetensors").equal
 
 
 # --- documents
@@ -133,11 +133,11 @@ def test_a_malformed_map_is_refused(change, words):
         parse_map({**QKV, **change}, "mine")
 
 
-def test_a_file_that_is_no_map_is_refused_in_a_line(tmp_path):
-    source = saved(tmp_path / "a.safetensors", tensors())
+def test_a_file_that_is_no_map_is_refused_in_a_line():
+    source = saved("a.safetensors", tensors())
     for text, words in (("{", "JSON"), ("[]", "JSON object"), ("{}", "unusable sides")):
-        (tmp_path / "m.json").write_text(text)
-        refused(2, "consolidate", source, tmp_path / "b.safetensors", "--map", tmp_path / "m.json", words=(words,))
+        Path("m.json").write_text(text)
+        refused(2, "consolidate", source, "b.safetensors", "--map", "m.json", words=(words,))
 
 
 def test_sizes_are_whole_numbers():
@@ -171,8 +171,8 @@ def test_names_are_in_the_order_of_the_program():
 # --- what a checkpoint must be
 
 
-def test_names_that_fit_neither_side_or_both_are_refused(tmp_path):
-    source = saved(tmp_path / "a.safetensors", tensors(more=torch.ones(2)))
+def test_names_that_fit_neither_side_or_both_are_refused():
+    source = saved("a.safetensors", tensors(more=torch.ones(2)))
     with refusing(UsageError, "has no rule for more"):
         mapped(source, n_head=3)
     without = tensors()
@@ -184,8 +184,8 @@ def test_names_that_fit_neither_side_or_both_are_refused(tmp_path):
         mapped(saved(source, {"x": torch.ones(1)}), same)
 
 
-def test_what_shapes_do_not_tell_is_asked_for(tmp_path):
-    source = saved(tmp_path / "a.safetensors", tensors())
+def test_what_shapes_do_not_tell_is_asked_for():
+    source = saved("a.safetensors", tensors())
     with refusing(UsageError, "do not determine heads: expected a configuration with n_head.*--map-config"):
         mapped(source)
     with refusing(UsageError, r"q\.weight has another shape"):
@@ -193,13 +193,13 @@ def test_what_shapes_do_not_tell_is_asked_for(tmp_path):
     wrong = {**QKV, "sizes": {**QKV["sizes"], "d": "4"}}
     with refusing(UsageError, r"expected \(16, 5\) with d=4, heads=4, in=5, three=3, found \(12, 5\)"):
         mapped(source, wrong, n_head=4)
-    assert not (tmp_path / "mapped.safetensors").exists()
+    assert not Path("mapped.safetensors").exists()
 
 
 @pytest.mark.parametrize("axes", ["(heads three[0:2] d) in", "(heads three[1] d) in"])
-def test_a_map_that_loses_or_doubles_elements_is_refused(axes, tmp_path):
+def test_a_map_that_loses_or_doubles_elements_is_refused(axes):
     rule = {"apart": {**QKV["rules"][0]["apart"], "q.weight": axes}, "joined": QKV["rules"][0]["joined"]}
-    source = saved(tmp_path / "a.safetensors", {**tensors(), "q.weight": torch.ones(24 if ":" in axes else 12, 5)})
+    source = saved("a.safetensors", {**tensors(), "q.weight": torch.ones(24 if ":" in axes else 12, 5)})
     with refusing(UsageError, "not every element"):
         mapped(source, {**QKV, "rules": [rule, QKV["rules"][1]]}, n_head=3)
 
@@ -222,27 +222,27 @@ def trained(
     return path
 
 
-def test_parts_of_one_tensor_must_be_alike(tmp_path):
+def test_parts_of_one_tensor_must_be_alike():
     def converted(source: Path) -> None:
-        zckpt.convert(source, tmp_path / "out", to="zckpt", map=QKV, map_config={"n_head": 3})
+        zckpt.convert(source, "out", to="zckpt", map=QKV, map_config={"n_head": 3})
 
     with refusing(UnsupportedError, "differ in the param group"):
-        converted(trained(tmp_path / "groups.pt", groups=("qv", "kn")))
+        converted(trained("groups.pt", groups=("qv", "kn")))
     with refusing(LayoutError, "differ in step"):
-        converted(trained(tmp_path / "steps.pt", steps="qvn"))
+        converted(trained("steps.pt", steps="qvn"))
     with refusing(LayoutError, "not all have exp_avg"):
-        converted(trained(tmp_path / "slots.pt", steps="qn"))
+        converted(trained("slots.pt", steps="qn"))
     with refusing(UnsupportedError, r"row_var of q\.weight does not have one number per element"):
-        converted(trained(tmp_path / "factored.pt", optimizer=torch.optim.Adafactor))
-    assert not (tmp_path / "out").exists()
-    converted(trained(tmp_path / "sound.pt"))
+        converted(trained("factored.pt", optimizer=torch.optim.Adafactor))
+    assert not Path("out").exists()
+    converted(trained("sound.pt"))
     renamed = {"sides": ["apart", "other"], "rules": [{"apart": f"{one}.weight", "other": one} for one in "qkv"]
                + [{"apart": "norm", "other": "n"}]}  # fmt: skip
-    zckpt.convert(tmp_path / "factored.pt", tmp_path / "names", to="zckpt", map=renamed, verify=True)
-    assert zckpt.diff(tmp_path / "factored.pt", tmp_path / "names", map=renamed, slots=["row_var", "col_var"]).equal
+    zckpt.convert("factored.pt", "names", to="zckpt", map=renamed, verify=True)
+    assert zckpt.diff("factored.pt", "names", map=renamed, slots=["row_var", "col_var"]).equal
 
 
-def test_ties_buffers_and_frozen_parameters_are_mapped(tmp_path):
+def test_ties_buffers_and_frozen_parameters_are_mapped():
     first, second = live.Words(4, 6, beside=(2,)), torch.nn.ModuleDict({"net": live.Words(4, 6)})
     second.net.frozen = torch.nn.Parameter(torch.zeros(4, 2), requires_grad=False)
     second.net.register_buffer("scale", torch.zeros(4, 2))
@@ -253,90 +253,90 @@ def test_ties_buffers_and_frozen_parameters_are_mapped(tmp_path):
     rules += [{"one": {name: "a b"}, "other": {f"net.{name}": "b a"}} for name in turned]
     rules += [{"one": {"embed.weight": "a b"}, "other": {"net.embed.weight": "a b"}}]
     document = {"sides": ["one", "other"], "rules": rules}
-    zckpt.save(tmp_path / "run", model=first)
-    zckpt.convert(tmp_path / "run", tmp_path / "there", to="zckpt", map=document)
-    found = zckpt.open(tmp_path / "there")
+    zckpt.save("run", model=first)
+    zckpt.convert("run", "there", to="zckpt", map=document)
+    found = zckpt.open("there")
     assert found.parameters["net.head.weight"].tied_to == "net.embed.weight"
-    assert found.parameters["net.frozen"].frozen == zckpt.open(tmp_path / "run").parameters["frozen"].frozen
+    assert found.parameters["net.frozen"].frozen == zckpt.open("run").parameters["frozen"].frozen
     assert list(found.buffers) == ["net.scale"]
-    zckpt.load(tmp_path / "run", model=second, map=document)
+    zckpt.load("run", model=second, map=document)
     for name, value in first.state_dict().items():
         for its in (found.read(f"net.{name}"), second.state_dict()[f"net.{name}"]):
             assert_same(its, value.T if name in turned else value, name)
-    zckpt.convert(tmp_path / "there", tmp_path / "back", to="zckpt", map=document)
-    assert zckpt.diff(tmp_path / "run", tmp_path / "back").equal
+    zckpt.convert("there", "back", to="zckpt", map=document)
+    assert zckpt.diff("run", "back").equal
 
 
-def test_a_vocabulary_is_padded_and_cut_in_every_slot(tmp_path):
+def test_a_vocabulary_is_padded_and_cut_in_every_slot():
     rule = {"mine": {"weight": "rows[:vocab] d"}, "theirs": {"emb": "rows d"}, "padded": ["rows"]}
     document = {"sides": ["mine", "theirs"], "sizes": {"rows": "padded", "vocab": "vocab_size"}, "rules": [rule]}
     trained_both = live.trained(torch.nn.Linear(3, 5, bias=False))
-    live.save_both(*trained_both, tmp_path / "c.pt")
+    live.save_both(*trained_both, "c.pt")
     padded = {"map": document, "map_config": {"padded": 8}}
-    done = zckpt.convert(tmp_path / "c.pt", tmp_path / "d", to="dcp", world_size=2, **padded)
+    done = zckpt.convert("c.pt", "d", to="dcp", world_size=2, **padded)
     assert "rows 5 to 7 of weight are added as padding, zero" in done.notes[1]
-    found, state = zckpt.open(tmp_path / "d"), live.state(*trained_both)
+    found, state = zckpt.open("d"), live.state(*trained_both)
     for key in ("weight", "exp_avg"):
         assert_same(found.read("emb", key), torch.cat([state[f"{key}/weight"], torch.zeros(3, 3)]), key)
-    done = zckpt.convert(tmp_path / "d", tmp_path / "back", to="zckpt", map=document, map_config={"vocab_size": 5})
+    done = zckpt.convert("d", "back", to="zckpt", map=document, map_config={"vocab_size": 5})
     assert "rows 5 to 7 of emb are left out as padding" in done.notes[1]
-    assert zckpt.diff(tmp_path / "c.pt", tmp_path / "back").equal
+    assert zckpt.diff("c.pt", "back").equal
     with refusing(UsageError, "not that many rows"):
-        zckpt.convert(tmp_path / "d", tmp_path / "more", to="zckpt", map=document, map_config={"vocab_size": 9})
+        zckpt.convert("d", "more", to="zckpt", map=document, map_config={"vocab_size": 9})
 
 
-def test_elements_of_every_type_are_arranged(tmp_path):
+def test_elements_of_every_type_are_arranged():
     document = {"sides": ["a", "b"], "rules": [{"a": {"x.{n}": "i j"}, "b": {"y.{n}": "j i"}}]}
     kinds = (torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn)
     values = {f"x.{n}": torch.arange(15).reshape(3, 5).to(kind) for n, kind in enumerate(kinds)}
-    torch.save(values, tmp_path / "a.pt")
-    zckpt.consolidate(tmp_path / "a.pt", tmp_path / "b.pt", map=document)
-    found = torch.load(tmp_path / "b.pt", weights_only=True)
+    torch.save(values, "a.pt")
+    zckpt.consolidate("a.pt", "b.pt", map=document)
+    found = torch.load("b.pt", weights_only=True)
     for n in range(len(kinds)):
         ours, its = values[f"x.{n}"].T.contiguous(), found[f"y.{n}"]
         assert np.array_equal(ours.view(torch.uint8).numpy(), its.contiguous().view(torch.uint8).numpy())
 
 
-def test_numbers_are_those_of_the_source_and_no_other_models(tmp_path):
-    (tmp_path / "config.json").write_text('{"n_head": 2}')  # of whatever else lies around
-    (tmp_path / "model").mkdir()
-    source = saved(tmp_path / "model" / "a.safetensors", tensors())
+def test_numbers_are_those_of_the_source_and_no_other_models():
+    Path("config.json").write_text('{"n_head": 2}')  # of whatever else lies around
+    Path("model").mkdir()
+    source = saved("model/a.safetensors", tensors())
     with refusing(UsageError, "do not determine heads"):
         mapped(source)
-    (tmp_path / "model" / "params.json").write_text('{"n_head": 3, "other": null}')
-    done = zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV)
-    assert done.notes[-1] == f"the model's sizes are from {tmp_path / 'model' / 'params.json'}"
+    Path("model/params.json").write_text('{"n_head": 3, "other": null}')
+    done = zckpt.consolidate(source, "b.safetensors", map=QKV)
+    assert done.notes[-1] == "the model's sizes are from model/params.json"
     joined = torch.stack([tensors()[f"{one}.weight"].view(3, 4, 5) for one in "qkv"], dim=1).reshape(36, 5)
-    assert_same(load_file(tmp_path / "b.safetensors")["qkv.weight"], joined, "qkv")
+    assert_same(load_file("b.safetensors")["qkv.weight"], joined, "qkv")
 
 
 @pytest.mark.parametrize("grouped", [True, False])
-def test_numbers_are_in_the_arguments_of_megatron(grouped, tmp_path):
+def test_numbers_are_in_the_arguments_of_megatron(grouped):
     model = {"decoder.layers.0.self_attention.linear_qkv.weight": torch.randn((6 if grouped else 12) * 2, 8)}
     arguments = argparse.Namespace(
         num_attention_heads=4, num_query_groups=1, kv_channels=2, group_query_attention=grouped, seed=1
     )
-    torch.save({"model": model, "args": arguments}, tmp_path / "c.pt")
-    done = zckpt.consolidate(tmp_path / "c.pt", tmp_path / "d.safetensors", map="llama-huggingface-megatron")
+    torch.save({"model": model, "args": arguments}, "c.pt")
+    done = zckpt.consolidate("c.pt", "d.safetensors", map="llama-huggingface-megatron")
     assert done.notes[-1] == "the model's sizes are from the arguments in it"
-    shapes = {name.split(".")[-2]: tuple(one.shape) for name, one in load_file(tmp_path / "d.safetensors").items()}
+    shapes = {name.split(".")[-2]: tuple(one.shape) for name, one in load_file("d.safetensors").items()}
     keys = (2, 8) if grouped else (8, 8)
     assert shapes == {"q_proj": (8, 8), "k_proj": keys, "v_proj": keys}
 
 
-def test_a_model_alone_is_mapped_though_its_optimizer_only_numbers_its_parameters(tmp_path):
+def test_a_model_alone_is_mapped_though_its_optimizer_only_numbers_its_parameters():
     weights = [torch.nn.Parameter(torch.randn(12, 5)) for _ in range(5)]  # which is which of three, nothing tells
     optimizer = torch.optim.SGD(weights, momentum=0.9)
     for one in weights:
         one.grad = torch.ones_like(one)
     optimizer.step()
-    torch.save({"model": tensors(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    torch.save({"model": tensors(), "optimizer": optimizer.state_dict()}, "c.pt")
     with refusing(UnsupportedError, "give --names FILE"):
-        zckpt.convert(tmp_path / "c.pt", tmp_path / "d", to="zckpt", map=QKV, map_config={"n_head": 3})
+        zckpt.convert("c.pt", "d", to="zckpt", map=QKV, map_config={"n_head": 3})
     with refusing(UnsupportedError, "give --names FILE"):
-        zckpt.consolidate(tmp_path / "c.pt", tmp_path / "m.pt", slots="all", map=QKV, map_config={"n_head": 3})
-    zckpt.consolidate(tmp_path / "c.pt", tmp_path / "m.pt", map=QKV, map_config={"n_head": 3})
-    assert torch.load(tmp_path / "m.pt", weights_only=True)["qkv.weight"].shape == (36, 5)
+        zckpt.consolidate("c.pt", "m.pt", slots="all", map=QKV, map_config={"n_head": 3})
+    zckpt.consolidate("c.pt", "m.pt", map=QKV, map_config={"n_head": 3})
+    assert torch.load("m.pt", weights_only=True)["qkv.weight"].shape == (36, 5)
 
 
 # --- what another map is but for some keys; settings; tensors without a place
@@ -349,8 +349,8 @@ def test_a_map_like_another_has_the_others_keys_but_its_own():
     assert (like.settings, like.about) == ({"a": 1}, "mine")
 
 
-def test_a_configuration_that_says_the_weights_are_others_is_refused(tmp_path):
-    source = saved(tmp_path / "a.safetensors", tensors())
+def test_a_configuration_that_says_the_weights_are_others_is_refused():
+    source = saved("a.safetensors", tensors())
     about = {**QKV, "settings": {"zero_centered": True}}
     for config in ({"zero_centered": False}, {"text_config": {"zero_centered": False}}):
         with refusing(UnsupportedError, r"zero_centered.*expected True, found False"):
@@ -359,8 +359,8 @@ def test_a_configuration_that_says_the_weights_are_others_is_refused(tmp_path):
         mapped(source, about, n_head=2, **config)
 
 
-def test_a_tensor_without_a_place_is_refused_by_name_until_a_map_leaves_it_out(tmp_path):
-    source = saved(tmp_path / "a.safetensors", tensors(**{"router.bias": torch.ones(3)}))
+def test_a_tensor_without_a_place_is_refused_by_name_until_a_map_leaves_it_out():
+    source = saved("a.safetensors", tensors(**{"router.bias": torch.ones(3)}))
     about = {**QKV, "refused": {"apart": {"router.bias": "it chooses"}}}
     with refusing(UnsupportedError, r"router\.bias: it chooses; write your own map"):
         mapped(source, about, n_head=2)

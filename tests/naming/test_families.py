@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,11 +93,11 @@ def expected(kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     return found
 
 
-def test_names_and_values_are_as_published_and_the_way_back_gives_the_same_bits(family, tmp_path):
+def test_names_and_values_are_as_published_and_the_way_back_gives_the_same_bits(family):
     kind, tensors, config = family
     name = f"{FAMILIES[kind].map or kind}-huggingface-megatron"
-    zckpt.consolidate(tmp_path / "hf", tmp_path / "there.safetensors", map=name)
-    there = load_file(tmp_path / "there.safetensors")
+    zckpt.consolidate("hf", "there.safetensors", map=name)
+    there = load_file("there.safetensors")
     some = expected(kind, tensors)
     assert_same_tree({key: there[key] for key in some}, some)
     copies = {one for one in tensors if one.endswith(("2.embed_tokens.weight", "shared_head.head.weight"))}
@@ -105,54 +106,54 @@ def test_names_and_values_are_as_published_and_the_way_back_gives_the_same_bits(
     if kind in PREDICTING:  # later versions have another name for the layer within
         spellings.append({key.replace(".transformer_layer.", ".mtp_model_layer."): one for key, one in there.items()})
     for number, spelling in enumerate(spellings):
-        save_file(spelling, tmp_path / f"{number}.safetensors")
-        back = tmp_path / f"back{number}"
-        zckpt.consolidate(tmp_path / f"{number}.safetensors", back, map=name, map_config=config)
+        save_file(spelling, f"{number}.safetensors")
+        back = Path(f"back{number}")
+        zckpt.consolidate(f"{number}.safetensors", back, map=name, map_config=config)
         assert_same_tree(load_all(back), {key: value for key, value in tensors.items() if key not in copies})
     if kind not in PREDICTING:
         return
     with refusing(UsageError, "num_hidden_layers"):
         zckpt.consolidate(
-            tmp_path / "there.safetensors", tmp_path / "no", map=name,
+            "there.safetensors", "no", map=name,
             map_config={key: value for key, value in config.items() if key != "num_hidden_layers"},
         )  # fmt: skip
     tensors["model.layers.2.embed_tokens.weight"][3, 4] += 1
-    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    save_file(tensors, "hf/model.safetensors")
     with refusing(UnsupportedError, "not a copy of model.embed_tokens.weight"):
-        zckpt.consolidate(tmp_path / "hf", tmp_path / "no", map=name)
+        zckpt.consolidate("hf", "no", map=name)
 
 
-def test_moments_of_experts_go_where_their_weights_go_and_return(tmp_path):
+def test_moments_of_experts_go_where_their_weights_go_and_return():
     torch.manual_seed(1)
     model = hf.AutoModelForCausalLM.from_config(FAMILIES["gpt-oss"].config(hf)).float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(torch.randint(0, 37, (2, 7))).logits.square().mean().backward()
     optimizer.step()
-    zckpt.save(tmp_path / "mine", model=model, optimizer=optimizer, step=1)
+    zckpt.save("mine", model=model, optimizer=optimizer, step=1)
     names = {"map": "gpt-oss-huggingface-megatron", "map_config": model.config.to_dict()}
-    zckpt.convert(tmp_path / "mine", tmp_path / "there", to="universal", **names)
-    found = zckpt.open(tmp_path / "there")
+    zckpt.convert("mine", "there", to="universal", **names)
+    found = zckpt.open("there")
     for key in ("exp_avg", "exp_avg_sq"):
         both = optimizer.state[model.model.layers[1].mlp.experts.gate_up_proj][key][2]
         expected = torch.cat((both[:, ::2], both[:, 1::2]), 1).T
         assert_same(found.read("decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight", key), expected, key)
-    zckpt.convert(tmp_path / "there", tmp_path / "back", to="zckpt", **names)
-    assert not zckpt.diff(tmp_path / "mine", tmp_path / "back").changed
+    zckpt.convert("there", "back", to="zckpt", **names)
+    assert not zckpt.diff("mine", "back").changed
 
 
-def test_codes_of_experts_are_refused_and_lead_to_dequantising(tmp_path):
+def test_codes_of_experts_are_refused_and_lead_to_dequantising():
     front = "model.layers.0.mlp.experts.down_proj"
     codes = {f"{front}_blocks": torch.zeros(2, 24, 1, 16, dtype=torch.uint8)}
-    save_file({**codes, f"{front}_scales": torch.zeros(2, 24, 1, dtype=torch.uint8)}, tmp_path / "codes.safetensors")
+    save_file({**codes, f"{front}_scales": torch.zeros(2, 24, 1, dtype=torch.uint8)}, "codes.safetensors")
     with refusing(UsageError, "has no rule for .*--dequantize"):
-        zckpt.consolidate(tmp_path / "codes.safetensors", tmp_path / "no", map="gpt-oss-huggingface-megatron")
+        zckpt.consolidate("codes.safetensors", "no", map="gpt-oss-huggingface-megatron")
 
 
-def test_a_live_model_gets_what_a_map_makes_of_megatrons_experts(tmp_path):
+def test_a_live_model_gets_what_a_map_makes_of_megatrons_experts():
     model = made("qwen3_moe")
-    model.save_pretrained(tmp_path / "hf")
-    names = {"map": "qwen3-moe-huggingface-megatron", "map_config": tmp_path / "hf"}
-    zckpt.consolidate(tmp_path / "hf", tmp_path / "there.safetensors", **names)
+    model.save_pretrained("hf")
+    names = {"map": "qwen3-moe-huggingface-megatron", "map_config": Path("hf")}
+    zckpt.consolidate("hf", "there.safetensors", **names)
     live = hf.AutoModelForCausalLM.from_config(model.config).float()
-    zckpt.load(tmp_path / "there.safetensors", model=live, **names)
+    zckpt.load("there.safetensors", model=live, **names)
     assert_same_tree(live.state_dict(), model.state_dict())

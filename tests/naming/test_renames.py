@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,12 +35,10 @@ NAMED = {"transformers-trainer", "megatron"}
 
 @pytest.mark.parametrize("to", [one.name for one in formats() if one.writes and one.name not in NAMED])
 @pytest.mark.every(3)
-def test_all_of_a_checkpoint_follows_in_every_format(to, tmp_path):
+def test_all_of_a_checkpoint_follows_in_every_format(to):
     before = zckpt.open(SOURCE)
-    done = zckpt.convert(
-        SOURCE, tmp_path / "new", to=to, rename=RENAME, add_prefix="net.", verify=True, **OPTIONS.get(to, {})
-    )
-    after = zckpt.open(tmp_path / "new")
+    done = zckpt.convert(SOURCE, "new", to=to, rename=RENAME, add_prefix="net.", verify=True, **OPTIONS.get(to, {}))
+    after = zckpt.open("new")
     expected = {name: "net." + re.sub(*RENAME[0], name) for name in (one.name for one in before.tensors())}
     assert {one.name for one in after.tensors()} == set(expected.values())
     assert done.verified > 0
@@ -50,23 +49,23 @@ def test_all_of_a_checkpoint_follows_in_every_format(to, tmp_path):
     assert [{expected[name] for name in group.parameters} for group in before.param_groups] == [
         set(group.parameters) for group in after.param_groups
     ]
-    assert not zckpt.diff(SOURCE, tmp_path / "new").equal
-    same = zckpt.diff(tmp_path / "new", SOURCE, strip_prefix="net.", rename=BACK)
+    assert not zckpt.diff(SOURCE, "new").equal
+    same = zckpt.diff("new", SOURCE, strip_prefix="net.", rename=BACK)
     assert not [*same.changed, *same.only_in_a, *same.only_in_b]
 
 
-def test_a_model_has_the_new_names_and_the_optimizer_beside_it(tmp_path):
+def test_a_model_has_the_new_names_and_the_optimizer_beside_it():
     rename = ("--rename", r"^fc(\d)=layers.\1", "--add-prefix", "model.")
-    succeeded("consolidate", SOURCE, tmp_path / "m.pt", "--slots", "all", *rename)
-    model = torch.load(tmp_path / "m.pt", weights_only=True)
+    succeeded("consolidate", SOURCE, "m.pt", "--slots", "all", *rename)
+    model = torch.load("m.pt", weights_only=True)
     for name, value in Truth(SOURCE).masters.items():
         assert_same(model["model." + re.sub(r"^fc(\d)", r"layers.\1", name)], value, name)
-    optimizer = torch.load(tmp_path / "m.optimizer.pt", weights_only=True)
+    optimizer = torch.load("m.optimizer.pt", weights_only=True)
     names = [name for group in optimizer["param_groups"] for name in group["param_names"]]
     assert all(name.startswith("model.") for name in names)
     shown = json.loads(succeeded("fingerprint", SOURCE, "--json", *rename).stdout)
     assert shown != json.loads(succeeded("fingerprint", SOURCE, "--json").stdout)
-    succeeded("diff", SOURCE, tmp_path / "m.pt", *rename, "--slots", "master", "--ignore", "metadata")
+    succeeded("diff", SOURCE, "m.pt", *rename, "--slots", "master", "--ignore", "metadata")
 
 
 @pytest.mark.parametrize(
@@ -86,51 +85,51 @@ def test_a_model_has_the_new_names_and_the_optimizer_beside_it(tmp_path):
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(options, words, tmp_path):
-    refused(2, "consolidate", SOURCE, tmp_path / "m.safetensors", *options, words=words)
-    refused(2, "convert", SOURCE, tmp_path / "m", "--to", "dcp", *options, words=words)
+    refused(2, "consolidate", SOURCE, "m.safetensors", *options, words=words)
+    refused(2, "convert", SOURCE, "m", "--to", "dcp", *options, words=words)
     assert not list(tmp_path.iterdir())
 
 
-def test_globs_are_of_whole_names_and_put_back_what_they_find(tmp_path):
+def test_globs_are_of_whole_names_and_put_back_what_they_find():
     options = ("--rename", "fc*.*=layers.*[0].*", "--rename", r"*.bias=\1.*")
-    succeeded("consolidate", SOURCE, tmp_path / "m.pt", *options)
-    names = set(torch.load(tmp_path / "m.pt", weights_only=True))
+    succeeded("consolidate", SOURCE, "m.pt", *options)
+    names = set(torch.load("m.pt", weights_only=True))
     for old in Truth(SOURCE).masters:
         new = re.sub(r"^fc(.*?)\.(.*)$", r"layers.\1[0].\2", old)
         new = re.sub(r"^(.*)\.bias$", r"\\1.\1", new)
         assert new in names, (old, new)
 
 
-def test_reshard_names_the_verb_that_changes_names(tmp_path):
+def test_reshard_names_the_verb_that_changes_names():
     options = ("--rename", r"^fc=layers.")
-    refused(5, "reshard", SOURCE, tmp_path / "r", "--world-size", 2, *options, words=("convert --to deepspeed",))
-    succeeded("convert", SOURCE, tmp_path / "r", "--to", "deepspeed", "--world-size", 2, *options)
-    assert any(name.startswith("layers.") for name in zckpt.open(tmp_path / "r").parameters)
-    assert not zckpt.diff(SOURCE, tmp_path / "r", rename=[("^fc", "layers.")]).settings
+    refused(5, "reshard", SOURCE, "r", "--world-size", 2, *options, words=("convert --to deepspeed",))
+    succeeded("convert", SOURCE, "r", "--to", "deepspeed", "--world-size", 2, *options)
+    assert any(name.startswith("layers.") for name in zckpt.open("r").parameters)
+    assert not zckpt.diff(SOURCE, "r", rename=[("^fc", "layers.")]).settings
 
 
 def test_digests_under_other_names_are_not_stored_with_the_source():
     refused(2, "fingerprint", SOURCE, "--write", "--rename", "fc=layer", words=("--output",))
 
 
-def test_metadata_that_speaks_of_old_names_is_not_written_under_new_ones(tmp_path):
+def test_metadata_that_speaks_of_old_names_is_not_written_under_new_ones():
     layer = torch.nn.Linear(2, 3)
-    torch.save({"model": layer.state_dict(), "best": {"of": "weight"}}, tmp_path / "c.pt")
-    refused(5, "convert", tmp_path / "c.pt", tmp_path / "d", "--to", "dcp", "--rename", "weight=w",
+    torch.save({"model": layer.state_dict(), "best": {"of": "weight"}}, "c.pt")
+    refused(5, "convert", "c.pt", "d", "--to", "dcp", "--rename", "weight=w",
             words=("best refers to weight",))  # fmt: skip
-    zckpt.convert(tmp_path / "c.pt", tmp_path / "d", to="dcp", rename=[("bias", "b")])
+    zckpt.convert("c.pt", "d", to="dcp", rename=[("bias", "b")])
 
 
-def test_names_in_metadata_that_are_names_for_sure_follow(tmp_path):
+def test_names_in_metadata_that_are_names_for_sure_follow():
     """Tables by names, as of an average of weights, and lists of names; not what may be something else."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
     average = {name: value * 2 for name, value in model.state_dict().items()}
     own = {"average": average, "frozen": ("0.weight", ["1.bias", "0"]), "decay": 0.9, "weights": {"0": 1}}
-    torch.save({"model": model.state_dict(), "ema": own, "also": average}, tmp_path / "c.pt")
+    torch.save({"model": model.state_dict(), "ema": own, "also": average}, "c.pt")
 
     def renamed(*rename: tuple[str, str]) -> dict[str, Any]:
-        there = tmp_path / rename[0][1]
-        done = zckpt.convert(tmp_path / "c.pt", there, to="zckpt", rename=rename, verify=True)
+        there = Path(rename[0][1])
+        done = zckpt.convert("c.pt", there, to="zckpt", rename=rename, verify=True)
         assert any(note.startswith("ema refers to tensors") for note in done.notes)
         zckpt.convert(there, there.with_suffix(".pt"), to="consolidated")
         return torch.load(there.with_suffix(".pt"), weights_only=True)["zckpt"]["metadata"]["ema"]
@@ -149,28 +148,28 @@ def test_names_in_metadata_that_are_names_for_sure_follow(tmp_path):
     # in a map, only what has nothing but another name
     rules = [{"a": f"0.{one}", "b": f"first.{one}"} for one in ("weight", "bias")]
     plain = {"sides": ["a", "b"], "rules": [*rules, *({"a": f"1.{x}", "b": f"last.{x}"} for x in ("weight", "bias"))]}
-    zckpt.convert(tmp_path / "c.pt", tmp_path / "w", to="zckpt", map=plain)
+    zckpt.convert("c.pt", "w", to="zckpt", map=plain)
     turned = {**plain, "rules": [{"a": {"0.weight": "out in"}, "b": {"first.weight": "in out"}}, *plain["rules"][1:]]}
     with refusing(UnsupportedError, r"refers to 0\.weight"):
-        zckpt.convert(tmp_path / "c.pt", tmp_path / "v", to="zckpt", map=turned)
+        zckpt.convert("c.pt", "v", to="zckpt", map=turned)
 
     # not in objects of classes that nobody knows, and not where two would have one name
     more = {"args": argparse.Namespace(frozen="0.bias"), "of": {"0.bias": 1, "first.bias": 2}}
     for (key, value), name in zip(more.items(), ("0", "first"), strict=True):
-        torch.save({"model": model.state_dict(), key: value}, tmp_path / "o.pt")
+        torch.save({"model": model.state_dict(), key: value}, "o.pt")
         with refusing(UnsupportedError, rf"{key} refers to {name}\.bias"):
-            zckpt.convert(tmp_path / "o.pt", tmp_path / "v", to="zckpt", rename=[("^0", "first")])
-    assert not (tmp_path / "v").exists()
+            zckpt.convert("o.pt", "v", to="zckpt", rename=[("^0", "first")])
+    assert not Path("v").exists()
 
 
-def test_a_live_model_with_other_names_goes_on(tmp_path):
+def test_a_live_model_with_other_names_goes_on():
     first, second = (torch.nn.Sequential(OrderedDict({name: torch.nn.Linear(3, 5)})) for name in ("old", "new"))
     ours, theirs = (torch.optim.AdamW(net.named_parameters(), lr=0.1) for net in (first, second))
     live.trained(first, ours)
-    zckpt.save(tmp_path / "run", model=first, optimizer=ours, step=1)
+    zckpt.save("run", model=first, optimizer=ours, step=1)
     with refusing(zckpt.UsageError, "not a checkpoint of this model"):
-        zckpt.load(tmp_path / "run", model=second, optimizer=theirs)
-    zckpt.load(tmp_path / "run", model=second, optimizer=theirs, rename=[("^old", "new")])
+        zckpt.load("run", model=second, optimizer=theirs)
+    zckpt.load("run", model=second, optimizer=theirs, rename=[("^old", "new")])
     for net, optimizer in ((first, ours), (second, theirs)):
         torch.manual_seed(7)
         live.trained(net, optimizer, steps=2)

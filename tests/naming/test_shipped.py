@@ -130,25 +130,23 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
 @pytest.mark.every(3)
-def test_logits_are_the_same_and_the_way_back_gives_the_same_bits(kind, name, tmp_path):
+def test_logits_are_the_same_and_the_way_back_gives_the_same_bits(kind, name):
     model = made(kind)
-    model.save_pretrained(tmp_path / "hf")
+    model.save_pretrained("hf")
     of_megatron = read_map(name).sides[1].name == "megatron"
     rows = ROWS if of_megatron else 37
-    config = {**json.loads((tmp_path / "hf" / "config.json").read_text()), "padded_vocab_size": rows}
-    zckpt.consolidate(tmp_path / "hf", tmp_path / "other.safetensors", map=name, map_config=config, tied="drop")
+    config = {**json.loads(Path("hf/config.json").read_text()), "padded_vocab_size": rows}
+    zckpt.consolidate("hf", "other.safetensors", map=name, map_config=config, tied="drop")
     titan = name.endswith("titan")
     other = megatron(kind, model.config, rows) if of_megatron else MetaLlama(model.config, titan=titan)
-    state = load_file(tmp_path / "other.safetensors")
+    state = load_file("other.safetensors")
     if kind == "llama_tied" and not of_megatron:
         state[f"{other.head_name}.weight"] = state["tok_embeddings.weight"]
     other.load_state_dict(state)
     assert_same_logits(other, model)
 
-    zckpt.consolidate(
-        tmp_path / "other.safetensors", tmp_path / "back", map=name, map_config=tmp_path / "hf" / "config.json"
-    )
-    first, back = load_all(tmp_path / "hf"), load_all(tmp_path / "back")
+    zckpt.consolidate("other.safetensors", "back", map=name, map_config="hf/config.json")
+    first, back = load_all("hf"), load_all("back")
     if model.config.tie_word_embeddings and "lm_head.weight" not in first:
         back.pop("lm_head.weight", None)
     assert_same_tree(back, first)
@@ -166,8 +164,8 @@ def assert_same_logits(found: torch.nn.Module, expected: torch.nn.Module) -> Non
     torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
 
 
-def load_all(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
+def load_all(directory: str) -> dict[str, torch.Tensor]:
+    return {name: value for file in Path(directory).glob("*.safetensors") for name, value in load_file(file).items()}
 
 
 @pytest.mark.parametrize(
@@ -179,13 +177,13 @@ def load_all(directory: Path) -> dict[str, torch.Tensor]:
         ("gemma3", "gemma2-huggingface-megatron"),
     ],
 )
-def test_one_tensor_of_all_layers_is_the_layers_tensors_stacked(kind, name, tmp_path):
+def test_one_tensor_of_all_layers_is_the_layers_tensors_stacked(kind, name):
     """torch_dist's keys have no layer, nor expert: what is proven for those that have holds for the stack of them."""
     model = made(kind)
-    model.save_pretrained(tmp_path / "hf")
+    model.save_pretrained("hf")
     for one in (name, f"{name}-dist"):
-        zckpt.consolidate(tmp_path / "hf", tmp_path / f"{one}.safetensors", map=one)
-    flat, stacked = load_file(tmp_path / f"{name}.safetensors"), load_file(tmp_path / f"{name}-dist.safetensors")
+        zckpt.consolidate("hf", f"{one}.safetensors", map=one)
+    flat, stacked = load_file(f"{name}.safetensors"), load_file(f"{name}-dist.safetensors")
     for key, value in stacked.items():
         layers = [key.replace("decoder.layers.", f"decoder.layers.{layer}.") for layer in range(2)]
         if layers[0] == key:
@@ -200,36 +198,36 @@ def test_one_tensor_of_all_layers_is_the_layers_tensors_stacked(kind, name, tmp_
             expected = torch.stack([flat[one] for one in layers])
         assert_same(value, expected, key)
     zckpt.consolidate(
-        tmp_path / f"{name}-dist.safetensors", tmp_path / "back", map=f"{name}-dist",
-        map_config=tmp_path / "hf" / "config.json",
+        f"{name}-dist.safetensors", "back", map=f"{name}-dist",
+        map_config="hf/config.json",
     )  # fmt: skip
-    found = zckpt.diff(tmp_path / "hf", tmp_path / "back")
+    found = zckpt.diff("hf", "back")
     assert found.equal or set(found.only_in_b) == {("lm_head.weight", None)}
     assert found.equal != model.config.tie_word_embeddings
 
 
-def test_the_model_in_memory_of_transformers_5_has_its_experts_in_one_tensor(tmp_path):
+def test_the_model_in_memory_of_transformers_5_has_its_experts_in_one_tensor():
     model = made("mixtral")
-    model.save_pretrained(tmp_path / "hf")
+    model.save_pretrained("hf")
     state = model.state_dict()
     if "model.layers.0.mlp.experts.gate_up_proj" not in state:
         pytest.skip("transformers before 5")
-    zckpt.consolidate(tmp_path / "hf", tmp_path / "fused.safetensors", map="mixtral-huggingface-fused")
-    assert_same_tree(load_file(tmp_path / "fused.safetensors"), state)
-    save_file({name: value.contiguous() for name, value in state.items()}, tmp_path / "live.safetensors")
-    zckpt.consolidate(tmp_path / "live.safetensors", tmp_path / "back", map="mixtral-huggingface-fused")
-    assert zckpt.diff(tmp_path / "hf", tmp_path / "back").equal
+    zckpt.consolidate("hf", "fused.safetensors", map="mixtral-huggingface-fused")
+    assert_same_tree(load_file("fused.safetensors"), state)
+    save_file({name: value.contiguous() for name, value in state.items()}, "live.safetensors")
+    zckpt.consolidate("live.safetensors", "back", map="mixtral-huggingface-fused")
+    assert zckpt.diff("hf", "back").equal
 
 
-def test_a_mapped_directory_is_loaded_by_transformers(tmp_path):
+def test_a_mapped_directory_is_loaded_by_transformers():
     model = made("llama")
     other = MetaLlama(model.config)
-    torch.save(other.state_dict(), tmp_path / "consolidated.pt")
+    torch.save(other.state_dict(), "consolidated.pt")
     params = {"dim": 24, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "head_dim": 8, "vocab_size": -1}
-    (tmp_path / "params.json").write_text(json.dumps(params))
-    zckpt.consolidate(tmp_path / "consolidated.pt", tmp_path / "hf", map="llama-huggingface-meta")
-    model.config.save_pretrained(tmp_path / "hf")
-    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager").float().eval()
+    Path("params.json").write_text(json.dumps(params))
+    zckpt.consolidate("consolidated.pt", "hf", map="llama-huggingface-meta")
+    model.config.save_pretrained("hf")
+    loaded = hf.AutoModelForCausalLM.from_pretrained("hf", attn_implementation="eager").float().eval()
     assert_same_logits(loaded, other)
 
 

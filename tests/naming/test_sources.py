@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -34,16 +35,16 @@ WAYS = {
     ("mapped", "to"), each([(name, one) for name, (_, maps) in SOURCES.items() for one in maps], WAYS)
 )
 @pytest.mark.every(2)
-def test_all_state_is_mapped_and_comes_back(mapped, to, tmp_path):
+def test_all_state_is_mapped_and_comes_back(mapped, to):
     name, map_ = mapped
     source, config = FIXTURES / name, {**SOURCES[name][0], "padded_vocab_size": 80, "vocab_size": 67}
     how = {"map": map_, "map_config": config}
-    done = zckpt.convert(source, tmp_path / "there", to=to, verify=True, **how, **WAYS[to])
+    done = zckpt.convert(source, "there", to=to, verify=True, **how, **WAYS[to])
     assert done.verified > 0
-    assert zckpt.diff(source, tmp_path / "there", ignore_metadata=True, **how).equal
-    zckpt.convert(tmp_path / "there", tmp_path / "back", to="zckpt", verify=True, **how)
-    assert zckpt.diff(source, tmp_path / "back", ignore_metadata=True).equal
-    same = zckpt.diff(source, tmp_path / "back")
+    assert zckpt.diff(source, "there", ignore_metadata=True, **how).equal
+    zckpt.convert("there", "back", to="zckpt", verify=True, **how)
+    assert zckpt.diff(source, "back", ignore_metadata=True).equal
+    same = zckpt.diff(source, "back")
     assert not [one for one in same.settings if "param_groups" in one.key or one.key == "step"]
 
 
@@ -52,7 +53,7 @@ def test_all_state_is_mapped_and_comes_back(mapped, to, tmp_path):
     ["s3_bf16_dp3", "tp2_s1_bf16_dp2", "moe_ep2_s2_bf16_dp2", "s2_bf16_dp2_sgdm", "s2_bf16_dp4", "s1_fp32_dp4_sgdm"],
 )
 @pytest.mark.every(3)
-def test_every_matrix_of_a_checkpoint_is_transposed_and_transposed_back(name, tmp_path):
+def test_every_matrix_of_a_checkpoint_is_transposed_and_transposed_back(name):
     """However it is cut: shards of ZeRO-3, slices and means of tensor parallelism, experts, ties, frozen parameters."""
     source = zckpt.open(FIXTURES / name)
     rules = [
@@ -61,34 +62,34 @@ def test_every_matrix_of_a_checkpoint_is_transposed_and_transposed_back(name, tm
         for one in source.tensors()
     ]  # fmt: skip
     document = {"sides": ["mine", "theirs"], "rules": rules}
-    zckpt.convert(source, tmp_path / "there", to="zckpt", map=document, verify=True)
-    there = zckpt.open(tmp_path / "there")
+    zckpt.convert(source, "there", to="zckpt", map=document, verify=True)
+    there = zckpt.open("there")
     for one in source.parameters.values():
         if len(one.shape) == 2:
             for key in source.owner(one.name).slots:
                 if key in there.owner(f"T.{one.name}").slots and not source.owner(one.name).slots[key].replicas:
                     assert_same(there.read(f"T.{one.name}", key), source.read(one.name, key).T.contiguous(), one.name)
-    zckpt.convert(there, tmp_path / "back", to="zckpt", map=document, verify=True)
-    assert zckpt.diff(source, tmp_path / "back", ignore_metadata=True).equal
+    zckpt.convert(there, "back", to="zckpt", map=document, verify=True)
+    assert zckpt.diff(source, "back", ignore_metadata=True).equal
 
 
 def test_a_model_is_mapped_where_torch_is_not_installed(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    Path("config.json").write_text(json.dumps(LLAMA))
     mapped = f"--map llama-huggingface-meta --map-config {tmp_path}/config.json"
     commands = [
         f"consolidate {source} {tmp_path}/{target}.safetensors {mapped}"
-        for source, target in (("fixtures/hf_llama_s2_bf16_dp2", "meta"), (tmp_path / "meta.safetensors", "back"))
+        for source, target in (("fixtures/hf_llama_s2_bf16_dp2", "meta"), (Path("meta.safetensors"), "back"))
     ]
     commands_without(("torch", "transformers"), *commands)
-    back = zckpt.open(tmp_path / "back.safetensors")
+    back = zckpt.open("back.safetensors")
     for name, value in Truth(FIXTURES / "hf_llama_s2_bf16_dp2").masters.items():
         assert_same(back.read(name), value, name)
 
 
-def test_the_command_line_says_which_way_a_map_went_and_lists_the_maps(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    mapped = ("--map", "llama-huggingface-meta", "--map-config", tmp_path / "config.json")
-    here, there, back = FIXTURES / "hf_llama_s2_bf16_dp2", tmp_path / "meta.safetensors", tmp_path / "back.safetensors"
+def test_the_command_line_says_which_way_a_map_went_and_lists_the_maps():
+    Path("config.json").write_text(json.dumps(LLAMA))
+    mapped = ("--map", "llama-huggingface-meta", "--map-config", Path("config.json"))
+    here, there, back = FIXTURES / "hf_llama_s2_bf16_dp2", Path("meta.safetensors"), Path("back.safetensors")
     assert "names of huggingface become those of meta" in succeeded("consolidate", here, there, *mapped).stderr
     assert "names of meta become those of huggingface" in succeeded("consolidate", there, back, *mapped).stderr
     assert "--map llama-huggingface-meta: Llama, Mistral and Qwen2" in succeeded("formats").stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,18 +28,18 @@ TOKENS = torch.randint(0, 37, (2, 11), generator=torch.Generator().manual_seed(0
 
 
 @pytest.mark.parametrize(("said", "numbers"), [("0-1,0-1", [0, 1, 0, 1]), ("1", [1]), ("0-,1*2", [0, 1, 1, 1])])
-def test_layers_taken_make_the_model_that_was_put_together_by_hand_and_moments_follow(said, numbers, tmp_path):
+def test_layers_taken_make_the_model_that_was_put_together_by_hand_and_moments_follow(said, numbers):
     """Of optimizers of two groups, which a file only numbers in the order of the model."""
     model, other = made("llama").train(), untrained("llama", num_hidden_layers=len(numbers)).train()
     optimizer, next_optimizer = (torch.optim.AdamW(live.groups_of(one), lr=0.01) for one in (model, other))
     trained(model, optimizer, range(2))
     trained(other, next_optimizer, range(1))  # so that it has state, which is not the one loaded
-    save_both(model, optimizer, tmp_path / "run.pt")
+    save_both(model, optimizer, "run.pt")
     order = [name for group in live.groups_of(model, named=True) for name, _ in group["params"]]
-    done = zckpt.convert(tmp_path / "run.pt", tmp_path / "new.pt", to="consolidated", names=order,
+    done = zckpt.convert("run.pt", "new.pt", to="consolidated", names=order,
                          map={"taken": {LAYERS: said}})  # fmt: skip
     assert any("config.json must state how many" in note for note in done.notes)
-    found = torch.load(tmp_path / "new.pt", weights_only=True)
+    found = torch.load("new.pt", weights_only=True)
     states = [value for one in found["optimizer"]["state"].values() for value in one.values()]
     assert len({value.data_ptr() for value in states}) == len(states)
     other.load_state_dict(found["model"])
@@ -50,12 +51,12 @@ def test_layers_taken_make_the_model_that_was_put_together_by_hand_and_moments_f
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama_tied"])
-def test_a_vocabulary_grown_is_that_of_resize_token_embeddings_with_rows_of_zeros_or_copies(kind, tmp_path):
-    model, optimizer = saved_run(kind, tmp_path / "run.pt")
+def test_a_vocabulary_grown_is_that_of_resize_token_embeddings_with_rows_of_zeros_or_copies(kind):
+    model, optimizer = saved_run(kind, "run.pt")
     taken = {"model.embed_tokens.weight": "0-36,zero*3,5*2"}
     if kind == "llama":
         taken["lm_head.weight"] = "0-,zero*3,5*2"
-    zckpt.convert(tmp_path / "run.pt", tmp_path / "new", to="zckpt", map={"taken": taken})
+    zckpt.convert("run.pt", "new", to="zckpt", map={"taken": taken})
     other = made(kind)
     other.load_state_dict(model.state_dict())
     other.resize_token_embeddings(42, mean_resizing=False)
@@ -65,7 +66,7 @@ def test_a_vocabulary_grown_is_that_of_resize_token_embeddings_with_rows_of_zero
             weight[37:40], weight[40:] = 0, weight[5]
     grown = untrained(kind, vocab_size=42)
     new = torch.optim.AdamW(grown.named_parameters())
-    zckpt.load(tmp_path / "new", model=grown, optimizer=new)
+    zckpt.load("new", model=grown, optimizer=new)
     assert live.equal(grown, other)
     with torch.no_grad():
         assert torch.equal(grown(TOKENS).logits, other.eval()(TOKENS).logits)
@@ -78,17 +79,17 @@ def test_a_vocabulary_grown_is_that_of_resize_token_embeddings_with_rows_of_zero
     trained(grown.train(), new, range(2, 4))
 
 
-def test_a_vocabulary_is_cut(tmp_path):
-    save_file({"embed": torch.arange(12.0).reshape(6, 2), "other": torch.ones(1)}, tmp_path / "a.safetensors")
-    zckpt.consolidate(tmp_path / "a.safetensors", tmp_path / "b.safetensors", map={"taken": {"embed": "4-5,0-1"}})
-    assert load_file(tmp_path / "b.safetensors")["embed"].tolist() == [[8, 9], [10, 11], [0, 1], [2, 3]]
+def test_a_vocabulary_is_cut():
+    save_file({"embed": torch.arange(12.0).reshape(6, 2), "other": torch.ones(1)}, "a.safetensors")
+    zckpt.consolidate("a.safetensors", "b.safetensors", map={"taken": {"embed": "4-5,0-1"}})
+    assert load_file("b.safetensors")["embed"].tolist() == [[8, 9], [10, 11], [0, 1], [2, 3]]
 
 
-def test_a_deeper_run_of_deepspeed_has_masters_and_moments_of_the_layers_that_it_took(tmp_path):
-    document = tmp_path / "deeper.json"
+def test_a_deeper_run_of_deepspeed_has_masters_and_moments_of_the_layers_that_it_took():
+    document = Path("deeper.json")
     document.write_text(json.dumps({"taken": {LAYERS: "0-1,1", "model.embed_tokens.weight": "0-,zero*5"}}))
-    zckpt.convert(RUN, tmp_path / "deeper", to="deepspeed", world_size=2, stage=2, map=document)
-    before, after = zckpt.open(RUN), zckpt.open(tmp_path / "deeper")
+    zckpt.convert(RUN, "deeper", to="deepspeed", world_size=2, stage=2, map=document)
+    before, after = zckpt.open(RUN), zckpt.open("deeper")
     assert after.parameters["lm_head.weight"].shape == (72, 16)
     for slot in ("master", "exp_avg", "weight"):
         assert_same(after.read("model.layers.2.mlp.up_proj.weight", slot),
@@ -110,20 +111,20 @@ def test_a_deeper_run_of_deepspeed_has_masters_and_moments_of_the_layers_that_it
     ({LAYERS: "0*999999999"}, "is too large"),
     ({"model.embed_tokens.weight": "0*999999999"}, "is too large"),
 ])  # fmt: skip
-def test_what_is_not_there_is_not_taken(taken, words, tmp_path):
+def test_what_is_not_there_is_not_taken(taken, words):
     with refusing(UsageError, words):
-        zckpt.consolidate(RUN, tmp_path / "no.safetensors", map={"taken": taken})
+        zckpt.consolidate(RUN, "no.safetensors", map={"taken": taken})
 
 
-def test_state_without_rows_and_tied_layers_are_refused(tmp_path):
+def test_state_without_rows_and_tied_layers_are_refused():
     model = torch.nn.Sequential(torch.nn.Linear(4, 6))
-    save_both(*live.trained(model, torch.optim.Adafactor(model.named_parameters())), tmp_path / "run.pt")
+    save_both(*live.trained(model, torch.optim.Adafactor(model.named_parameters())), "run.pt")
     with refusing(UnsupportedError, "does not have one number per element"):
-        zckpt.convert(tmp_path / "run.pt", tmp_path / "no", to="zckpt", map={"taken": {"0.weight": "0-3"}})
+        zckpt.convert("run.pt", "no", to="zckpt", map={"taken": {"0.weight": "0-3"}})
     one = torch.ones(2)
-    torch.save({"h.0.w": one, "h.1.w": one}, tmp_path / "tied.pt")
+    torch.save({"h.0.w": one, "h.1.w": one}, "tied.pt")
     with refusing(UnsupportedError, "another name of a tensor in the layers"):
-        zckpt.consolidate(tmp_path / "tied.pt", tmp_path / "no.pt", map={"taken": {"h.{l}.": "0"}})
+        zckpt.consolidate("tied.pt", "no.pt", map={"taken": {"h.{l}.": "0"}})
 
 
 @pytest.mark.parametrize("document", [

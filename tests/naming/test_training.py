@@ -59,16 +59,16 @@ def other(name: str, config) -> Megatron | MetaLlama:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_llama_trained_in_one_naming_goes_on_in_the_other_and_back(name, tmp_path):
-    model, optimizer, config = llama_trained(tmp_path / "mine")
+def test_a_llama_trained_in_one_naming_goes_on_in_the_other_and_back(name):
+    model, optimizer, config = llama_trained("mine")
     mapped = {"map": name, "map_config": config}
 
     # zckpt.load maps by itself; `convert` writes it for the other program, and torch loads it by number
     theirs = other(name, model.config)
     live = adamw(theirs, lr=1.0)
-    zckpt.load(tmp_path / "mine", model=theirs, optimizer=live, **mapped)
-    zckpt.convert(tmp_path / "mine", tmp_path / "theirs.pt", to="consolidated", verify=True, **mapped)
-    file = torch.load(tmp_path / "theirs.pt", weights_only=True)
+    zckpt.load("mine", model=theirs, optimizer=live, **mapped)
+    zckpt.convert("mine", "theirs.pt", to="consolidated", verify=True, **mapped)
+    file = torch.load("theirs.pt", weights_only=True)
     plain = other(name, model.config)
     by_number = adamw(plain, lr=1.0)
     plain.load_state_dict(file["model"])
@@ -78,17 +78,17 @@ def test_a_llama_trained_in_one_naming_goes_on_in_the_other_and_back(name, tmp_p
     expected = trained(model, optimizer, range(3, 6))
     assert trained(theirs, live, range(3, 6)) == pytest.approx(expected, rel=2e-4)
 
-    zckpt.convert(tmp_path / "mine", tmp_path / "there", to="dcp", world_size=2, verify=True, **mapped)
-    zckpt.convert(tmp_path / "there", tmp_path / "back", to="zckpt", verify=True, **mapped)
-    assert zckpt.diff(tmp_path / "mine", tmp_path / "back").equal
-    assert zckpt.diff(tmp_path / "mine", tmp_path / "there", **mapped).equal
+    zckpt.convert("mine", "there", to="dcp", world_size=2, verify=True, **mapped)
+    zckpt.convert("there", "back", to="zckpt", verify=True, **mapped)
+    assert zckpt.diff("mine", "back").equal
+    assert zckpt.diff("mine", "there", **mapped).equal
 
 
-def test_moments_are_arranged_as_torch_arranges_them(tmp_path):
-    model, optimizer, config = llama_trained(tmp_path / "mine")
+def test_moments_are_arranged_as_torch_arranges_them():
+    model, optimizer, config = llama_trained("mine")
     names = {"map": "llama-huggingface-megatron", "map_config": config}
-    zckpt.convert(tmp_path / "mine", tmp_path / "theirs", to="universal", **names)
-    found, ours = zckpt.open(tmp_path / "theirs"), state(model, optimizer)
+    zckpt.convert("mine", "theirs", to="universal", **names)
+    found, ours = zckpt.open("theirs"), state(model, optimizer)
     for layer, key in product(range(2), ("exp_avg", "exp_avg_sq")):
         here = f"{key}/model.layers.{layer}"
         q, k, v = (ours[f"{here}.self_attn.{one}_proj.weight"] for one in "qkv")
@@ -101,7 +101,7 @@ def test_moments_are_arranged_as_torch_arranges_them(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_training_of_torchtitan_with_one_parameter_of_queries_keys_and_values_goes_on(kind, tmp_path):
+def test_training_of_torchtitan_with_one_parameter_of_queries_keys_and_values_goes_on(kind):
     """Its model is saved in three tensors, its optimizer's state in one: the keys are those of torchtitan 0.3."""
     from tests.naming.test_shipped import made
 
@@ -118,16 +118,16 @@ def test_training_of_torchtitan_with_one_parameter_of_queries_keys_and_values_go
     names = dict(zip(group.pop("params"), group.pop("param_names"), strict=True))
     flat = {f"state.{names[i]}.{key}": value for i, one in moments.items() for key, value in one.items()}
     flat |= {f"param_groups.{one}.{key}": value for one in names.values() for key, value in group.items()}
-    dcp.save({**titan.saved(), "optimizer": flat}, checkpoint_id=tmp_path / "titan")
+    dcp.save({**titan.saved(), "optimizer": flat}, checkpoint_id="titan")
 
     live = torch.optim.AdamW(model.parameters(), lr=1.0)
-    zckpt.load(tmp_path / "titan", model=model, optimizer=live, map=name, map_config=config)
+    zckpt.load("titan", model=model, optimizer=live, map=name, map_config=config)
     expected = trained(titan, optimizer, range(2, 5))
     assert trained(model, live, range(2, 5)) == pytest.approx(expected, rel=2e-4)
 
     refused = {key: value for key, value in config.items() if "head" not in key}
     with refusing(UsageError, r"map-config"):
-        zckpt.convert(tmp_path / "titan", tmp_path / "no", to="zckpt", map=name, map_config=refused)
+        zckpt.convert("titan", "no", to="zckpt", map=name, map_config=refused)
 
 
 class Net(torch.nn.Module):
