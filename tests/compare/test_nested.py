@@ -23,20 +23,20 @@ def written(path, factor, *, apart=False) -> Path:
     return path
 
 
-def test_trees_that_differ_in_an_element_differ(tmp_path):
-    one, other = written(tmp_path / "one.pt", 1.0), written(tmp_path / "other.pt", 2.0)
+def test_trees_that_differ_in_an_element_differ():
+    one, other = written("one.pt", 1.0), written("other.pt", 2.0)
     found = zckpt.diff(one, other)
     assert not found.equal
     assert [one["key"] for one in found.as_dict()["metadata"]] == ["param_groups[0].state.factors"]
     assert zckpt.fingerprint(one).text != zckpt.fingerprint(other).text
 
 
-def test_it_does_not_matter_how_they_lie_or_in_which_format(tmp_path):
-    one, other = written(tmp_path / "one.pt", 1.0), written(tmp_path / "other.pt", 1.0, apart=True)
+def test_it_does_not_matter_how_they_lie_or_in_which_format():
+    one, other = written("one.pt", 1.0), written("other.pt", 1.0, apart=True)
     assert zckpt.diff(one, other).equal
-    zckpt.convert(one, tmp_path / "z", to="zckpt")
-    assert zckpt.diff(other, tmp_path / "z").equal
-    assert len({zckpt.fingerprint(path).text for path in (one, other, tmp_path / "z")}) == 1
+    zckpt.convert(one, "z", to="zckpt")
+    assert zckpt.diff(other, "z").equal
+    assert len({zckpt.fingerprint(path).text for path in (one, other, Path("z"))}) == 1
 
 
 def test_parts_of_files_are_found_however_deep_they_lie_and_whatever_shares_them():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -105,9 +107,9 @@ def test_the_ends_of_a_span_are_sampled_and_the_first_wrong_element_is_named(wro
     master[index] += 1000
     spans = []
     for name, data in (("weight", weight), ("first", master[:numel]), ("second", master[numel:])):
-        (tmp_path / name).write_bytes(data.tobytes())
+        Path(name).write_bytes(data.tobytes())
         start = numel if name == "second" else 0
-        spans.append(Span(Extent((0,), (2 * numel,), start, len(data)), str(tmp_path / name), 0, data.dtype.name))
+        spans.append(Span(Extent((0,), (2 * numel,), start, len(data)), name, 0, data.dtype.name))
     slots = {
         key: Slot(key, its[0].dtype, (2 * numel,), tuple(its))
         for key, its in ((WEIGHT, spans[:1]), (MASTER, spans[1:]))

@@ -38,7 +38,7 @@ MEBIBYTE = 1 << 20
 
 def stored(path, array, *, before=0) -> Slot:
     """Write an array after some other bytes; return the slot that it is."""
-    path.write_bytes(b"\xaa" * before + array.tobytes())
+    Path(path).write_bytes(b"\xaa" * before + array.tobytes())
     span = Span(Extent.whole(array.shape), str(path), before, array.dtype.name)
     return Slot("weight", array.dtype.name, array.shape, (span,))
 
@@ -46,7 +46,7 @@ def stored(path, array, *, before=0) -> Slot:
 def tiled(path, array, tiles: list[Extent]) -> Slot:
     """Write an array to one file, tile by tile; return the slot that it is."""
     spans = []
-    with path.open("wb") as file:
+    with Path(path).open("wb") as file:
         for tile in tiles:
             spans.append(Span(tile, str(path), file.tell(), array.dtype.name))
             box = array[tuple(slice(o, o + s) for o, s in zip(tile.offsets, tile.sizes, strict=True))]
@@ -116,38 +116,38 @@ def test_ranges_of_more_than_one_block(data, numel):
 
 
 @pytest.mark.parametrize("first", [1, 1023, 1024, 1025, 2047, 2048, 2049])
-def test_span_that_begins_where_a_block_ends(first, tmp_path):
+def test_span_that_begins_where_a_block_ends(first):
     array = noise(3000)
-    a, b = stored(tmp_path / "a", array), tiled(tmp_path / "b", array, ranges((3000,), [first, 3000 - first]))
+    a, b = stored("a", array), tiled("b", array, ranges((3000,), [first, 3000 - first]))
     assert compared(a, b, memory=1) == []
-    flip(str(tmp_path / "b"), 4 * first, 0)
+    flip("b", 4 * first, 0)
     assert compared(a, b, memory=1) == [Found("w", 1, 3000, first)]
 
 
 @pytest.mark.parametrize("memory", BUDGETS)
-def test_columns_of_several_ranks(memory, tmp_path):
+def test_columns_of_several_ranks(memory):
     array = noise(300 * 400).reshape(300, 400)
     columns = [Extent((0, 80 * i), (300, 80), 0, 300 * 80) for i in range(5)]
-    a, b = stored(tmp_path / "a", array), tiled(tmp_path / "b", array, columns)
+    a, b = stored("a", array), tiled("b", array, columns)
     assert compared(a, b, memory=memory) == []
-    flip(str(tmp_path / "b"), 4 * (2 * 300 * 80 + 7 * 80 + 11), 0)
+    flip("b", 4 * (2 * 300 * 80 + 7 * 80 + 11), 0)
     assert compared(a, b, memory=memory) == [Found("w", 1, array.size, 7 * 400 + 2 * 80 + 11)]
 
 
 @pytest.mark.parametrize("numel", [1, BLOCK_NBYTES, BLOCK_NBYTES + 1, BATCH_NBYTES + 1])
-def test_last_element_counts(numel, tmp_path):
+def test_last_element_counts(numel):
     array = np.zeros(numel, np.uint8)
-    a, b = stored(tmp_path / "a", array), stored(tmp_path / "b", array, before=3)
+    a, b = stored("a", array), stored("b", array, before=3)
     assert compared(a, b) == []
-    flip(str(tmp_path / "b"), 3 + numel - 1, 0)
+    flip("b", 3 + numel - 1, 0)
     assert compared(a, b) == [Found("w", 1, numel, numel - 1)]
 
 
-def test_scalar_and_empty_slots(tmp_path):
+def test_scalar_and_empty_slots():
     one, none = np.float32(5).reshape(()), np.zeros((3, 0), np.float32)
-    whole = [stored(tmp_path / str(i), array) for i, array in enumerate([one, one, none, none])]
+    whole = [stored(str(i), array) for i, array in enumerate([one, one, none, none])]
     assert found_in([pair("one", *whole[:2]), pair("none", *whole[2:])]) == []
-    (tmp_path / "1").write_bytes(np.float32(6).tobytes())
+    Path("1").write_bytes(np.float32(6).tobytes())
     assert found_in([pair("none", *whole[2:]), pair("one", *whole[:2])]) == [Found("one", 1, 1, 0)]
     assert compared(Slot("w", "float32", (0,), ()), Slot("w", "float32", (0,), ())) == []
     assert found_in([]) == []
@@ -156,84 +156,84 @@ def test_scalar_and_empty_slots(tmp_path):
 # --- what equal means -------------------------------------------------------------------------------------------
 
 
-def test_bits_count_not_values(tmp_path):
+def test_bits_count_not_values():
     a = np.array([0x7FC00000, 0x7FC00001, 0x00000000, 0x3F800000], np.uint32).view(np.float32)
     b = np.array([0x7FC00000, 0x7FC00002, 0x80000000, 0x3F800000], np.uint32).view(np.float32)
-    assert compared(stored(tmp_path / "a", a), stored(tmp_path / "same", a)) == []
-    assert compared(stored(tmp_path / "a", a), stored(tmp_path / "b", b)) == [Found("w", 2, 4, 1)]
+    assert compared(stored("a", a), stored("same", a)) == []
+    assert compared(stored("a", a), stored("b", b)) == [Found("w", 2, 4, 1)]
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32", "float64", "complex64", "complex128", "bool"])
-def test_element_is_counted_once_however_many_of_its_bytes_differ(dtype, tmp_path):
+def test_element_is_counted_once_however_many_of_its_bytes_differ(dtype):
     zeros = np.zeros(1000, numpy_dtype(dtype))
     other = zeros.copy()
     other.view(np.uint8).reshape(1000, -1)[[5, 70, 999]] = 1
-    found = compared(stored(tmp_path / "a", zeros), stored(tmp_path / "b", other))
+    found = compared(stored("a", zeros), stored("b", other))
     assert found == [Found("w", 3, 1000, 5)]
 
 
 @pytest.mark.parametrize("memory", BUDGETS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-def test_expected_is_cast_to_the_type_of_found(dtype, memory, tmp_path):
+def test_expected_is_cast_to_the_type_of_found(dtype, memory):
     array = noise(30_001)
-    a, b = stored(tmp_path / "a", array), stored(tmp_path / "b", array.astype(numpy_dtype(dtype)))
+    a, b = stored("a", array), stored("b", array.astype(numpy_dtype(dtype)))
     assert compared(a, b, memory=memory) == []
-    flip(str(tmp_path / "b"), 20_000 * itemsize(dtype), 0)
+    flip("b", 20_000 * itemsize(dtype), 0)
     assert compared(a, b, memory=memory) == [Found("w", 1, 30_001, 20_000)]
 
 
 @pytest.mark.parametrize("memory", BUDGETS)
-def test_replicas_are_averaged(memory, tmp_path):
+def test_replicas_are_averaged(memory):
     several = [noise(30_000) * (i + 1) for i in range(3)]
-    first, *others = (stored(tmp_path / str(i), one) for i, one in enumerate(several))
+    first, *others = (stored(str(i), one) for i, one in enumerate(several))
     a = replace(first, replicas=tuple(one.spans for one in others))
-    b = stored(tmp_path / "mean", (several[0] + several[1] + several[2]) / np.float32(3))
+    b = stored("mean", (several[0] + several[1] + several[2]) / np.float32(3))
     assert compared(a, b, memory=memory) == []
     assert len(compared(first, b, memory=memory)) == 1
 
 
-def test_slots_of_one_label_are_told_apart(tmp_path):
-    a, b = stored(tmp_path / "a", noise(10)), stored(tmp_path / "b", noise(10) + 1)
+def test_slots_of_one_label_are_told_apart():
+    a, b = stored("a", noise(10)), stored("b", noise(10) + 1)
     assert found_in([pair("w", a, b), pair("w", a, a), pair("w", b, a)]) == [Found("w", 10, 10, 0)] * 2
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------
 
 
-def test_two_shapes_are_no_pair(tmp_path):
+def test_two_shapes_are_no_pair():
     with refusing(LayoutError, r"w has two shapes: expected \(2, 3\), found \(3, 2\)"):
-        compared(stored(tmp_path / "a", noise(6).reshape(2, 3)), stored(tmp_path / "b", noise(6).reshape(3, 2)))
+        compared(stored("a", noise(6).reshape(2, 3)), stored("b", noise(6).reshape(3, 2)))
 
 
 @pytest.mark.parametrize("memory", [1, 64 << 20])
 @pytest.mark.parametrize("lengths", [[4000, 5999], [4000, 2000]])
-def test_side_that_lacks_elements_is_refused(lengths, memory, tmp_path):
+def test_side_that_lacks_elements_is_refused(lengths, memory):
     whole, part = (
-        stored(tmp_path / "a", noise(10_000)),
-        tiled(tmp_path / "b", noise(10_000), ranges((10_000,), lengths)),
+        stored("a", noise(10_000)),
+        tiled("b", noise(10_000), ranges((10_000,), lengths)),
     )
     with refusing(LayoutError, "w: some elements are missing"):
         compared(whole, part, memory=memory)
 
 
 @pytest.mark.parametrize("memory", [1, 64 << 20])
-def test_side_that_has_elements_twice_is_refused(memory, tmp_path):
+def test_side_that_has_elements_twice_is_refused(memory):
     tiles = [Extent.flat((10_000,), 0, 7000), Extent.flat((10_000,), 6999, 3001)]
     with refusing(LayoutError, "w: some elements appear more than once"):
-        compared(stored(tmp_path / "a", noise(10_000)), tiled(tmp_path / "b", noise(10_000), tiles), memory=memory)
+        compared(stored("a", noise(10_000)), tiled("b", noise(10_000), tiles), memory=memory)
 
 
-def test_types_that_are_not_cast_are_refused(tmp_path):
+def test_types_that_are_not_cast_are_refused():
     with refusing(UnsupportedError, "cannot be cast"):
-        compared(stored(tmp_path / "a", np.zeros(5, np.int64)), stored(tmp_path / "b", np.zeros(5, np.float32)))
+        compared(stored("a", np.zeros(5, np.int64)), stored("b", np.zeros(5, np.float32)))
 
 
-def test_file_that_lost_its_end_or_is_gone_is_named(tmp_path):
-    a, b = stored(tmp_path / "a", noise(100)), stored(tmp_path / "b", noise(100))
-    os.truncate(tmp_path / "b", 200)
+def test_file_that_lost_its_end_or_is_gone_is_named():
+    a, b = stored("a", noise(100)), stored("b", noise(100))
+    os.truncate("b", 200)
     with refusing(DamagedFileError, "b: the file ends too early"):
         compared(a, b)
-    (tmp_path / "b").unlink()
+    Path("b").unlink()
     with refusing(SourceError, "cannot be opened"):
         compared(a, b)
 
@@ -247,18 +247,18 @@ def processes() -> Iterator[Executor]:
         yield pool
 
 
-def test_processes_find_what_threads_find(processes, tmp_path):
+def test_processes_find_what_threads_find(processes):
     array = noise(3 * BATCH_NBYTES // 4 + 1)
     other = array.copy()
     other[[7, 5_000_000, -1]] += 1
-    a, b = stored(tmp_path / "a", array), stored(tmp_path / "b", other)
+    a, b = stored("a", array), stored("b", other)
     with running_on(processes):
         there = compared(a, b)
     assert compared(a, b) == there == [Found("w", 3, array.size, 7)]
 
 
-def test_progress_adds_up_to_what_was_announced(tmp_path):
-    large, small = (stored(tmp_path / str(n), np.zeros(n, np.uint8)) for n in (2 * BATCH_NBYTES + 5, 100))
+def test_progress_adds_up_to_what_was_announced():
+    large, small = (stored(str(n), np.zeros(n, np.uint8)) for n in (2 * BATCH_NBYTES + 5, 100))
     counter = Counter()
     found_in([pair("large", large, large), pair("small", small, small)], reporter=counter)
     assert counter.told[0] == ("begin", 2 * BATCH_NBYTES + 105)
@@ -266,9 +266,9 @@ def test_progress_adds_up_to_what_was_announced(tmp_path):
     assert [nbytes for _, nbytes in counter.told[1:-1]] == [BATCH_NBYTES, BATCH_NBYTES, 105]
 
 
-def test_end_is_reported_after_a_failure(tmp_path):
-    a = stored(tmp_path / "a", noise(100))
-    os.truncate(tmp_path / "a", 0)
+def test_end_is_reported_after_a_failure():
+    a = stored("a", noise(100))
+    os.truncate("a", 0)
     counter = Counter()
     with pytest.raises(DamagedFileError):
         compared(a, a, reporter=counter)
@@ -300,7 +300,7 @@ def large_columns(directory) -> tuple[Slot, Slot]:
 @pytest.mark.parametrize("made", [large_run, large_cast, large_columns], ids=lambda made: made.__name__)
 def test_memory_stays_within_its_budget_whatever_the_size(made, tmp_path):
     a, b = made(tmp_path)
-    small = stored(tmp_path / "small", noise(10))
+    small = stored("small", noise(10))
     compared(small, replace(small, dtype="bfloat16"))  # loads what is loaded once
     tracemalloc.start()
     try:
@@ -311,11 +311,11 @@ def test_memory_stays_within_its_budget_whatever_the_size(made, tmp_path):
     assert peak < 9 * MEBIBYTE
 
 
-def test_slot_of_many_spans_is_not_searched_for_each_block(tmp_path):
+def test_slot_of_many_spans_is_not_searched_for_each_block():
     """A box for each of 2,000 rows, by as many blocks: their product would take over 20 s of the processor."""
     array = noise(2000 * 1024).reshape(2000, 1024)
     rows = [Extent((row, 0), (1, 1024), 0, 1024) for row in range(2000)]
-    a, b = stored(tmp_path / "a", array), tiled(tmp_path / "b", array, rows)
+    a, b = stored("a", array), tiled("b", array, rows)
     started = time.process_time()
     assert compared(a, b, memory=1) == []
     assert time.process_time() - started < 10

@@ -110,7 +110,7 @@ def named(*archives, role="model") -> Checkpoint:
     return Checkpoint("/run", "of a test", files=files)
 
 
-def test_names_that_archives_have_for_themselves(tmp_path):
+def test_names_that_archives_have_for_themselves():
     assert not pairs(named("rank_0", "rank_1"))
     assert not pairs(named("archive", "archive"))
     assert not pairs(named("rank_7", "rank_8"))  # renamed together, or of another run: nothing says which is which
