@@ -1,8 +1,15 @@
-"""Whether what is written is a file or a directory: most of what is promised of targets is promised of both."""
+"""Whether what is written is a file or a directory: most of what is promised of targets is promised of both.
+
+Tests here name files alone.
+"""
 
 from __future__ import annotations
 
 import pytest
+
+from tests.folders import in_an_empty_directory
+
+__all__ = ["in_an_empty_directory"]
 
 
 @pytest.fixture(params=[False, True], ids=["file", "directory"])

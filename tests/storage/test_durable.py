@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.folders import names_in
 from tests.gloo import WorkerError, forked
 from tests.plans import file_of, hole_of, in_file, slot_of, write_directory
 from zckpt.engine import SilentReporter, workers
@@ -51,28 +52,27 @@ def of_small_batches(monkeypatch) -> None:
 CONTENT = bytes(i * 7 % 251 for i in range(251)) * (NBYTES // 251 + 1)
 
 
-def copying(directory: Path, *names: str) -> Plan:
-    """Return a plan that copies one source, made in `directory`, to files of these names."""
-    source = directory / "source"
-    source.write_bytes(CONTENT[:NBYTES])
-    slot = slot_of(in_file(source, (NBYTES,), "uint8"))
+def copying(*names: str) -> Plan:
+    """Return a plan that copies one source, which it makes, to files of these names."""
+    Path("source").write_bytes(CONTENT[:NBYTES])
+    slot = slot_of(in_file("source", (NBYTES,), "uint8"))
     return plan([file_of(hole_of(slot), name=name) for name in names])
 
 
-def write(made: Plan, target: Path, *, directory: bool = False, **options: object) -> None:
+def write(made: Plan, target: str, *, directory: bool = False, **options: object) -> None:
     if directory:
         write_directory(made, target, owned=ANYTHING, **options)
     else:
         write_target(made, target, **options)
 
 
-def listing(directory: Path) -> list[str]:
+def listing(directory: str = ".") -> list[str]:
     """Return all names in a directory, hidden ones too, but for the source."""
-    return sorted(path.name for path in directory.iterdir() if path.name != "source")
+    return [name for name in names_in(directory) if name != "source"]
 
 
-def is_whole(path: Path) -> bool:
-    return path.read_bytes() == CONTENT[:NBYTES]
+def is_whole(path: str) -> bool:
+    return Path(path).read_bytes() == CONTENT[:NBYTES]
 
 
 class Raises(SilentReporter):
@@ -99,134 +99,131 @@ class Begins(SilentReporter):
 
 
 @pytest.fixture
-def old(directory, tmp_path) -> Path:
+def old(directory) -> Path:
     """The file that is the old target, or in it."""
-    if not directory:
-        (tmp_path / "t").write_bytes(OLD)
-        return tmp_path / "t"
-    (tmp_path / "t/below").mkdir(parents=True)
-    (tmp_path / "t/below/old").write_bytes(OLD)
-    return tmp_path / "t/below/old"
+    path = Path("t/below/old" if directory else "t")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(OLD)
+    return path
 
 
-def assert_kept(old: Path, here: Path) -> None:
+def assert_kept(old: Path) -> None:
     assert old.read_bytes() == OLD
-    assert listing(here) == ["t"]
+    assert listing() == ["t"]
 
 
-def test_what_is_there_is_refused_and_untouched(old, directory, tmp_path):
+def test_what_is_there_is_refused_and_untouched(old, directory):
     for new in (False, True):
         with pytest.raises(TargetExistsError, match=r"t: already exists; .*--overwrite"):
-            write(copying(tmp_path, "t"), tmp_path / "t", directory=new)
+            write(copying("t"), "t", directory=new)
     with pytest.raises(TargetExistsError, match=f"be replaced: .*found a {'directory' if directory else 'file'}"):
-        write(copying(tmp_path, "t"), tmp_path / "t", directory=not directory, overwrite=True)
-    assert_kept(old, tmp_path)
+        write(copying("t"), "t", directory=not directory, overwrite=True)
+    assert_kept(old)
 
 
-def test_one_existing_target_of_several_is_refused_before_anything_is_written(tmp_path):
-    (tmp_path / "b").write_bytes(OLD)
+def test_one_existing_target_of_several_is_refused_before_anything_is_written():
+    Path("b").write_bytes(OLD)
     with pytest.raises(TargetExistsError):
-        write_target(copying(tmp_path, "a", "b"), tmp_path / "b")
-    assert listing(tmp_path) == ["b"]
+        write_target(copying("a", "b"), "b")
+    assert listing() == ["b"]
 
 
-def test_link_to_nothing_counts_as_there(tmp_path):
-    (tmp_path / "t").symlink_to(tmp_path / "nowhere")
+def test_link_to_nothing_counts_as_there():
+    Path("t").symlink_to("nowhere")
     with pytest.raises(TargetExistsError):
-        write_target(copying(tmp_path, "t"), tmp_path / "t")
-    assert listing(tmp_path) == ["t"]
+        write_target(copying("t"), "t")
+    assert listing() == ["t"]
 
 
 @pytest.mark.usefixtures("old")
-def test_overwriting_replaces_the_old_target_as_a_whole(directory, tmp_path):
-    write(copying(tmp_path, "t"), tmp_path / "t", directory=directory, overwrite=True)
-    assert listing(tmp_path) == ["t"]
-    assert not directory or listing(tmp_path / "t") == ["t"]
-    assert is_whole(tmp_path / "t/t" if directory else tmp_path / "t")
+def test_overwriting_replaces_the_old_target_as_a_whole(directory):
+    write(copying("t"), "t", directory=directory, overwrite=True)
+    assert listing() == ["t"]
+    assert not directory or listing("t") == ["t"]
+    assert is_whole("t/t" if directory else "t")
 
 
-def test_overwriting_that_fails_keeps_the_old_target(old, directory, tmp_path):
-    made = copying(tmp_path, "t")
-    os.truncate(tmp_path / "source", 10)
+def test_overwriting_that_fails_keeps_the_old_target(old, directory):
+    made = copying("t")
+    os.truncate("source", 10)
     with pytest.raises(ZckptError, match="ends too early"):
-        write(made, tmp_path / "t", directory=directory, overwrite=True)
-    assert_kept(old, tmp_path)
+        write(made, "t", directory=directory, overwrite=True)
+    assert_kept(old)
 
 
-def test_target_that_appears_while_a_run_writes_is_not_replaced_unasked(directory, tmp_path):
-    other = Begins(lambda: (tmp_path / "t").mkdir() if directory else (tmp_path / "t").write_bytes(OLD))
+def test_target_that_appears_while_a_run_writes_is_not_replaced_unasked(directory):
+    other = Begins(lambda: Path("t").mkdir() if directory else Path("t").write_bytes(OLD))
     with pytest.raises(TargetExistsError):
-        write(copying(tmp_path, "t"), tmp_path / "t", directory=directory, reporter=other)
-    assert listing(tmp_path) == ["t"]
-    assert listing(tmp_path / "t") == [] if directory else (tmp_path / "t").read_bytes() == OLD
+        write(copying("t"), "t", directory=directory, reporter=other)
+    assert listing() == ["t"]
+    assert listing("t") == [] if directory else Path("t").read_bytes() == OLD
 
 
 # --- places where nothing can be written ------------------------------------------------------------------------
 
 
-def test_directories_above_are_made_and_stay_only_if_the_target_does(directory, tmp_path):
+def test_directories_above_are_made_and_stay_only_if_the_target_does(directory):
     fails = Raises("advance", RuntimeError())
     with pytest.raises(RuntimeError):
-        write(copying(tmp_path, "t"), tmp_path / "one/two/t", directory=directory, reporter=fails)
-    assert listing(tmp_path) == []
-    write(copying(tmp_path, "t"), tmp_path / "one/two/t", directory=directory)
-    assert listing(tmp_path / "one") == ["two"]
-    assert listing(tmp_path / "one/two") == ["t"]
+        write(copying("t"), "one/two/t", directory=directory, reporter=fails)
+    assert listing() == []
+    write(copying("t"), "one/two/t", directory=directory)
+    assert listing("one") == ["two"]
+    assert listing("one/two") == ["t"]
 
 
-def test_parent_that_is_a_file_is_refused(directory, tmp_path):
-    (tmp_path / "file").write_bytes(OLD)
+def test_parent_that_is_a_file_is_refused(directory):
+    Path("file").write_bytes(OLD)
     with pytest.raises(TargetError, match="expected a directory"):
-        write(copying(tmp_path, "t"), tmp_path / "file/t", directory=directory)
-    assert (tmp_path / "file").read_bytes() == OLD
+        write(copying("t"), "file/t", directory=directory)
+    assert Path("file").read_bytes() == OLD
 
 
 @pytest.mark.parametrize("target", ["x" * 300, "x" * 300 + "/t"], ids=["name", "parent"])
-def test_name_that_is_too_long_is_refused(target, directory, tmp_path):
+def test_name_that_is_too_long_is_refused(target, directory):
     with pytest.raises(TargetError, match="File name too long"):
-        write(copying(tmp_path, "t"), tmp_path / target, directory=directory)
-    assert listing(tmp_path) == []
+        write(copying("t"), target, directory=directory)
+    assert listing() == []
 
 
 @pytest.mark.parametrize("target", [".", "/", "..", "a/.."])
-def test_target_without_a_name_of_its_own_is_refused(target, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_target_without_a_name_of_its_own_is_refused(target):
     for directory in (False, True):
         with pytest.raises(TargetError):
-            write(copying(tmp_path, "t"), Path(target), directory=directory, overwrite=True)
-    assert listing(tmp_path) == []
+            write(copying("t"), target, directory=directory, overwrite=True)
+    assert listing() == []
 
 
-def test_device_that_takes_no_files_is_refused(tmp_path):
+def test_device_that_takes_no_files_is_refused():
     with pytest.raises(TargetError):
-        write_target(copying(tmp_path, "t"), "/proc/self/t")
+        write_target(copying("t"), "/proc/self/t")
 
 
-def test_file_system_without_room_is_refused_before_anything_is_written(tmp_path):
+def test_file_system_without_room_is_refused_before_anything_is_written():
     huge = plan([TargetFile("t", 1 << 60)])
     with pytest.raises(TargetError, match="not enough space: expected 1152921504606846976 bytes free"):
-        write_target(huge, tmp_path / "t")
-    assert listing(tmp_path) == []
+        write_target(huge, "t")
+    assert listing() == []
 
 
-def fill_up(here: Path, directory: bool) -> str:
+def fill_up(directory: bool) -> str:
     """Write in the middle of a run to a disk for which a limit on the size of files stands; return what is said."""
     small_batches()
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    made = copying(here, "t")
+    made = copying("t")
     resource.setrlimit(resource.RLIMIT_FSIZE, (BATCH_NBYTES, BATCH_NBYTES))
     with pytest.raises(TargetError) as error:
-        write(made, here / "t", directory=directory)
+        write(made, "t", directory=directory)
     return str(error.value)
 
 
-def test_disk_that_fills_up_leaves_nothing_behind(directory, tmp_path):
-    found = forked(fill_up, tmp_path, directory)
-    assert found == f"{tmp_path}/t: cannot be written: found File too large; nothing was left behind"
-    assert listing(tmp_path) == []
+def test_disk_that_fills_up_leaves_nothing_behind(directory):
+    found = forked(fill_up, directory)
+    assert found == "t: cannot be written: found File too large; nothing was left behind"
+    assert listing() == []
 
 
-def test_what_the_system_says_is_an_error_about_the_target_whoever_writes(directory, tmp_path, monkeypatch):
+def test_what_the_system_says_is_an_error_about_the_target_whoever_writes(directory, monkeypatch):
     def failing(descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -234,10 +231,10 @@ def test_what_the_system_says_is_an_error_about_the_target_whoever_writes(direct
     owned = ANYTHING if directory else None
     with (
         pytest.raises(TargetError, match=r"t: cannot be written: found Input/output error; nothing was left behind"),
-        written([tmp_path / "t"], overwrite=False, owned=owned),
+        written([Path("t")], overwrite=False, owned=owned),
     ):
         pass
-    assert listing(tmp_path) == []
+    assert listing() == []
 
 
 # --- runs that end too early ------------------------------------------------------------------------------------
@@ -247,10 +244,10 @@ def test_what_the_system_says_is_an_error_about_the_target_whoever_writes(direct
 @pytest.mark.parametrize(
     "error", [RuntimeError("bar"), KeyboardInterrupt(), SystemExit(1)], ids=lambda e: type(e).__name__
 )
-def test_whatever_is_raised_leaves_nothing_behind(error, moment, directory, tmp_path):
+def test_whatever_is_raised_leaves_nothing_behind(error, moment, directory):
     with pytest.raises(type(error)):
-        write(copying(tmp_path, "t"), tmp_path / "t", directory=directory, reporter=Raises(moment, error))
-    assert listing(tmp_path) == []
+        write(copying("t"), "t", directory=directory, reporter=Raises(moment, error))
+    assert listing() == []
 
 
 class Killed(SilentReporter):
@@ -260,80 +257,80 @@ class Killed(SilentReporter):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def write_and_be_killed(here: Path, directory: bool) -> None:
+def write_and_be_killed(directory: bool) -> None:
     small_batches()
-    write(copying(here, "t"), here / "t", directory=directory, overwrite=True, reporter=Killed())
+    write(copying("t"), "t", directory=directory, overwrite=True, reporter=Killed())
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_killed_run_leaves_no_target_or_the_old_one_and_the_next_one_cleans_up(is_old, directory, tmp_path, request):
+def test_killed_run_leaves_no_target_or_the_old_one_and_the_next_one_cleans_up(is_old, directory, request):
     """Its lock does not outlive it."""
     old = request.getfixturevalue("old") if is_old else None
     with pytest.raises(WorkerError, match="ended without a result"):
-        forked(write_and_be_killed, tmp_path, directory)
-    assert listing(tmp_path) == [".t.zckpt-partial", *(["t"] if is_old else [])]
+        forked(write_and_be_killed, directory)
+    assert listing() == [".t.zckpt-partial", *(["t"] if is_old else [])]
     assert old is None or old.read_bytes() == OLD
-    write(copying(tmp_path, "t"), tmp_path / "t", directory=directory, overwrite=is_old)
-    assert listing(tmp_path) == ["t"]
-    assert is_whole(tmp_path / "t/t" if directory else tmp_path / "t")
+    write(copying("t"), "t", directory=directory, overwrite=is_old)
+    assert listing() == ["t"]
+    assert is_whole("t/t" if directory else "t")
 
 
-def test_what_a_killed_run_left_is_emptied_before_it_is_used(tmp_path):
-    partial_name(tmp_path / "t").write_bytes(OLD)
-    with written([tmp_path / "t"], overwrite=False) as [partial]:
+def test_what_a_killed_run_left_is_emptied_before_it_is_used():
+    partial_name(Path("t")).write_bytes(OLD)
+    with written([Path("t")], overwrite=False) as [partial]:
         assert partial.read_bytes() == b""
 
 
-def test_what_a_run_may_have_left_in_its_directory_is_removed_and_all_else_is_refused(tmp_path):
-    partial = partial_name(tmp_path / "t")
+def test_what_a_run_may_have_left_in_its_directory_is_removed_and_all_else_is_refused():
+    partial = partial_name(Path("t"))
     (partial / "below/it").mkdir(parents=True)
     (partial / "file").write_bytes(OLD)
     (partial / ".other.zckpt-partial").write_bytes(OLD)
     with pytest.raises(TargetError, match=r"holds files that zckpt did not write.* found file; move it away"):
-        write_directory(copying(tmp_path, "new"), tmp_path / "t", owned=Owned(lambda name: name == "new"))
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere/keep").write_bytes(OLD)
-    (partial / "link").symlink_to(tmp_path / "elsewhere")
+        write_directory(copying("new"), "t", owned=Owned(lambda name: name == "new"))
+    Path("elsewhere").mkdir()
+    Path("elsewhere/keep").write_bytes(OLD)
+    (partial / "link").symlink_to(Path("elsewhere").absolute())
     with pytest.raises(TargetError, match="found link; move it away"):
-        write_directory(copying(tmp_path, "new"), tmp_path / "t", owned=ANYTHING)
+        write_directory(copying("new"), "t", owned=ANYTHING)
     assert listing(partial) == [".other.zckpt-partial", "below", "file", "link"]
     (partial / "link").unlink()
-    write_directory(copying(tmp_path, "new"), tmp_path / "t", owned=ANYTHING)
-    assert listing(tmp_path / "t") == ["new"]
-    assert listing(tmp_path / "elsewhere") == ["keep"]
+    write_directory(copying("new"), "t", owned=ANYTHING)
+    assert listing("t") == ["new"]
+    assert listing("elsewhere") == ["keep"]
 
 
-def test_old_directory_of_a_run_that_was_killed_after_the_rename_is_removed(tmp_path):
+def test_old_directory_of_a_run_that_was_killed_after_the_rename_is_removed():
     for name in (".t.zckpt-old", "t"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_bytes(OLD)
-    write_directory(copying(tmp_path, "new"), tmp_path / "t", overwrite=True, owned=ANYTHING)
-    assert listing(tmp_path) == ["t"]
-    assert listing(tmp_path / "t") == ["new"]
+        Path(name).mkdir()
+        Path(name, "file").write_bytes(OLD)
+    write_directory(copying("new"), "t", overwrite=True, owned=ANYTHING)
+    assert listing() == ["t"]
+    assert listing("t") == ["new"]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_old_directory_of_a_run_that_was_killed_before_the_rename_is_the_target_again(overwrite, tmp_path):
+def test_old_directory_of_a_run_that_was_killed_before_the_rename_is_the_target_again(overwrite):
     """It is the only one there is; whether it is replaced is for this run to say."""
-    (tmp_path / ".t.zckpt-old").mkdir()
-    (tmp_path / ".t.zckpt-old/file").write_bytes(OLD)
-    made = copying(tmp_path, "new")
+    Path(".t.zckpt-old").mkdir()
+    Path(".t.zckpt-old/file").write_bytes(OLD)
+    made = copying("new")
     if overwrite:
-        write_directory(made, tmp_path / "t", overwrite=True, owned=ANYTHING)
+        write_directory(made, "t", overwrite=True, owned=ANYTHING)
     else:
         with pytest.raises(TargetExistsError):
-            write_directory(made, tmp_path / "t")
-    assert listing(tmp_path) == ["t"]
-    assert listing(tmp_path / "t") == (["new"] if overwrite else ["file"])
+            write_directory(made, "t")
+    assert listing() == ["t"]
+    assert listing("t") == (["new"] if overwrite else ["file"])
 
 
-def test_partial_name_that_is_taken_by_something_else_is_refused(tmp_path):
-    partial_name(tmp_path / "t").mkdir()
+def test_partial_name_that_is_taken_by_something_else_is_refused():
+    partial_name(Path("t")).mkdir()
     with pytest.raises(TargetError, match=r"\.t\.zckpt-partial: cannot be created"):
-        write_target(copying(tmp_path, "t"), tmp_path / "t")
-    partial_name(tmp_path / "u").write_bytes(b"")
+        write_target(copying("t"), "t")
+    partial_name(Path("u")).write_bytes(b"")
     with pytest.raises(TargetError, match=r"\.u\.zckpt-partial: cannot be created"):
-        write_directory(copying(tmp_path, "t"), tmp_path / "u")
+        write_directory(copying("t"), "u")
 
 
 # --- several runs at once ---------------------------------------------------------------------------------------
@@ -347,9 +344,10 @@ def write_until_told(here: Path, signs: Path) -> None:
         while not (signs / "told").exists():
             time.sleep(0.01)
 
-    made = copying(here, "t")
-    both = Begins(lambda: write_directory(made, here / "d", reporter=Begins(wait)))
-    write_target(made, here / "t", reporter=both)
+    os.chdir(here)
+    made = copying("t")
+    both = Begins(lambda: write_directory(made, "d", reporter=Begins(wait)))
+    write_target(made, "t", reporter=both)
 
 
 def processes(count: int) -> ProcessPoolExecutor:
@@ -366,27 +364,27 @@ def test_second_run_to_one_target_is_refused_and_does_not_disturb_the_first(tmp_
         try:
             for target, overwrite in product(["t", "d"], [False, True]):
                 with pytest.raises(TargetError, match="another run is writing to this target"):
-                    write(copying(tmp_path, "t"), tmp_path / target, directory=target == "d", overwrite=overwrite)
+                    write(copying("t"), target, directory=target == "d", overwrite=overwrite)
             with pytest.raises(TargetError, match="another run"):
-                write_target(copying(tmp_path, "a", "t"), tmp_path / "t")
-            assert listing(tmp_path) == [".d.zckpt-partial", ".t.zckpt-partial"]
-            write_target(copying(tmp_path, "u"), tmp_path / "u")
+                write_target(copying("a", "t"), "t")
+            assert listing() == [".d.zckpt-partial", ".t.zckpt-partial"]
+            write_target(copying("u"), "u")
         finally:
             (signs / "told").touch()
         other.result()
-    assert listing(tmp_path) == ["d", "t", "u"]
-    assert all(is_whole(tmp_path / name) for name in ("t", "d/t", "u"))
+    assert listing() == ["d", "t", "u"]
+    assert all(is_whole(name) for name in ("t", "d/t", "u"))
 
 
-def test_one_target_given_twice_is_refused(tmp_path):
+def test_one_target_given_twice_is_refused():
     with pytest.raises(TargetError, match="another run"):
-        write_target(copying(tmp_path, "t", "t"), tmp_path / "t")
-    assert listing(tmp_path) == []
+        write_target(copying("t", "t"), "t")
+    assert listing() == []
 
 
-def test_run_that_ends_just_before_ours_takes_the_lock_keeps_its_target(directory, tmp_path, monkeypatch):
+def test_run_that_ends_just_before_ours_takes_the_lock_keeps_its_target(directory, monkeypatch):
     """Between opening and locking the partial name, the other run renames what we opened to the target."""
-    target, partial = tmp_path / "t", partial_name(tmp_path / "t")
+    target, partial = Path("t"), partial_name(Path("t"))
     flock = fcntl.flock
 
     def later(descriptor: int, operation: int) -> None:
@@ -397,14 +395,14 @@ def test_run_that_ends_just_before_ours_takes_the_lock_keeps_its_target(director
 
     monkeypatch.setattr(fcntl, "flock", later)
     with pytest.raises(TargetExistsError):
-        write(copying(tmp_path, "new"), target, directory=directory)
+        write(copying("new"), target, directory=directory)
     assert (target / "file" if directory else target).read_bytes() == OLD
-    assert listing(tmp_path) == ["t"]
+    assert listing() == ["t"]
 
 
-def test_run_that_fails_just_before_ours_takes_the_lock_leaves_us_a_new_one(directory, tmp_path, monkeypatch):
+def test_run_that_fails_just_before_ours_takes_the_lock_leaves_us_a_new_one(directory, monkeypatch):
     """Between opening and locking, the other run removes what we opened: a lock on it would keep nobody out."""
-    partial = partial_name(tmp_path / "t")
+    partial = partial_name(Path("t"))
     flock, removed = fcntl.flock, []
 
     def later(descriptor: int, operation: int) -> None:
@@ -413,19 +411,20 @@ def test_run_that_fails_just_before_ours_takes_the_lock_leaves_us_a_new_one(dire
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", later)
-    with written([tmp_path / "t"], overwrite=False, owned=ANYTHING if directory else None) as [found]:
+    with written([Path("t")], overwrite=False, owned=ANYTHING if directory else None) as [found]:
         assert removed
         with pytest.raises(TargetError, match="another run"):
-            write(copying(tmp_path, "t"), tmp_path / "t", directory=directory)
+            write(copying("t"), "t", directory=directory)
         (found / "file" if directory else found).write_bytes(OLD)
-    assert (tmp_path / "t/file" if directory else tmp_path / "t").read_bytes() == OLD
+    assert Path("t/file" if directory else "t").read_bytes() == OLD
 
 
 def write_often(own: str, here: Path) -> None:
+    os.chdir(here)
     for _ in range(60):
-        with suppress(TargetError), written([here / "t"], overwrite=True) as [partial]:
+        with suppress(TargetError), written([Path("t")], overwrite=True) as [partial]:
             partial.write_text(own * 1000)
-        with suppress(TargetError), written([here / "d"], overwrite=True, owned=Owned("file".__eq__)) as [partial]:
+        with suppress(TargetError), written([Path("d")], overwrite=True, owned=Owned("file".__eq__)) as [partial]:
             (partial / "file").write_text(own * 1000)
 
 
@@ -435,41 +434,41 @@ def test_runs_that_race_for_a_target_never_leave_it_empty_or_mixed(tmp_path):
         runs = [pool.submit(write_often, own, tmp_path) for own in "abcd"]
         seen = set()
         while not all(run.done() for run in runs):
-            if (tmp_path / "t").exists():
-                seen.add((tmp_path / "t").read_text())
+            if Path("t").exists():
+                seen.add(Path("t").read_text())
         for run in runs:
             run.result()
     assert seen <= {own * 1000 for own in "abcd"}
     assert seen
-    assert (tmp_path / "d/file").read_text() in {own * 1000 for own in "abcd"}
-    assert listing(tmp_path) == ["d", "t"]
+    assert Path("d/file").read_text() in {own * 1000 for own in "abcd"}
+    assert listing() == ["d", "t"]
 
 
 # --- the order in which things appear ---------------------------------------------------------------------------
 
 
-def test_files_appear_only_when_all_of_them_are_written(tmp_path):
-    targets = [tmp_path / "optimizer", tmp_path / "model"]
+def test_files_appear_only_when_all_of_them_are_written():
+    targets = [Path("optimizer"), Path("model")]
     with written(targets, overwrite=False) as partials:
         for partial in partials:
             partial.write_bytes(OLD)
-        assert listing(tmp_path) == [".model.zckpt-partial", ".optimizer.zckpt-partial"]
-    assert listing(tmp_path) == ["model", "optimizer"]
+        assert listing() == [".model.zckpt-partial", ".optimizer.zckpt-partial"]
+    assert listing() == ["model", "optimizer"]
 
 
-def test_last_file_is_not_there_where_an_earlier_one_could_not_be_renamed(tmp_path):
-    (tmp_path / "optimizer").mkdir()
-    with pytest.raises(OSError), written([tmp_path / "optimizer", tmp_path / "model"], overwrite=True):  # noqa: PT011
+def test_last_file_is_not_there_where_an_earlier_one_could_not_be_renamed():
+    Path("optimizer").mkdir()
+    with pytest.raises(OSError), written([Path("optimizer"), Path("model")], overwrite=True):  # noqa: PT011
         pass
-    assert listing(tmp_path) == ["optimizer"]
+    assert listing() == ["optimizer"]
 
 
-def test_directory_appears_only_when_all_of_it_is_written(tmp_path):
-    with written([tmp_path / "d"], overwrite=False, owned=ANYTHING) as [partial]:
+def test_directory_appears_only_when_all_of_it_is_written():
+    with written([Path("d")], overwrite=False, owned=ANYTHING) as [partial]:
         (partial / "file").write_bytes(OLD)
-        assert listing(tmp_path) == [".d.zckpt-partial"]
-    assert listing(tmp_path) == ["d"]
-    assert (tmp_path / "d/file").read_bytes() == OLD
+        assert listing() == [".d.zckpt-partial"]
+    assert listing() == ["d"]
+    assert Path("d/file").read_bytes() == OLD
 
 
 def mode_of(path: Path) -> int:
@@ -477,15 +476,15 @@ def mode_of(path: Path) -> int:
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o440])
-def test_what_replaces_something_may_be_read_by_those_who_could_read_that(mode, old, directory, tmp_path):
+def test_what_replaces_something_may_be_read_by_those_who_could_read_that(mode, old, directory):
     old.chmod(mode)
     if directory:
-        (tmp_path / "t").chmod(0o750)
-    with written([tmp_path / "t"], overwrite=True, owned=ANYTHING if directory else None) as [partial]:
+        Path("t").chmod(0o750)
+    with written([Path("t")], overwrite=True, owned=ANYTHING if directory else None) as [partial]:
         assert mode_of(partial) == (0o750 if directory else mode | 0o600)
         new = partial / "below/old" if directory else partial
         new.parent.mkdir(exist_ok=True)
         new.write_bytes(b"new")
-    assert mode_of(tmp_path / "t") == (0o750 if directory else mode)
+    assert mode_of(Path("t")) == (0o750 if directory else mode)
     assert mode_of(old) == mode
     assert old.read_bytes() == b"new"

@@ -24,39 +24,39 @@ def made(directory: Path, *names: str, age: float = 2 * QUIET_S) -> Path:
 
 
 def test_what_no_run_holds_is_removed_and_all_else_stays(tmp_path):
-    made(tmp_path / ".one.zckpt-partial", "a.own", ".b.own.zckpt-partial")
-    made(tmp_path / ".two.zckpt-partial")
-    written = made(tmp_path / ".written.zckpt-partial", "a.own", "b.own")  # by another node
+    made(Path(".one.zckpt-partial"), "a.own", ".b.own.zckpt-partial")
+    made(Path(".two.zckpt-partial"))
+    written = made(Path(".written.zckpt-partial"), "a.own", "b.own")  # by another node
     before = written.stat().st_mtime
     (written / "b.own").write_text("more")
     os.utime(written, (before, before))
     stays = {
         written,
-        made(tmp_path / ".other.zckpt-partial", "a.own", "notes.txt"),
-        made(tmp_path / ".resumed.zckpt-partial", "a.own"),
-        made(tmp_path / "whole", "a.own"),
-        made(tmp_path / ".zckpt-partial"),
-        made(tmp_path / "...zckpt-partial"),  # of no name, either
+        made(Path(".other.zckpt-partial"), "a.own", "notes.txt"),
+        made(Path(".resumed.zckpt-partial"), "a.own"),
+        made(Path("whole"), "a.own"),
+        made(Path(".zckpt-partial")),
+        made(Path("...zckpt-partial")),  # of no name, either
     }
-    (tmp_path / ".resumed.zckpt-journal").write_text("")
-    (tmp_path / ".file.zckpt-partial").write_text("")
-    (tmp_path / ".link.zckpt-partial").symlink_to(tmp_path / "whole")
-    alive = tmp_path / ".alive.zckpt-partial"
+    Path(".resumed.zckpt-journal").write_text("")
+    Path(".file.zckpt-partial").write_text("")
+    Path(".link.zckpt-partial").symlink_to("whole")
+    alive = Path(".alive.zckpt-partial")
     with claimed(alive, directory=True):
         os.utime(alive, (0, 0))
         remove_leftovers(tmp_path, OWNED)
         assert alive.is_dir()
-    assert not (tmp_path / ".one.zckpt-partial").exists()
-    assert not (tmp_path / ".two.zckpt-partial").exists()
+    assert not Path(".one.zckpt-partial").exists()
+    assert not Path(".two.zckpt-partial").exists()
     assert all(path.is_dir() for path in stays)
-    assert (tmp_path / "whole" / "a.own").is_file()
-    assert (tmp_path / ".file.zckpt-partial").is_file()
-    assert (tmp_path / ".link.zckpt-partial").is_symlink()
-    remove_leftovers(tmp_path / "nowhere", OWNED)
+    assert Path("whole/a.own").is_file()
+    assert Path(".file.zckpt-partial").is_file()
+    assert Path(".link.zckpt-partial").is_symlink()
+    remove_leftovers(Path("nowhere"), OWNED)
 
 
 def test_where_there_are_no_locks_nothing_is_removed(tmp_path, monkeypatch):
-    left = made(tmp_path / ".one.zckpt-partial", "a.own")
+    left = made(Path(".one.zckpt-partial"), "a.own")
 
     def without_locks(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -56,8 +56,8 @@ def test_what_is_no_file_and_no_directory_stays(overwrite, directory, odd):
     assert names_in(odd.parent) == ["directory", "file", "t"]
 
 
-def write(path: Path, *, directory: bool, overwrite: bool = False) -> None:
-    with written([path], overwrite=overwrite, owned=OURS if directory else None) as [partial]:
+def write(path: str | Path, *, directory: bool, overwrite: bool = False) -> None:
+    with written([Path(path)], overwrite=overwrite, owned=OURS if directory else None) as [partial]:
         (partial / "a.bin" if directory else partial).write_text("new")
 
 
@@ -65,62 +65,62 @@ def write(path: Path, *, directory: bool, overwrite: bool = False) -> None:
     "foreign", ["src/train.py", "notes.txt", "a.bin.bak", "zero/notes.txt", ".git/", "zero/cache/", "b.bin"]
 )
 def test_a_directory_with_anything_else_in_it_stays(foreign, tmp_path):
-    write(tmp_path / "t", directory=True)
+    write("t", directory=True)
     path = tmp_path / "t" / foreign
     path.parent.mkdir(exist_ok=True)
     path.mkdir() if foreign.endswith("/") else path.write_text("precious")
     with pytest.raises(TargetExistsError, match="holds other files") as caught:
-        write(tmp_path / "t", directory=True, overwrite=True)
+        write("t", directory=True, overwrite=True)
     assert foreign in str(caught.value)
     assert path.exists()
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
 def test_a_link_in_a_directory_is_something_else_whatever_its_name(kind, tmp_path):
-    write(tmp_path / "t", directory=True)
-    (tmp_path / "elsewhere").mkdir()
+    write("t", directory=True)
+    Path("elsewhere").mkdir()
     name = "a.bin" if kind == "file" else "zero"
     (tmp_path / "t" / name).unlink(missing_ok=True)
     (tmp_path / "t" / name).symlink_to(tmp_path / "elsewhere" / ("x" if kind == "file" else ""))
     with pytest.raises(TargetExistsError, match=f"found {name};"):
-        write(tmp_path / "t", directory=True, overwrite=True)
+        write("t", directory=True, overwrite=True)
 
 
 def test_a_directory_of_the_format_or_an_empty_one_is_replaced(tmp_path):
-    (tmp_path / "t").mkdir()
-    write(tmp_path / "t", directory=True, overwrite=True)
-    (tmp_path / "t" / "zero").mkdir()
+    Path("t").mkdir()
+    write("t", directory=True, overwrite=True)
+    Path("t/zero").mkdir()
     for name in ("a.bin", "zero/b.bin", "fingerprint.json"):
         (tmp_path / "t" / name).write_text("old")
-    write(tmp_path / "t", directory=True, overwrite=True)
-    assert [path.name for path in (tmp_path / "t").rglob("*")] == ["a.bin"]
-    assert (tmp_path / "t" / "a.bin").read_text() == "new"
+    write("t", directory=True, overwrite=True)
+    assert [path.name for path in Path("t").rglob("*")] == ["a.bin"]
+    assert Path("t/a.bin").read_text() == "new"
 
 
-def test_names_are_not_enough_where_a_format_has_a_mark(tmp_path):
+def test_names_are_not_enough_where_a_format_has_a_mark():
     marked = Owned(OURS.is_own, lambda path: (path / "a.bin").read_text() == "ours")
-    (tmp_path / "t").mkdir()
-    check_target(tmp_path / "t", overwrite=True, owned=marked)
-    (tmp_path / "t" / "a.bin").write_text("theirs")
+    Path("t").mkdir()
+    check_target(Path("t"), overwrite=True, owned=marked)
+    Path("t/a.bin").write_text("theirs")
     with pytest.raises(TargetExistsError, match=r"a\.bin"):
-        check_target(tmp_path / "t", overwrite=True, owned=marked)
-    (tmp_path / "t" / "a.bin").write_text("ours")
-    check_target(tmp_path / "t", overwrite=True, owned=marked)
+        check_target(Path("t"), overwrite=True, owned=marked)
+    Path("t/a.bin").write_text("ours")
+    check_target(Path("t"), overwrite=True, owned=marked)
 
 
-def test_what_is_put_there_while_a_run_writes_is_not_removed(tmp_path):
-    write(tmp_path / "t", directory=True)
-    made = written([tmp_path / "t"], overwrite=True, owned=OURS)
+def test_what_is_put_there_while_a_run_writes_is_not_removed():
+    write("t", directory=True)
+    made = written([Path("t")], overwrite=True, owned=OURS)
     (made.__enter__()[0] / "a.bin").write_text("newer")
-    (tmp_path / "t" / "thesis.tex").write_text("precious")
+    Path("t/thesis.tex").write_text("precious")
     with pytest.raises(TargetExistsError, match=r"thesis\.tex"):
         made.__exit__(None, None, None)
-    assert names_in(tmp_path / "t") == ["a.bin", "thesis.tex"]
-    assert names_in(tmp_path) == ["t"]
+    assert names_in("t") == ["a.bin", "thesis.tex"]
+    assert names_in() == ["t"]
 
 
 @pytest.mark.parametrize("way", ["mkdir", "write_bytes"])
-def test_what_appears_in_the_last_moment_is_not_replaced_unasked(way, directory, tmp_path, monkeypatch):
+def test_what_appears_in_the_last_moment_is_not_replaced_unasked(way, directory, monkeypatch):
     """Between the last look and the rename; an empty directory would be replaced by a plain rename of another."""
     from zckpt.storage import durable
 
@@ -130,25 +130,25 @@ def test_what_appears_in_the_last_moment_is_not_replaced_unasked(way, directory,
 
     monkeypatch.setattr(durable, "check_target", check_and_make)
     with pytest.raises(TargetError):
-        write(tmp_path / "t", directory=directory)
-    assert names_in(tmp_path) == ["t"]
-    assert (tmp_path / "t").read_bytes() == b"precious" if way == "write_bytes" else not any((tmp_path / "t").iterdir())
+        write("t", directory=directory)
+    assert names_in() == ["t"]
+    assert Path("t").read_bytes() == b"precious" if way == "write_bytes" else not any(Path("t").iterdir())
 
 
 # --- two users of one directory
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
-def test_what_is_new_has_the_modes_that_the_umask_leaves(umask, tmp_path):
+def test_what_is_new_has_the_modes_that_the_umask_leaves(umask):
     before = os.umask(umask)
     try:
-        write(tmp_path / "new" / "t", directory=True)
-        write(tmp_path / "f", directory=False)
+        write("new/t", directory=True)
+        write("f", directory=False)
     finally:
         os.umask(before)
-    for path in (tmp_path / "new", tmp_path / "new" / "t"):
+    for path in (Path("new"), Path("new/t")):
         assert mode_of(path) == 0o777 & ~umask
-    for path in (tmp_path / "f", tmp_path / "new" / "t" / "a.bin"):
+    for path in (Path("f"), Path("new/t/a.bin")):
         assert mode_of(path) == 0o666 & ~umask
 
 
