@@ -249,28 +249,28 @@ def goes_on(kind: str, path: Path, model: nn.Module) -> tuple[nn.Module, Any]:
 
 
 @pytest.mark.parametrize(("kind", "async_"), each(SLOTS, [False, True]))
-def test_training_goes_on_as_if_nothing_had_happened(kind, async_, tmp_path):
+def test_training_goes_on_as_if_nothing_had_happened(kind, async_):
     model = net()
     optimizer = trained(MAKE[kind](model), model, 4)
-    saving = zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, step=4, async_=async_)
+    saving = zckpt.save("c", model=model, optimizer=optimizer, step=4, async_=async_)
     trained(optimizer, model, 4, 8)
     if saving is not None:
         saving.result()
-    other, its = goes_on(kind, tmp_path / "c", model)
+    other, its = goes_on(kind, "c", model)
     if kind == "many":
         assert its.state[other[0].weight]["sides"][0].stride() == optimizer.state[model[0].weight]["sides"][0].stride()
-    found = zckpt.open(tmp_path / "c")
+    found = zckpt.open("c")
     assert {*found.parameters["0.weight"].slots} - {"weight"} == SLOTS[kind]
-    assert zckpt.verify(tmp_path / "c", deep=True).sound
+    assert zckpt.verify("c", deep=True).sound
 
 
-def test_an_ordered_dict_among_hyperparameters_stays_one(tmp_path):
+def test_an_ordered_dict_among_hyperparameters_stays_one():
     model = net()
     optimizer = trained(MAKE["plain"](model), model, 2)
     optimizer.param_groups[0]["order"] = order = OrderedDict(b=1, a=OrderedDict(c=torch.ones(2)))
-    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
+    zckpt.save("c", model=model, optimizer=optimizer)
     its = MAKE["plain"](model)
-    zckpt.load(tmp_path / "c", model=model, optimizer=its)
+    zckpt.load("c", model=model, optimizer=its)
     assert repr(its.param_groups[0]["order"]) == repr(order)
 
 
@@ -282,19 +282,19 @@ HOLDING = ["ahead", "twice", "sharp"]
     ("kind", "to"),
     each(["turning", "many", "queued", "plain", "lbfgs", *HOLDING], [None, "zckpt", "dcp", "consolidated"]),
 )
-def test_a_state_dict_that_torch_saved_goes_on_too_with_all_that_it_has(kind, to, tmp_path):
-    source, target = tmp_path / "model.pt", tmp_path / "target"
+def test_a_state_dict_that_torch_saved_goes_on_too_with_all_that_it_has(kind, to):
+    source, target = Path("model.pt"), Path("target")
     model = file_of(kind, source)
     if to is not None:
         assert not zckpt.inspect(source, include_inventory=True).left_out
         zckpt.convert(source, target, to=to)
     goes_on(kind, target if to else source, model)
     if kind in HOLDING:
-        zckpt.strip(source, tmp_path / "stripped.pt", optimizer=True)
-        assert zckpt.open(tmp_path / "stripped.pt").slot_names() == ["weight"]
+        zckpt.strip(source, "stripped.pt", optimizer=True)
+        assert zckpt.open("stripped.pt").slot_names() == ["weight"]
     elif to is None:
-        zckpt.convert(source, tmp_path / "again.pt", to="consolidated")
-        again, other = torch.load(tmp_path / "again.pt", weights_only=False), net(seed=1)
+        zckpt.convert(source, "again.pt", to="consolidated")
+        again, other = torch.load("again.pt", weights_only=False), net(seed=1)
         other.load_state_dict(again["model"])
         its = MAKE[kind](other)
         its.load_state_dict(again["optimizer"])
@@ -303,8 +303,8 @@ def test_a_state_dict_that_torch_saved_goes_on_too_with_all_that_it_has(kind, to
 
 
 @pytest.mark.parametrize("front", ["module.", "_orig_mod."])
-def test_what_the_optimizer_of_a_wrapped_model_keeps_comes_back(front, tmp_path):
-    goes_on("turning", tmp_path / "model.pt", file_of("turning", tmp_path / "model.pt", front))
+def test_what_the_optimizer_of_a_wrapped_model_keeps_comes_back(front):
+    goes_on("turning", "model.pt", file_of("turning", "model.pt", front))
 
 
 def file_of(kind: str, path: Path, front: str = "") -> nn.Module:
@@ -317,19 +317,19 @@ def file_of(kind: str, path: Path, front: str = "") -> nn.Module:
     return model
 
 
-def test_numbers_that_convert_carried_are_named_in_the_optimizers_order_alone(tmp_path):
+def test_numbers_that_convert_carried_are_named_in_the_optimizers_order_alone():
     """LBFGS has the state of all parameters in the first one's."""
-    file_of("lbfgs", tmp_path / "model.pt")
-    zckpt.convert(tmp_path / "model.pt", tmp_path / "own", to="zckpt")
+    file_of("lbfgs", "model.pt")
+    zckpt.convert("model.pt", "own", to="zckpt")
     model = net(seed=1)
     two = Once([*model.parameters()][:2], lr=0.1)
     with pytest.raises(UsageError, match="param group 0 has other parameters"):
-        zckpt.load(tmp_path / "own", model=model, optimizer=two)
+        zckpt.load("own", model=model, optimizer=two)
 
 
 @pytest.mark.parametrize("to", [None, "zckpt", "dcp", "consolidated", "accelerate"])
-def test_each_of_several_files_of_optimizers_has_its_own(to, tmp_path):
-    source, target = tmp_path / "state", tmp_path / "target"
+def test_each_of_several_files_of_optimizers_has_its_own(to):
+    source, target = Path("state"), Path("target")
     source.mkdir()
     for at, turns in (("", 3), ("_1", 5)):
         model = net(seed=turns)
@@ -370,8 +370,8 @@ def test_it_is_said_where_the_optimizers_own_program_does_not_see_further_keys(t
     model = net()
     optimizer = trained(Drawing(model.parameters(), lr=0.1), model, 2)
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2}
-    torch.save(saved, tmp_path / "m.pt")
-    done = zckpt.convert(tmp_path / "m.pt", tmp_path / "out", to=to, **options)
+    torch.save(saved, "m.pt")
+    done = zckpt.convert("m.pt", "out", to=to, **options)
     assert any("only zckpt.load restores" in note for note in done.notes) == (file is None)
     if file is not None:
         its = torch.load(tmp_path / "out" / file)
@@ -381,32 +381,32 @@ def test_it_is_said_where_the_optimizers_own_program_does_not_see_further_keys(t
 
 @pytest.mark.parametrize("to", ["consolidated", "dcp"])
 @pytest.mark.parametrize("made", [Turning, Drawing])
-def test_further_keys_are_at_the_top_again_whichever_way_they_have_gone(made, to, tmp_path):
+def test_further_keys_are_at_the_top_again_whichever_way_they_have_gone(made, to):
     model = net()
     optimizer = trained(made(model.parameters(), lr=0.1), model, 2)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2}, tmp_path / "m.pt")
-    zckpt.convert(tmp_path / "m.pt", tmp_path / "one", to=to)
-    zckpt.convert(tmp_path / "one", tmp_path / "two", to="consolidated")
-    its = torch.load(tmp_path / "two" / "optimizer.pt")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2}, "m.pt")
+    zckpt.convert("m.pt", "one", to=to)
+    zckpt.convert("one", "two", to="consolidated")
+    its = torch.load("two/optimizer.pt")
     assert its["turn"] == 2
     optimizer.load_state_dict(its)
 
 
-def test_further_keys_for_which_a_class_has_no_place_are_named(tmp_path):
-    model = file_of("turning", tmp_path / "m.pt")
-    restored = zckpt.load(tmp_path / "m.pt", model=model, optimizer=SGD(model.parameters(), lr=0.1, momentum=0.9))
+def test_further_keys_for_which_a_class_has_no_place_are_named():
+    model = file_of("turning", "m.pt")
+    restored = zckpt.load("m.pt", model=model, optimizer=SGD(model.parameters(), lr=0.1, momentum=0.9))
     assert restored.notes == ["left out: turn, for which SGD has no place"]
 
 
-def test_keys_that_dcp_would_make_texts_of_are_refused_there(tmp_path):
+def test_keys_that_dcp_would_make_texts_of_are_refused_there():
     model = net()
     optimizer = trained(MAKE["plain"](model), model, 2)
     for parameter in model.parameters():
         optimizer.state[parameter] = {"momenta": {0.5: torch.ones_like(parameter)}}
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "m.pt")
-    zckpt.convert(tmp_path / "m.pt", tmp_path / "own", to="zckpt")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "m.pt")
+    zckpt.convert("m.pt", "own", to="zckpt")
     with pytest.raises(UnsupportedError, match="momenta, which the optimizer keeps of a parameter, has keys that are"):
-        zckpt.convert(tmp_path / "m.pt", tmp_path / "dcp", to="dcp")
+        zckpt.convert("m.pt", "dcp", to="dcp")
 
 
 class Kinds(SGD):
@@ -418,7 +418,7 @@ class Kinds(SGD):
 
 
 @pytest.mark.parametrize("kept", ["extra", "scheduler", "state dict"])
-def test_an_enum_elsewhere_would_come_back_as_nothing_and_is_refused(kept, tmp_path):
+def test_an_enum_elsewhere_would_come_back_as_nothing_and_is_refused(kept):
     model = net()
     optimizer = Turning(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
@@ -426,10 +426,10 @@ def test_an_enum_elsewhere_would_come_back_as_nothing_and_is_refused(kept, tmp_p
     given = {"extra": {"extra": {"kind": Kind.ROWS}}, "scheduler": {"scheduler": scheduler}, "state dict": {}}
     optimizer.turn = Kind.ROWS if kept == "state dict" else 0
     with pytest.raises(UnsupportedError, match=r"is a tests\.optim\.test_beside\.Kind, which only a pickle can hold"):
-        zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, **given[kept])
+        zckpt.save("c", model=model, optimizer=optimizer, **given[kept])
 
 
-def test_what_is_no_data_is_not_given_to_an_optimizer_beside_its_state(tmp_path):
+def test_what_is_no_data_is_not_given_to_an_optimizer_beside_its_state():
     class Placed(SGD):
         def state_dict(self) -> dict[str, Any]:
             return {**super().state_dict(), "place": PurePath("a")}
@@ -439,63 +439,63 @@ def test_what_is_no_data_is_not_given_to_an_optimizer_beside_its_state(tmp_path)
 
     model = net()
     optimizer = trained(Placed(model.parameters()), model, 2)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "c.pt")
     with pytest.raises(UsageError, match="an object that only a pickle can make"):
-        zckpt.load(tmp_path / "c.pt", model=model, optimizer=optimizer)
-    restored = zckpt.load(tmp_path / "c.pt", model=model, optimizer=optimizer, strict=False)
+        zckpt.load("c.pt", model=model, optimizer=optimizer)
+    restored = zckpt.load("c.pt", model=model, optimizer=optimizer, strict=False)
     assert any("an object that only a pickle can make" in note for note in restored.notes)
 
 
-def test_what_a_deque_holds_is_held_against_the_checkpoint(tmp_path):
-    model, optimizer = saved("queued", tmp_path / "c")
-    zckpt.assert_restored(tmp_path / "c", model=model, optimizer=optimizer)
+def test_what_a_deque_holds_is_held_against_the_checkpoint():
+    model, optimizer = saved("queued", "c")
+    zckpt.assert_restored("c", model=model, optimizer=optimizer)
     optimizer.state[model[0].weight]["queue"][0].add_(1)
     with pytest.raises(ZckptError, match="queue"):
-        zckpt.assert_restored(tmp_path / "c", model=model, optimizer=optimizer)
+        zckpt.assert_restored("c", model=model, optimizer=optimizer)
 
 
-def test_an_object_among_hyperparameters_stays_as_the_optimizer_has_it(tmp_path):
+def test_an_object_among_hyperparameters_stays_as_the_optimizer_has_it():
     model = net()
-    torch.save({"model": model.state_dict(), "optimizer": Kinds(model.parameters()).state_dict()}, tmp_path / "m.pt")
+    torch.save({"model": model.state_dict(), "optimizer": Kinds(model.parameters()).state_dict()}, "m.pt")
     optimizer = Kinds(model.parameters())
-    restored = zckpt.load(tmp_path / "m.pt", model=model, optimizer=optimizer)
+    restored = zckpt.load("m.pt", model=model, optimizer=optimizer)
     assert [note.partition(":")[0] for note in restored.notes] == ["kind of the param groups is left as it is here"]
     assert optimizer.param_groups[0]["kind"] == timedelta(1)
     without = SGD(model.parameters(), lr=0.1)
     with pytest.raises(UnsupportedError, match="kind of a param group is an object"):
-        zckpt.load(tmp_path / "m.pt", model=model, optimizer=without)
+        zckpt.load("m.pt", model=model, optimizer=without)
 
 
 @pytest.mark.parametrize(("kind", "to"), each(["ahead", "many"], ["zckpt", "dcp", "consolidated"]))
-def test_it_goes_along_to_other_formats_and_is_no_part_of_a_file_without_place(kind, to, tmp_path):
-    model, optimizer = saved(kind, tmp_path / "c", 4)
+def test_it_goes_along_to_other_formats_and_is_no_part_of_a_file_without_place(kind, to):
+    model, optimizer = saved(kind, "c", 4)
     trained(optimizer, model, 4, 8)
-    done = zckpt.convert(tmp_path / "c", tmp_path / "out", to=to)
+    done = zckpt.convert("c", "out", to=to)
     assert any("only zckpt.load restores" in note for note in done.notes) == (to != "zckpt")
-    goes_on(kind, tmp_path / "out", model)
+    goes_on(kind, "out", model)
     for refused in (
-        lambda: zckpt.consolidate(tmp_path / "c", tmp_path / "x.pt", slots="all"),
-        lambda: zckpt.average([tmp_path / "c", tmp_path / "c"], tmp_path / "x.pt", slots="all"),
-        lambda: zckpt.convert(tmp_path / "c", tmp_path / "ds", to="deepspeed", stage=1, world_size=1),
+        lambda: zckpt.consolidate("c", "x.pt", slots="all"),
+        lambda: zckpt.average(["c", "c"], "x.pt", slots="all"),
+        lambda: zckpt.convert("c", "ds", to="deepspeed", stage=1, world_size=1),
     ):
         with pytest.raises(UnsupportedError, match=r"kept more|cannot hold (steps, sides, type|slow_state)"):
             refused()
-    assert names_in(tmp_path) == ["c", "out"]
-    zckpt.consolidate(tmp_path / "c", tmp_path / "x.pt", slots=sorted(SLOTS[kind]))
+    assert names_in() == ["c", "out"]
+    zckpt.consolidate("c", "x.pt", slots=sorted(SLOTS[kind]))
 
 
-def test_several_optimizers_each_have_theirs(tmp_path):
+def test_several_optimizers_each_have_theirs():
     def make(model: Any) -> list[Any]:
         return [Ahead(AdamW(model[0].parameters(), lr=0.1)), Many(model[2].parameters())]
 
     model, other = net(), net(seed=1)
     ours, theirs = make(model), make(other)
     train(model, ours, range(4))
-    zckpt.save(tmp_path / "c", model=model, optimizer=ours)
+    zckpt.save("c", model=model, optimizer=ours)
     with pytest.raises(UnsupportedError, match="kept more"):
-        zckpt.consolidate(tmp_path / "c", tmp_path / "x.pt", slots="all")
+        zckpt.consolidate("c", "x.pt", slots="all")
     train(model, ours, range(4, 8))
-    zckpt.load(tmp_path / "c", model=other, optimizer=theirs)
+    zckpt.load("c", model=other, optimizer=theirs)
     train(other, theirs, range(4, 8))
     assert equal(other, model)
 
@@ -527,17 +527,17 @@ NOT_LOADED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", NOT_LOADED)
-def test_what_an_optimizer_cannot_take_is_refused_before_anything_is_changed(case, tmp_path):
+def test_what_an_optimizer_cannot_take_is_refused_before_anything_is_changed(case):
     kind, make, match = NOT_LOADED[case]
-    saved(kind, tmp_path / "c")
-    is_refused(make, match, tmp_path / "c")
+    saved(kind, "c")
+    is_refused(make, match, "c")
 
 
 @on_ranks(1)
-def test_what_sharded_optimizers_cannot_take_is_refused_before_anything_is_changed(rank, world_size, tmp_path):
-    saved("many", tmp_path / "c")
+def test_what_sharded_optimizers_cannot_take_is_refused_before_anything_is_changed(rank, world_size):
+    saved("many", "c")
     for sharded in (ZeroRedundancyOptimizer, ZeroOptimizer):
-        is_refused(lambda model, its=sharded: its(model.named_parameters(), AdamW, lr=0.1), "no place", tmp_path / "c")
+        is_refused(lambda model, its=sharded: its(model.named_parameters(), AdamW, lr=0.1), "no place", "c")
 
 
 def is_refused(make: Callable[[Any], Any], match: str, path: Path) -> None:
@@ -550,11 +550,11 @@ def is_refused(make: Callable[[Any], Any], match: str, path: Path) -> None:
     assert repr(optimizer.state_dict()) == settings
 
 
-def test_less_than_everything_is_loaded_with_a_note(tmp_path):
-    model, optimizer = saved("ahead", tmp_path / "c")
+def test_less_than_everything_is_loaded_with_a_note():
+    model, optimizer = saved("ahead", "c")
     other = net(seed=1)
     its = AdamW(other.parameters(), lr=0.1)
-    restored = zckpt.load(tmp_path / "c", model=other, optimizer=its, strict=False)
+    restored = zckpt.load("c", model=other, optimizer=its, strict=False)
     assert any("no place for slow_state" in note for note in restored.notes)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(optimizer.held.state[one]["exp_avg"], its.state[two]["exp_avg"])
@@ -574,11 +574,11 @@ class Keyed(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("key", [0, None, ("a", 1), True, 1.5, "weight", "master"])
-def test_state_and_settings_may_have_any_keys(key, tmp_path):
+def test_state_and_settings_may_have_any_keys(key):
     (model, optimizer), (other, its) = ((one := net(seed), Keyed(one.parameters(), key)) for seed in (0, 1))
     optimizer.step()
-    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
-    zckpt.load(tmp_path / "c", model=other, optimizer=its)
+    zckpt.save("c", model=model, optimizer=optimizer)
+    zckpt.load("c", model=other, optimizer=its)
     assert torch.equal(other[0].weight, model[0].weight)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert_same_tree(its.state[two], optimizer.state[one])
@@ -592,29 +592,29 @@ def test_state_and_settings_may_have_any_keys(key, tmp_path):
         {"names": [1]}, {"names": [[1, 2]]}, {"names": [[["0.weight"]]]}, {"keys": [["exp_avg"]]},
     ],
 )  # fmt: skip
-def test_what_is_none_of_ours_is_damage(change, tmp_path):
-    model, optimizer = saved("turning", tmp_path / "c")
-    document = json.loads((tmp_path / "c" / "checkpoint.json").read_text())
+def test_what_is_none_of_ours_is_damage(change):
+    model, optimizer = saved("turning", "c")
+    document = json.loads(Path("c/checkpoint.json").read_text())
     document["optimizer_metadata"]["beside_state"]["node"].update(change)
     del document["crc32"]
-    (tmp_path / "c" / "checkpoint.json").write_text(json.dumps(document))
+    Path("c/checkpoint.json").write_text(json.dumps(document))
     with pytest.raises(zckpt.SourceError, match="beside_state"):
-        zckpt.load(tmp_path / "c", model=model, optimizer=optimizer)
+        zckpt.load("c", model=model, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("form", ["zckpt", "dcp"])
 @pytest.mark.parametrize("kind", ["ahead", "many"])
-def test_it_goes_with_the_state_when_that_is_stripped(kind, form, tmp_path):
-    saved(kind, tmp_path / "c")
+def test_it_goes_with_the_state_when_that_is_stripped(kind, form):
+    saved(kind, "c")
     other = net(seed=1)
-    zckpt.convert(tmp_path / "c", tmp_path / "d", to=form)
-    zckpt.strip(tmp_path / "d", tmp_path / "s", optimizer=True)
-    restored = zckpt.load(tmp_path / "s", model=other)
+    zckpt.convert("c", "d", to=form)
+    zckpt.strip("d", "s", optimizer=True)
+    restored = zckpt.load("s", model=other)
     assert restored.notes == []
     if form == "zckpt":
-        assert zckpt.open(tmp_path / "s").optimizer_metadata == {}
+        assert zckpt.open("s").optimizer_metadata == {}
     its = SGD(other.parameters(), lr=0.1) if kind == "ahead" else Many(other.parameters())
-    restored = zckpt.load(tmp_path / "s", model=other, optimizer=its, strict=kind == "many")
+    restored = zckpt.load("s", model=other, optimizer=its, strict=kind == "many")
     assert any("left out" in note for note in restored.notes) == (form != "zckpt")
     assert not its.state
     trained(its, other, 2, 4)
@@ -645,16 +645,16 @@ class Queue(Many):
         (lambda model: Queue(model.parameters()), r"'0\.weight'\]\['queue'\] is a fractions.Fraction"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_by_name(make, match, tmp_path):
+def test_what_cannot_be_kept_is_refused_by_name(make, match):
     model = net()
     optimizer = trained(make(model), model, 2)
     with pytest.raises(UnsupportedError, match=match):
-        zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
-    assert not (tmp_path / "c").exists()
+        zckpt.save("c", model=model, optimizer=optimizer)
+    assert not Path("c").exists()
 
 
 @on_ranks(2)
-def test_what_ranks_have_shares_of_is_refused_by_name(rank, world_size, tmp_path):
+def test_what_ranks_have_shares_of_is_refused_by_name(rank, world_size):
     for name, make, match in (
         ("redundancy", lambda model: ZeroRedundancyOptimizer(model.named_parameters(), Many), "keeps sides, type"),
         ("turning", lambda model: ZeroRedundancyOptimizer(model.named_parameters(), Turning, lr=0.1), "keeps turn"),
@@ -667,38 +667,38 @@ def test_what_ranks_have_shares_of_is_refused_by_name(rank, world_size, tmp_path
         optimizer = make(model)
         live.step(model, optimizer, (2, 5))
         with pytest.raises(ZckptError, match=match):
-            zckpt.save(tmp_path / name, model=model, optimizer=optimizer)
+            zckpt.save(name, model=model, optimizer=optimizer)
         if name == "turning":
             with pytest.raises(ZckptError, match="keeps turn"):
-                zckpt.save(tmp_path / name, model=model, optimizer=optimizer, format="zero-redundancy")
+                zckpt.save(name, model=model, optimizer=optimizer, format="zero-redundancy")
         dist.barrier()
-        assert not (tmp_path / name).exists()
+        assert not Path(name).exists()
     model = fully_shard(net())  # a number is the same on all ranks
     optimizer = Turning(model.named_parameters(), lr=0.1, momentum=0.9)
     train(model, [optimizer], range(2))
-    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
+    zckpt.save("c", model=model, optimizer=optimizer)
     for other in (net(seed=1), fully_shard(net(seed=1))):
         its = Turning(other.named_parameters(), lr=0.1, momentum=0.9)
-        zckpt.load(tmp_path / "c", model=other, optimizer=its)
+        zckpt.load("c", model=other, optimizer=its)
         assert its.turn == optimizer.turn == 2
         before = whole([*other.parameters()])
         raising = Raising(other.named_parameters(), lr=0.1, momentum=0.9)
         with pytest.raises(UsageError, match="not today"):
-            zckpt.load(tmp_path / "c", model=other, optimizer=raising)
+            zckpt.load("c", model=other, optimizer=raising)
         assert same(before, whole([*other.parameters()]))
 
 
-def test_other_names_follow_and_another_arrangement_is_refused(tmp_path):
-    model, optimizer = saved("ahead", tmp_path / "c")
-    zckpt.convert(tmp_path / "c", tmp_path / "renamed", to="zckpt", add_prefix="model.")
+def test_other_names_follow_and_another_arrangement_is_refused():
+    model, optimizer = saved("ahead", "c")
+    zckpt.convert("c", "renamed", to="zckpt", add_prefix="model.")
     wrapped = nn.ModuleDict({"model": net(seed=1)})
     its = Ahead(AdamW(wrapped.parameters(), lr=0.1))
-    zckpt.load(tmp_path / "renamed", model=wrapped, optimizer=its)
+    zckpt.load("renamed", model=wrapped, optimizer=its)
     for one, two in zip(model.parameters(), wrapped.parameters(), strict=True):
         assert torch.equal(optimizer.state[one]["slow"], its.state[two]["slow"])
     turned = {"tensors": [{"from": "2.weight", "to": "2.other", "transpose": [1, 0]}]}
     with pytest.raises((UnsupportedError, LayoutError, UsageError)):
-        zckpt.convert(tmp_path / "c", tmp_path / "turned", to="zckpt", map=turned)
+        zckpt.convert("c", "turned", to="zckpt", map=turned)
 
 
 THEIRS = {
@@ -711,7 +711,7 @@ THEIRS = {
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_optimizers_of_another_package_go_on(name, tmp_path):
+def test_optimizers_of_another_package_go_on(name):
     package = pytest.importorskip("pytorch_optimizer")
 
     def stepped(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
@@ -730,9 +730,9 @@ def test_optimizers_of_another_package_go_on(name, tmp_path):
     model, other = net(), net(seed=1)
     optimizer = THEIRS[name](package, model)
     stepped(model, optimizer, range(6))
-    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, step=6)
+    zckpt.save("c", model=model, optimizer=optimizer, step=6)
     stepped(model, optimizer, range(6, 12))
     its = THEIRS[name](package, other)
-    zckpt.load(tmp_path / "c", model=other, optimizer=its)
+    zckpt.load("c", model=other, optimizer=its)
     stepped(other, its, range(6, 12))
     assert equal(other, model)

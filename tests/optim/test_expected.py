@@ -45,7 +45,7 @@ def test_the_keys_are_those_that_a_step_makes(name):
             assert its.required <= made <= its.required | its.optional, (name, settings, shape)
 
 
-def test_lbfgs_goes_on_from_its_own_lists_alone(tmp_path):
+def test_lbfgs_goes_on_from_its_own_lists_alone():
     def steps(model: nn.Module, optimizer: Any) -> None:
         def loss() -> torch.Tensor:
             optimizer.zero_grad()
@@ -58,8 +58,8 @@ def test_lbfgs_goes_on_from_its_own_lists_alone(tmp_path):
     (model, other), made = (net(), net(seed=1)), torch.optim.LBFGS
     ours, its = (made(one.parameters(), max_iter=3) for one in (model, other))
     steps(model, ours)
-    zckpt.save(tmp_path / "c", model=model, optimizer=ours)
-    zckpt.load(tmp_path / "c", model=other, optimizer=its)
+    zckpt.save("c", model=model, optimizer=ours)
+    zckpt.load("c", model=other, optimizer=its)
     known = wanted(its, {}, 1)
     assert known is not None
     assert set(its.state[other[0].weight]) == known.required | known.optional
@@ -67,8 +67,8 @@ def test_lbfgs_goes_on_from_its_own_lists_alone(tmp_path):
     steps(other, its)
     assert same([*model.parameters()], [*other.parameters()])
     assert_same_tree(its.state_dict()["state"], ours.state_dict()["state"])
-    saved(tmp_path / "adamw")
-    assert_refused(tmp_path / "adamw", *begun(made), "LBFGS cannot continue from the state of 0.weight")
+    saved("adamw")
+    assert_refused("adamw", *begun(made), "LBFGS cannot continue from the state of 0.weight")
 
 
 def test_every_class_of_torch_is_known():
@@ -125,51 +125,51 @@ REFUSED: list[tuple[Any, Any, str]] = [
 
 @pytest.mark.parametrize("stepped_before", [False, True])
 @pytest.mark.parametrize("case", range(len(REFUSED)))
-def test_state_of_another_optimizer_is_refused_and_nothing_changed(case, stepped_before, tmp_path):
+def test_state_of_another_optimizer_is_refused_and_nothing_changed(case, stepped_before):
     (source, its), (target, ours), match = REFUSED[case]
-    saved(tmp_path / "c", source, **its)
+    saved("c", source, **its)
     model, optimizer = begun(target, lr=0.5, **ours)
     if stepped_before and target is not Own:
         trained(model, optimizer)
-    assert_refused(tmp_path / "c", model, optimizer, match)
+    assert_refused("c", model, optimizer, match)
 
 
-def test_slots_that_some_parameters_lack_are_refused(tmp_path):
+def test_slots_that_some_parameters_lack_are_refused():
     model, optimizer = stepped(net())
     del optimizer.state[model[1].bias]["exp_avg_sq"]
-    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
-    assert_refused(tmp_path / "c", *begun(), r"AdamW cannot continue from the state of 1\.bias.*found step, exp_avg")
+    zckpt.save("c", model=model, optimizer=optimizer)
+    assert_refused("c", *begun(), r"AdamW cannot continue from the state of 1\.bias.*found step, exp_avg")
 
 
-def test_amsgrad_without_its_slot_is_refused_and_with_it_is_the_checkpoints(tmp_path):
-    saved(tmp_path / "with", amsgrad=True)
+def test_amsgrad_without_its_slot_is_refused_and_with_it_is_the_checkpoints():
+    saved("with", amsgrad=True)
     model, optimizer = begun()
-    zckpt.load(tmp_path / "with", model=model, optimizer=optimizer)
+    zckpt.load("with", model=model, optimizer=optimizer)
     assert optimizer.param_groups[0]["amsgrad"]
     assert "max_exp_avg_sq" in optimizer.state[model[0].weight]
     model, optimizer = stepped(net())
     optimizer.param_groups[0]["amsgrad"] = True  # from now on, which torch does not take either
-    zckpt.save(tmp_path / "without", model=model, optimizer=optimizer)
-    assert_refused(tmp_path / "without", *begun(), "expected exp_avg, exp_avg_sq, max_exp_avg_sq, step, found")
+    zckpt.save("without", model=model, optimizer=optimizer)
+    assert_refused("without", *begun(), "expected exp_avg, exp_avg_sq, max_exp_avg_sq, step, found")
 
 
 @pytest.mark.parametrize(("source", "steps"), [(torch.optim.Adam, 2), (torch.optim.SGD, 1)])
-def test_adamw_goes_on_from_adam_and_says_that_it_makes_state_where_there_is_none(source, steps, tmp_path):
-    saved(tmp_path / "c", source)
+def test_adamw_goes_on_from_adam_and_says_that_it_makes_state_where_there_is_none(source, steps):
+    saved("c", source)
     model, optimizer = begun()
     made = ["no state of 0.weight, 0.bias, 1.weight, 1.bias: AdamW makes it in its next step"]
-    assert zckpt.load(tmp_path / "c", model=model, optimizer=optimizer).notes == (made if steps == 1 else [])
+    assert zckpt.load("c", model=model, optimizer=optimizer).notes == (made if steps == 1 else [])
     trained(model, optimizer)
     assert optimizer.state[model[0].weight]["step"] == steps
 
 
 @on_ranks(1)
-def test_a_zero_optimizer_says_whose_state_is_zero(rank, world_size, tmp_path):
+def test_a_zero_optimizer_says_whose_state_is_zero(rank, world_size):
     model, optimizer = stepped(net())
     del optimizer.state[model[1].bias]
-    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
+    zckpt.save("c", model=model, optimizer=optimizer)
     other, ours = begun(partial(ZeroOptimizer, optimizer_class=torch.optim.AdamW))
-    assert zckpt.load(tmp_path / "c", model=other, optimizer=ours).notes == ["no state of 1.bias"]
+    assert zckpt.load("c", model=other, optimizer=ours).notes == ["no state of 1.bias"]
     assert not ours.full_state("1.bias", "exp_avg").any()
 
 
@@ -188,18 +188,18 @@ class Counting(torch.optim.Optimizer):
                 state["scale"] = torch.rand(parameter.shape)
 
 
-def test_integers_of_an_optimizer_keep_their_type(tmp_path):
+def test_integers_of_an_optimizer_keep_their_type():
     model, optimizer = stepped(net(), Counting)
-    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
+    zckpt.save("c", model=model, optimizer=optimizer)
     other, its = begun(Counting)
-    zckpt.load(tmp_path / "c", model=other, optimizer=its)
+    zckpt.load("c", model=other, optimizer=its)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert_same_tree(its.state[two], optimizer.state[one])
 
 
 @on_ranks(2)
-def test_ranks_refuse_it_together(rank, world_size, tmp_path):
-    saved(tmp_path / "c", torch.optim.SGD, momentum=0.9)
+def test_ranks_refuse_it_together(rank, world_size):
+    saved("c", torch.optim.SGD, momentum=0.9)
     for name, make in {
         "zero": lambda named: ZeroOptimizer(named, torch.optim.AdamW, lr=0.5, stage=2),
         "redundancy": lambda named: ZeroRedundancyOptimizer(named, torch.optim.AdamW, lr=0.5),
@@ -213,13 +213,13 @@ def test_ranks_refuse_it_together(rank, world_size, tmp_path):
         optimizer = make(list(model.named_parameters()))
         before = whole([*model.parameters()])
         with pytest.raises(UsageError, match="momentum_buffer"):
-            zckpt.load(tmp_path / "c", model=model, optimizer=optimizer)
+            zckpt.load("c", model=model, optimizer=optimizer)
         assert same(before, whole([*model.parameters()])), name
         assert optimizer.param_groups[0]["lr"] == 0.5
         assert not getattr(optimizer, "optim", optimizer).state
 
 
-def test_state_lies_in_memory_as_its_parameter_for_a_fused_step(tmp_path):
+def test_state_lies_in_memory_as_its_parameter_for_a_fused_step():
     def made() -> tuple[nn.Conv2d, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -232,9 +232,9 @@ def test_state_lies_in_memory_as_its_parameter_for_a_fused_step(tmp_path):
 
     model, optimizer = made()
     fused_step(model, optimizer)
-    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
+    zckpt.save("c", model=model, optimizer=optimizer)
     again, its = made()
-    zckpt.load(tmp_path / "c", model=again, optimizer=its)
+    zckpt.load("c", model=again, optimizer=its)
     assert its.state[again.weight]["exp_avg"].stride() == again.weight.stride() != (27, 9, 3, 1)
     fused_step(model, optimizer)
     fused_step(again, its)

@@ -68,28 +68,28 @@ TARGETS: list[tuple[int, str | None, dict[str, int]]] = [
 @pytest.mark.parametrize(
     ("kind", "named", "targets"), each(["adamw", "sgdm"], [True, False], [TARGETS[::2], TARGETS[1::2]])
 )
-def test_what_ranks_write_continues_at_any_number_of_them(kind, named, targets, tmp_path):
-    wanted, *others = run(save_run, 3, tmp_path / "saved", kind, named)
+def test_what_ranks_write_continues_at_any_number_of_them(kind, named, targets):
+    wanted, *others = run(save_run, 3, "saved", kind, named)
     assert all(same(wanted, other) for other in others)
     for world_size, to, options in targets:
-        path = tmp_path / (to or "saved")
+        path = Path(to or "saved")
         if to is not None:
-            zckpt.convert(tmp_path / "saved", path, to=to, **options)
+            zckpt.convert("saved", path, to=to, **options)
         run(load_run, world_size, path, kind, named, wanted)
 
 
-def test_tools_treat_it_like_any_other(tmp_path):
-    run(save_run, 2, tmp_path / "saved", "adamw", True)
-    checkpoint = zckpt.open(tmp_path / "saved")
+def test_tools_treat_it_like_any_other():
+    run(save_run, 2, "saved", "adamw", True)
+    checkpoint = zckpt.open("saved")
     assert checkpoint.format == "zero-redundancy"
     assert checkpoint.world_size == 2
     assert {n: p.tied_to for n, p in checkpoint.parameters.items() if p.tied_to} == {"head.weight": "embed.weight"}
     assert [n for n, p in checkpoint.parameters.items() if p.frozen] == ["frozen"]
     assert set(checkpoint.buffers) == {"scale", "count"}
     assert checkpoint.param_groups[0].hyperparameters["weight_decay"] == 0.1
-    zckpt.consolidate(tmp_path / "saved", tmp_path / "model.safetensors", slots="all")
-    zckpt.convert(tmp_path / "saved", tmp_path / "deepspeed", to="deepspeed", world_size=3, stage=2)
-    found = zckpt.open(tmp_path / "deepspeed")
+    zckpt.consolidate("saved", "model.safetensors", slots="all")
+    zckpt.convert("saved", "deepspeed", to="deepspeed", world_size=3, stage=2)
+    found = zckpt.open("deepspeed")
     for name in ("embed.weight", "up.bias"):
         for slot in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(found.read(name, slot), checkpoint.read(name, slot))
@@ -109,22 +109,22 @@ def load_by_torch(rank, world_size, path: Path) -> None:
     assert equal(model, other)
 
 
-def test_torchs_own_optimizer_loads_what_ranks_write(tmp_path):
-    run(save_run, 3, tmp_path / "saved", "adamw", True)
-    run(load_by_torch, 3, tmp_path / "saved")
+def test_torchs_own_optimizer_loads_what_ranks_write():
+    run(save_run, 3, "saved", "adamw", True)
+    run(load_by_torch, 3, "saved")
 
 
 @on_ranks(2)
-def test_refusals_reach_all_ranks(rank, world_size, tmp_path):
-    model, path = net(), tmp_path / "saved"
+def test_refusals_reach_all_ranks(rank, world_size):
+    model, path = net(), Path("saved")
     files.save(make("adamw", model, named=True), path, model=model)
-    before = contents(tmp_path)
+    before = contents()
     optimizer = ZeroRedundancyOptimizer([("embed.weight", model.embed.weight)], torch.optim.AdamW, lr=1.0)
     with pytest.raises(zckpt.UsageError, match="param groups"):
         files.load(optimizer, path)
     unnamed = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1.0)
     with pytest.raises(zckpt.UsageError, match="has no name"):
-        files.save(unnamed, tmp_path / "other")
+        files.save(unnamed, "other")
     with pytest.raises(zckpt.TargetExistsError):
         files.save(optimizer, path)
-    assert contents(tmp_path) == before
+    assert contents() == before

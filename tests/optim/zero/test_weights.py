@@ -130,7 +130,7 @@ def test_weights_that_somebody_writes_are_trained(rank, world_size, write, dtype
 
 
 @on_ranks(2)
-def test_saved_before_the_next_step(rank, world_size, tmp_path):
+def test_saved_before_the_next_step(rank, world_size):
     net = Net(torch.bfloat16)
     ours = make(net)
     stepped(ours, net, 0, rank)
@@ -138,23 +138,23 @@ def test_saved_before_the_next_step(rank, world_size, tmp_path):
     for group, master in zip(ours.groups, ours.state_dict()["single_partition_of_fp32_groups"], strict=True):
         assert torch.equal(master.bfloat16(), group.weights[: master.numel()])
     by_other_memory(net)
-    zckpt.save(tmp_path / "own", model=net, optimizer=ours)
-    checkpoint = zckpt.open(tmp_path / "own")
+    zckpt.save("own", model=net, optimizer=ours)
+    checkpoint = zckpt.open("own")
     assert (checkpoint.read("last.bias", "master") == 0.125).all()
 
 
 @on_ranks(2)
-def test_loaded_beside(rank, world_size, tmp_path):
+def test_loaded_beside(rank, world_size):
     """A checkpoint that is loaded into the model alone is where training goes on."""
     source = Net()
     by_data(source)
     if rank == 0:
-        torch.save(source.state_dict(), tmp_path / "model.pt")
+        torch.save(source.state_dict(), "model.pt")
     dist.barrier()
     net = Net()
     ours = make(net)
     stepped(ours, net, 0, rank)
-    zckpt.load(tmp_path / "model.pt", model=net)
+    zckpt.load("model.pt", model=net)
     twin = Unsharded(net, torch.optim.SGD, momentum=0.0)
     for group in ours.param_groups:
         group["momentum"] = 0.0
