@@ -55,30 +55,30 @@ def train(
 
 
 @pytest.mark.parametrize("async_", some([True], [False]))
-def test_a_run_that_is_ended_resumes_where_it_was(async_, tmp_path):
+def test_a_run_that_is_ended_resumes_where_it_was(async_):
     options = {"keep": 2, "every": 2, "async_": async_}
-    whole = run(train, 2, tmp_path / "whole", 7, options, None)[0]
+    whole = run(train, 2, "whole", 7, options, None)[0]
     assert whole["names"] == [RECORD, "latest", "step-00000004", "step-00000006"]
-    began = run(train, 2, tmp_path / "run", 7, options, 2)
+    began = run(train, 2, "run", 7, options, 2)
     [latest] = {told["names"][-1] for told in began}
     assert latest in ("step-00000003", "step-00000004")  # after the step in which one rank was told, or the next
-    assert (tmp_path / "run" / "latest").read_text() == latest
-    last = zckpt.open(tmp_path / "run").step
+    assert Path("run/latest").read_text() == latest
+    last = zckpt.open("run").step
     assert latest == f"step-{last:08d}"
-    ended = run(train, 2, tmp_path / "run", 7, options, None)[0]
+    ended = run(train, 2, "run", 7, options, None)[0]
     assert ended["extra"] == {"seen": last}
     assert began[0]["losses"] + ended["losses"] == whole["losses"]
     assert ended["names"] == whole["names"]
 
 
-def damage(checkpoint: Path, how: str) -> None:
-    ranks = sorted(checkpoint.glob("rank-*"))
+def damage(checkpoint: str, how: str) -> None:
+    ranks = sorted(Path(checkpoint).glob("rank-*"))
     if how == "missing":
         ranks[1].unlink()
     elif how == "short":
         os.truncate(ranks[0], ranks[0].stat().st_size - 1)
     elif how == "document":
-        (checkpoint / "checkpoint.json").unlink()
+        Path(checkpoint, "checkpoint.json").unlink()
     else:
         data = bytearray(ranks[1].read_bytes())
         data[-1] ^= 1
@@ -88,8 +88,8 @@ def damage(checkpoint: Path, how: str) -> None:
 @pytest.mark.parametrize("how", some(["short"], ["missing", "document"]))
 def test_what_is_not_sound_is_passed_over_and_named(how, tmp_path):
     run(train, 2, tmp_path, 4, {"every": 1, "keep": None}, None)
-    damage(tmp_path / "step-00000004", how)
-    damage(tmp_path / "step-00000003", how)
+    damage("step-00000004", how)
+    damage("step-00000003", how)
     told = run(train, 2, tmp_path, 3, {}, None)
     for one in told:
         assert one["first"] == 2
@@ -98,7 +98,7 @@ def test_what_is_not_sound_is_passed_over_and_named(how, tmp_path):
     assert "step-00000004" in told[0]["warned"][0]
     assert told[1]["warned"] == []
     for name in ("step-00000001", "step-00000002"):
-        damage(tmp_path / name, how)
+        damage(name, how)
     with (
         pytest.raises(SourceError, match="none of the checkpoints is sound"),
         pytest.warns(UserWarning, match="skipped step"),
@@ -118,7 +118,7 @@ def flipped(rank, world_size, directory: Path) -> list[int]:
 
 def test_a_flipped_bit_is_found_unless_nothing_is_to_be_verified(tmp_path):
     run(train, 2, tmp_path, 2, {"every": 1}, None)
-    path = tmp_path / "step-00000002"
+    path = Path("step-00000002")
     damage(path, "bit")
     damage_weights(path)
     with warnings.catch_warnings():
@@ -141,13 +141,13 @@ def test_the_last_sound_one_is_never_removed(tmp_path):
     for step in (1, 2, 3):
         checkpointer.save(step, model=torch.nn.Linear(2, 2))
         checkpointer.close()
-        assert names_in(tmp_path) == [RECORD, "latest", f"step-0000000{step}"]
-        (tmp_path / ".step-00000001.zckpt-removed").mkdir()  # left by a run that was killed
+        assert names_in() == [RECORD, "latest", f"step-0000000{step}"]
+        Path(".step-00000001.zckpt-removed").mkdir()  # left by a run that was killed
 
 
-def test_a_new_run_begins_afresh_and_replaces_a_step_of_its_own(tmp_path):
+def test_a_new_run_begins_afresh_and_replaces_a_step_of_its_own():
     model = torch.nn.Linear(2, 2)
-    checkpointer = zckpt.Checkpointer(tmp_path / "new", on_sigterm=False)
+    checkpointer = zckpt.Checkpointer("new", on_sigterm=False)
     assert checkpointer.resume(model=model) is None
     assert not checkpointer.step(7, model=model)
     checkpointer.save(7, model=model)
@@ -176,12 +176,12 @@ def test_a_save_that_fails_in_the_background_does_not_become_the_latest(rank, wo
     checkpointer.close()
     dist.barrier()
     if rank == 0:
-        (tmp_path / ".step-00000002.zckpt-partial").write_text("in the way")
+        Path(".step-00000002.zckpt-partial").write_text("in the way")
     dist.barrier()
     checkpointer.step(2, **both)
     with pytest.raises(OSError, match="cannot be"):
         checkpointer.close()
     assert differences(training.state(), before) == []
     dist.barrier()
-    assert names_in(tmp_path) == [".step-00000002.zckpt-partial", RECORD, "latest", "step-00000001"]
-    assert (tmp_path / "latest").read_text() == "step-00000001"
+    assert names_in() == [".step-00000002.zckpt-partial", RECORD, "latest", "step-00000001"]
+    assert Path("latest").read_text() == "step-00000001"

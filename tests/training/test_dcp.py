@@ -222,7 +222,7 @@ def test_what_is_saved_is_the_truth_and_goes_on(world_size, names, saved):
 
 
 @on_ranks(2)
-def test_errors_are_one_clear_line(rank, world_size, tmp_path):
+def test_errors_are_one_clear_line(rank, world_size):
     training = Training.of(BY_NAME["adamw-fsdp-float32"])
     model, optimizer = get_state_dict(training.model, training.optimizer)
 
@@ -235,7 +235,7 @@ def test_errors_are_one_clear_line(rank, world_size, tmp_path):
         refused(expected, dcp.load, state, storage_reader=zckpt.dcp.Reader(source, **options))
 
     def save(expected: str, state: dict[str, Any], name: str) -> None:
-        refused(expected, dcp.save, state, storage_writer=zckpt.dcp.Writer(tmp_path / name))
+        refused(expected, dcp.save, state, storage_writer=zckpt.dcp.Writer(name))
 
     prime = {"prime": torch.zeros(7)}
     load("Missing key in checkpoint state_dict: model.no.such", {"model": {**prime, "no.such": torch.zeros(2)}})
@@ -249,7 +249,7 @@ def test_errors_are_one_clear_line(rank, world_size, tmp_path):
         "optimizer.state.0.exp_avg is state of a numbered parameter: expected names; make",
         {"optimizer": {"state": {0: {"exp_avg": torch.zeros(7)}}}},
     )
-    load("none: cannot be opened: found No such file or directory", {"model": prime}, tmp_path / "none")
+    load("none: cannot be opened: found No such file or directory", {"model": prime}, "none")
     load(
         "parameters in one param group have different values of lr in the checkpoint: found 0.02, 0.01",
         {"optimizer": {"param_groups": [{"lr": 0.0, "params": ["prime", "fc1.weight"]}]}},
@@ -262,19 +262,19 @@ def test_errors_are_one_clear_line(rank, world_size, tmp_path):
         "sharded",
     )
     save("args is a pathlib", {"model": model, "args": Path("x")}, "object")
-    (tmp_path / "there").mkdir(exist_ok=True)
+    Path("there").mkdir(exist_ok=True)
     save("already exists", {"model": model}, "there")
     one = {"model": dict(model), "odd": Path("x") if rank else 1}
     save("odd is a pathlib", one, "one")
     one["odd"] = 1
-    dcp.save(one, storage_writer=zckpt.dcp.Writer(tmp_path / "one"))
+    dcp.save(one, storage_writer=zckpt.dcp.Writer("one"))
     gc.collect()
     dist.barrier()
-    assert names_in(tmp_path) == ["one", "there"]
+    assert names_in() == ["one", "there"]
 
 
 @on_ranks(2)
-def test_kept_plans_overwriting_and_checkpoint_ids(rank, world_size, tmp_path):
+def test_kept_plans_overwriting_and_checkpoint_ids(rank, world_size):
     """Save again with planners that keep their plans, over what is there, and to where `checkpoint_id` says."""
     weight = torch.full((3, 2), 1.0)
     state = {"model": {"w": weight, "b": torch.arange(3.0)}, "step": 0}
@@ -282,20 +282,20 @@ def test_kept_plans_overwriting_and_checkpoint_ids(rank, world_size, tmp_path):
         weight.fill_(step)
         state["step"] = step
         dcp.save(
-            state, checkpoint_id=tmp_path / name, storage_writer=zckpt.dcp.Writer(overwrite=True),
+            state, checkpoint_id=name, storage_writer=zckpt.dcp.Writer(overwrite=True),
             planner=DefaultSavePlanner(enable_plan_caching=True),
         )  # fmt: skip
     for name, step in (("first", 2), ("second", 1)):
         found = {"model": {"w": torch.zeros(3, 2), "b": torch.zeros(3), "c": torch.ones(1)}, "step": -1}
         dcp.load(
-            found, checkpoint_id=tmp_path / name, storage_reader=zckpt.dcp.Reader(),
+            found, checkpoint_id=name, storage_reader=zckpt.dcp.Reader(),
             planner=DefaultLoadPlanner(allow_partial_load=True),
         )  # fmt: skip
         assert found["step"] == step
         assert torch.equal(found["model"]["w"], torch.full((3, 2), float(step)))
         assert torch.equal(found["model"]["b"], torch.arange(3.0))
         assert torch.equal(found["model"]["c"], torch.ones(1))  # which the checkpoint has not
-    assert names_in(tmp_path) == ["first", "second"]
+    assert names_in() == ["first", "second"]
 
 
 ROWS, COLUMNS = 1500, 700
@@ -303,8 +303,8 @@ ROWS, COLUMNS = 1500, 700
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts what a process reads")
 @on_ranks(3)
-def test_a_rank_reads_the_bytes_of_its_own_chunks(rank, world_size, tmp_path):
-    expected, source = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS), tmp_path / "m.pt"
+def test_a_rank_reads_the_bytes_of_its_own_chunks(rank, world_size):
+    expected, source = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS), Path("m.pt")
     if rank == 0:
         torch.save({"weight": expected}, source)
     dist.barrier()
@@ -328,17 +328,17 @@ def bytes_read() -> int:
 
 
 @pytest.mark.parametrize(("at", "to"), each([2, 3], ["dcp", "consolidated", "deepspeed", "universal"]))
-def test_what_is_saved_converts_to_other_formats(at, to, saved, tmp_path):
+def test_what_is_saved_converts_to_other_formats(at, to, saved):
     source = saved(at, OFTEN[at])[0] / OFTEN[at][0]
-    zckpt.convert(source, tmp_path / to, to=to, **({"world_size": 2, "stage": 2} if to == "deepspeed" else {}))
-    zckpt.convert(tmp_path / to, tmp_path / "back", to="zckpt")
-    mine, its = zckpt.open(tmp_path / "back"), zckpt.open(source)
+    zckpt.convert(source, to, to=to, **({"world_size": 2, "stage": 2} if to == "deepspeed" else {}))
+    zckpt.convert(to, "back", to="zckpt")
+    mine, its = zckpt.open("back"), zckpt.open(source)
     assert {p.name for p in mine.tensors()} == {p.name for p in its.tensors()}
     for parameter in its.parameters.values():
         assert_same_slots(mine, its, parameter.name)
 
 
-def test_a_whole_checkpoint_becomes_a_torch_file(tmp_path):
+def test_a_whole_checkpoint_becomes_a_torch_file():
     """As `dcp_to_torch_save` does: a state dict made of what the checkpoint has."""
     planner = default_planner._EmptyStateDictLoadPlanner()
     state = {}
@@ -371,7 +371,7 @@ class Fused(torch.nn.Linear):
         state[f"{prefix}weight"] = torch.cat([state.pop(f"{prefix}first"), state.pop(f"{prefix}last")])
 
 
-def test_an_optimizer_keeps_names_that_the_models_state_dict_has_not(tmp_path):
+def test_an_optimizer_keeps_names_that_the_models_state_dict_has_not():
     def flat_state(steps: int) -> dict[str, Any]:
         torch.manual_seed(steps)
         model, optimizer = trained(torch.nn.Sequential(Fused(), torch.nn.Linear(4, 2)), steps=steps)
@@ -382,6 +382,6 @@ def test_an_optimizer_keeps_names_that_the_models_state_dict_has_not(tmp_path):
         return {**model.state_dict(), "optimizer": {**flat, **groups}}
 
     saved, found = flat_state(2), flat_state(1)
-    dcp.save(saved, storage_writer=zckpt.dcp.Writer(tmp_path / "saved"), no_dist=True)
-    dcp.load(found, storage_reader=zckpt.dcp.Reader(tmp_path / "saved"), no_dist=True)
+    dcp.save(saved, storage_writer=zckpt.dcp.Writer("saved"), no_dist=True)
+    dcp.load(found, storage_reader=zckpt.dcp.Reader("saved"), no_dist=True)
     assert_same_tree(found, saved)

@@ -33,11 +33,11 @@ def save(rank, world_size, spec: Spec, path: Path) -> tuple[zero.Slots, list[flo
 
 @pytest.mark.parametrize(("spec", "world_size"), each(SPECS, [1, 2, 4]))
 @pytest.mark.every(2)
-def test_stock_deepspeed_resumes_what_was_saved_in_training(spec, world_size, tmp_path):
-    ours = run(save, spec.world_size, spec, tmp_path / "saved")
+def test_stock_deepspeed_resumes_what_was_saved_in_training(spec, world_size):
+    ours = run(save, spec.world_size, spec, "saved")
     stage = 3 if world_size == 4 else spec.stage
-    target = tmp_path / "run"
-    zckpt.convert(tmp_path / "saved", target, to="deepspeed", world_size=world_size, stage=stage)
+    target = Path("run")
+    zckpt.convert("saved", target, to="deepspeed", world_size=world_size, stage=stage)
     theirs = run(zero.resume_in_deepspeed, world_size, spec.at(world_size, stage=stage), target)
     state, trained = ours[0]
     found, (steps, _, _), resumed = theirs[0]
@@ -71,10 +71,10 @@ def resume_frozen(rank, world_size, spec: Spec, path: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_frozen_parameters_in_an_optimizers_groups_are_in_none_of_deepspeeds(stage, tmp_path):
+def test_frozen_parameters_in_an_optimizers_groups_are_in_none_of_deepspeeds(stage):
     spec = Spec("frozen", dtype="fp32", world_size=1, frozen_in_group=True)
-    [trained] = run(save_frozen, 1, spec, tmp_path / "saved")
-    assert zckpt.open(tmp_path / "saved").parameters["frozen_odd"].frozen
-    zckpt.convert(tmp_path / "saved", tmp_path / "run", to="deepspeed", world_size=2, stage=stage)
-    resumed, _ = run(resume_frozen, 2, spec.at(2, stage=stage), tmp_path / "run")
+    [trained] = run(save_frozen, 1, spec, "saved")
+    assert zckpt.open("saved").parameters["frozen_odd"].frozen
+    zckpt.convert("saved", "run", to="deepspeed", world_size=2, stage=stage)
+    resumed, _ = run(resume_frozen, 2, spec.at(2, stage=stage), "run")
     assert resumed == pytest.approx(trained, rel=1e-5)

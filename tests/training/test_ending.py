@@ -48,7 +48,7 @@ def test_the_handler_that_was_there_is_called_at_once_and_put_back(told, tmp_pat
         assert checkpointer.is_ending
     assert signal.getsignal(signal.SIGTERM) == before
     assert told == [signal.SIGTERM]
-    assert (tmp_path / "latest").read_text() == "step-00000001"
+    assert Path("latest").read_text() == "step-00000001"
 
 
 def leave(number: int, frame: FrameType | None) -> None:
@@ -63,16 +63,16 @@ def test_a_handler_that_leaves_does_so_after_the_save(tmp_path):
         with pytest.raises(SystemExit, match="7"):
             checkpointer.step(1, **GIVEN)
         assert checkpointer.is_ending
-    assert (tmp_path / "latest").read_text() == "step-00000001"
+    assert Path("latest").read_text() == "step-00000001"
     unsaved = zckpt.Checkpointer(tmp_path)
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemExit, match="7"):
         unsaved.close()
 
 
-def test_those_that_are_closed_in_another_order_leave_the_others_alone(told, tmp_path):
+def test_those_that_are_closed_in_another_order_leave_the_others_alone(told):
     before = signal.getsignal(signal.SIGTERM)
-    first, second = zckpt.Checkpointer(tmp_path / "a"), zckpt.Checkpointer(tmp_path / "b")
+    first, second = zckpt.Checkpointer("a"), zckpt.Checkpointer("b")
     first.close()
     os.kill(os.getpid(), signal.SIGTERM)
     assert told == [signal.SIGTERM]
@@ -131,7 +131,7 @@ def test_what_is_no_longer_kept_is_removed_while_training_goes_on(tmp_path, monk
     checkpointer = zckpt.Checkpointer(tmp_path, every=1, keep=2, on_sigterm=False)
     for step in (1, 2):  # the second one looks whether the first is sound
         checkpointer.step(step, **GIVEN)
-    assert (tmp_path / "latest").read_text() == "step-00000002"
+    assert Path("latest").read_text() == "step-00000002"
     goes_on.set()
     checkpointer.step(3, **GIVEN)
     checkpointer.close()
@@ -148,29 +148,29 @@ def test_what_cannot_be_removed_is_told_and_the_save_holds(tmp_path, monkeypatch
     checkpointer.save(2, **GIVEN)
     with pytest.warns(UserWarning, match="could not remove checkpoints that are no longer kept: .*Permission denied"):
         checkpointer.close()
-    assert (tmp_path / "latest").read_text() == "step-00000002"
+    assert Path("latest").read_text() == "step-00000002"
 
 
 # --- several ranks
 
 
 @on_ranks(2)
-def test_no_rank_waits_for_another_where_nothing_is_due(rank, world_size, tmp_path):
+def test_no_rank_waits_for_another_where_nothing_is_due(rank, world_size):
     """The first rank makes all of its calls before the others make any."""
-    checkpointer = zckpt.Checkpointer(tmp_path / "run", every=STEPS)
+    checkpointer = zckpt.Checkpointer("run", every=STEPS)
     deadline = time.monotonic() + 300
-    while rank and not (tmp_path / "done").exists():
+    while rank and not Path("done").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert not any(checkpointer.step(step) for step in range(1, 1001))
-    (tmp_path / "done").touch()
+    Path("done").touch()
     checkpointer.close()
 
 
 @on_ranks(3, each=[([0],), ([2],), ([0, 1, 2],)])
-def test_all_ranks_end_in_the_same_step(rank, world_size, who, tmp_path):
+def test_all_ranks_end_in_the_same_step(rank, world_size, who):
     """Ranks meet every five steps only; some are told in between."""
-    directory = tmp_path / f"told {who}"
+    directory = Path(f"told {who}")
     checkpointer = zckpt.Checkpointer(directory, keep=1)
     for step in range(1, STEPS):
         if rank in who and step == 20 + rank:
@@ -190,11 +190,11 @@ def test_all_ranks_end_in_the_same_step(rank, world_size, who, tmp_path):
 
 
 @on_ranks(3)
-def test_who_is_told_when_all_is_done_waits_for_nobody(rank, world_size, tmp_path):
+def test_who_is_told_when_all_is_done_waits_for_nobody(rank, world_size):
     """One rank is told when the others have made all of their calls, and closed."""
     found: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _frame: found.append(number))
-    checkpointer = zckpt.Checkpointer(tmp_path / "run")
+    checkpointer = zckpt.Checkpointer("run")
     for step in range(1, 4):
         if rank == 1 and step == 3:
             dist.barrier()
@@ -205,13 +205,13 @@ def test_who_is_told_when_all_is_done_waits_for_nobody(rank, world_size, tmp_pat
         dist.barrier()
     signal.signal(signal.SIGTERM, before)
     assert found == [signal.SIGTERM] * (rank == 1)
-    assert not list((tmp_path / "run").glob("step-*"))
+    assert not list(Path("run").glob("step-*"))
 
 
 @on_ranks(2, fresh=True)
-def test_a_rank_that_does_not_answer_is_told_of(rank, world_size, tmp_path):
+def test_a_rank_that_does_not_answer_is_told_of(rank, world_size):
     ending.PATIENCE = 0.2
-    checkpointer = zckpt.Checkpointer(tmp_path / "run")
+    checkpointer = zckpt.Checkpointer("run")
     if rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(WorkerError, match="no answer of ranks 1"):

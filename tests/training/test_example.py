@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import train_and_resume
@@ -43,10 +44,10 @@ def called(monkeypatch, capsys) -> Called:
 
 
 @pytest.mark.parametrize("worlds", some([((2, 2, 1),)], [(train_and_resume.WORLDS,)]))
-def test_killed_run_goes_on_with_fewer_ranks(worlds, called, tmp_path, monkeypatch):
+def test_killed_run_goes_on_with_fewer_ranks(worlds, called, monkeypatch):
     monkeypatch.setattr(train_and_resume, "WORLDS", worlds)
-    png = tmp_path / "pictures" / "curves.png"
-    status, out, error = called("--quick", "--steps", 16, "--seed", 7, "--directory", tmp_path / "run", "--png", png)
+    png = Path("pictures/curves.png")
+    status, out, error = called("--quick", "--steps", 16, "--seed", 7, "--directory", "run", "--png", png)
     assert status == 0, out + error
     lines = out.splitlines()
     parts = [line.strip() for line in lines if " ranks: " in line]
@@ -56,13 +57,13 @@ def test_killed_run_goes_on_with_fewer_ranks(worlds, called, tmp_path, monkeypat
     assert any(line.startswith("losses agree") for line in lines)
     if importlib.util.find_spec("matplotlib"):
         assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    opened = zckpt.open(tmp_path / "run" / "run")
+    opened = zckpt.open("run/run")
     assert (opened.step, opened.world_size) == (16, worlds[-1])
 
 
 @pytest.mark.parametrize("arguments", [("--steps", 3), ("--quick",)])
 def test_example_cannot_be_run_with_too_few_steps_or_over_another_run(arguments, called, tmp_path):
-    (tmp_path / "checkpoint").touch()
+    Path("checkpoint").touch()
     status, out, error = called(*arguments, "--directory", tmp_path)
     assert (status, out) == (2, "")
     assert len(error.splitlines()) == 1, error
@@ -75,10 +76,10 @@ def test_example_cannot_be_run_with_too_few_steps_or_over_another_run(arguments,
     some([("--steps=3", 2, "too few steps")], [("--quick", 0, "matplotlib is not here to draw a picture")]),
 )
 def test_the_example_is_a_program_that_needs_no_matplotlib(argument, status, last, tmp_path):
-    (tmp_path / "matplotlib.py").write_text("raise ImportError")
+    Path("matplotlib.py").write_text("raise ImportError")
     its = environment()
     done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "train_and_resume.py", argument, "--directory", tmp_path / "run"],
+        [sys.executable, ROOT / "examples" / "train_and_resume.py", argument, "--directory", "run"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False,
         env=its | {"PYTHONPATH": os.pathsep.join([str(tmp_path), its["PYTHONPATH"]])},
     )  # fmt: skip
@@ -99,7 +100,7 @@ def test_what_is_told_without_agreement_or_matplotlib(called, tmp_path, monkeypa
     monkeypatch.setattr(train_and_resume, "run", lambda *_, **__: next(found))
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
-    status, out, _ = called("--quick", "--directory", tmp_path / "run")
+    status, out, _ = called("--quick", "--directory", "run")
     assert status == 1
     wrong = [line for line in out.splitlines() if line.startswith("WRONG")]
     assert [line.split(" of ")[1][:7] for line in wrong] == ["3 ranks"]
@@ -108,13 +109,13 @@ def test_what_is_told_without_agreement_or_matplotlib(called, tmp_path, monkeypa
     assert not list(tmp_path.rglob("*.png"))
 
 
-def test_a_picture_that_is_there_is_not_replaced(called, tmp_path):
-    (tmp_path / "thesis.png").write_bytes(b"precious")
-    status, out, error = called("--quick", "--directory", tmp_path / "run", "--png", tmp_path / "thesis.png")
+def test_a_picture_that_is_there_is_not_replaced(called):
+    Path("thesis.png").write_bytes(b"precious")
+    status, out, error = called("--quick", "--directory", "run", "--png", "thesis.png")
     assert (status, out) == (4, "")
     assert "already exists" in error
-    assert (tmp_path / "thesis.png").read_bytes() == b"precious"
-    assert not (tmp_path / "run").exists()
+    assert Path("thesis.png").read_bytes() == b"precious"
+    assert not Path("run").exists()
 
 
 def test_run_that_agrees_has_no_disagreements():

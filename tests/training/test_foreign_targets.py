@@ -26,8 +26,8 @@ TRAININGS = {
 
 
 @on_ranks(2, each=[(form,) for form in TRAININGS])
-def test_a_checkpoint_of_each_format_is_loaded_and_replaced_and_nothing_else(rank, world_size, form, tmp_path):
-    directory = tmp_path / form
+def test_a_checkpoint_of_each_format_is_loaded_and_replaced_and_nothing_else(rank, world_size, form):
+    directory = Path(form)
     training = Training.of(BY_NAME[TRAININGS[form]])
     training.train([0])
 
@@ -62,15 +62,15 @@ def test_a_checkpoint_of_each_format_is_loaded_and_replaced_and_nothing_else(ran
     assert names_in(directory) == ["c", "latest"]
 
 
-def test_a_checkpoint_of_another_format_is_not_replaced(tmp_path):
-    zckpt.save(tmp_path / "c", model=torch.nn.Linear(2, 2))
-    zckpt.convert(tmp_path / "c", tmp_path / "d", to="dcp")
+def test_a_checkpoint_of_another_format_is_not_replaced():
+    zckpt.save("c", model=torch.nn.Linear(2, 2))
+    zckpt.convert("c", "d", to="dcp")
     with pytest.raises(TargetExistsError, match=r"\.metadata"):
-        zckpt.save(tmp_path / "d", model=torch.nn.Linear(2, 2), overwrite=True)
+        zckpt.save("d", model=torch.nn.Linear(2, 2), overwrite=True)
     with pytest.raises(TargetExistsError, match=r"checkpoint\.json"):
-        zckpt.convert(tmp_path / "d", tmp_path / "c", to="dcp", overwrite=True)
-    assert zckpt.open(tmp_path / "c").format == "zckpt"
-    assert zckpt.open(tmp_path / "d").format == "dcp"
+        zckpt.convert("d", "c", to="dcp", overwrite=True)
+    assert zckpt.open("c").format == "zckpt"
+    assert zckpt.open("d").format == "dcp"
 
 
 def by_save(path: Path) -> None:
@@ -82,20 +82,20 @@ def by_dcp(path: Path) -> None:
 
 
 @pytest.mark.parametrize("save", [by_save, by_dcp])
-def test_a_checkpoint_of_zckpts_format_is_replaced_and_nothing_else(save, tmp_path):
-    save(tmp_path / "c")
-    save(tmp_path / "c")
+def test_a_checkpoint_of_zckpts_format_is_replaced_and_nothing_else(save):
+    save("c")
+    save("c")
     for name, content in (
         ("project/src/train.py", "precious"),
         ("none/checkpoint.json", "{}"),
         ("another/checkpoint.json", '{"format": "another"}'),
         ("nothing/checkpoint.json", ""),
     ):
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text(content)
-    (tmp_path / "link").symlink_to("c")
-    (tmp_path / ".new.zckpt-partial").symlink_to("project")
-    before = snapshot(tmp_path)
+        Path(name).parent.mkdir(parents=True)
+        Path(name).write_text(content)
+    Path("link").symlink_to("c")
+    Path(".new.zckpt-partial").symlink_to("project")
+    before = snapshot()
     for name, expected in (
         ("project", r"holds other files, .*src/train\.py"),
         *((name, r"checkpoint\.json") for name in ("none", "another", "nothing")),
@@ -104,6 +104,6 @@ def test_a_checkpoint_of_zckpts_format_is_replaced_and_nothing_else(save, tmp_pa
         *((f"m.{end}", "is a directory, but its name ends like a file's") for end in ("pt", "safetensors", "gguf")),
     ):
         with pytest.raises((TargetError, UsageError, dcp.api.CheckpointException), match=expected):
-            save(tmp_path / name)
-    assert snapshot(tmp_path) == before
-    assert (tmp_path / "link").is_symlink()
+            save(name)
+    assert snapshot() == before
+    assert Path("link").is_symlink()

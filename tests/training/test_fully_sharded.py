@@ -59,7 +59,7 @@ def test_training_goes_on_under_any_strategy_at_any_number_of_ranks(wrap, ranks,
     assert [key for key in different(found, expected) if not key.startswith(slots_of_frozen)] == []
     alike = "fsdp2" in wrap + into or ("orig" in wrap) == ("orig" in into)
     assert then[: 2 if alike else 1] == pytest.approx(losses[: 2 if alike else 1], rel=1e-6)
-    opened = zckpt.open(tmp_path / "saved")
+    opened = zckpt.open("saved")
     for key, one in expected.items():
         slot, _, name = key.partition("/")
         if slot != "step" and "head.weight" not in name:
@@ -77,7 +77,7 @@ def test_numbers_of_the_bare_models_optimizer_are_units_members(tmp_path):
     for number in range(STEPS):
         step(net, optimizer, scheduler, number)
     root = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
-    torch.save({**root, "step": STEPS}, tmp_path / "saved")
+    torch.save({**root, "step": STEPS}, "saved")
     expected = truth(net, optimizer)
     found, _ = run(load_and_train, 2, "fsdp1", tmp_path)[0]
     assert different(found, expected) == []
@@ -130,16 +130,16 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
 
 
 @on_ranks(3)
-def test_units_beside_parameters_that_are_in_none(rank, world_size, tmp_path):
+def test_units_beside_parameters_that_are_in_none(rank, world_size):
     model, optimizer = pieces(0)
     data = torch.rand(6, 5, generator=torch.Generator().manual_seed(1))
     for _ in range(2):
         model(data).backward()
         optimizer.step()
         optimizer.zero_grad()
-    zckpt.save(tmp_path / "saved", model=model, optimizer=optimizer)
+    zckpt.save("saved", model=model, optimizer=optimizer)
     other, its = pieces(1)
-    zckpt.load(tmp_path / "saved", model=other, optimizer=its)
+    zckpt.load("saved", model=other, optimizer=its)
     found, saved = own_state(other, its), own_state(model, optimizer)
     assert found.keys() == saved.keys()
     assert different(found, saved) == [name for name in saved if name.endswith("gone")]
@@ -149,7 +149,7 @@ def test_units_beside_parameters_that_are_in_none(rank, world_size, tmp_path):
     optimizer.step()
     its.step()
     assert all(name.endswith("gone") for name in different(own_state(other, its), own_state(model, optimizer)))
-    opened = zckpt.open(tmp_path / "saved")
+    opened = zckpt.open("saved")
     assert [sorted(group.parameters) for group in opened.param_groups] == [
         ["alone.bias", "body.0.bias"], ["alone.weight", "body.0.weight", "body.1.weight", "scale"]
     ]  # fmt: skip
@@ -157,24 +157,24 @@ def test_units_beside_parameters_that_are_in_none(rank, world_size, tmp_path):
 
 
 @on_ranks(2)
-def test_what_cannot_be_told_is_refused(rank, world_size, tmp_path):
+def test_what_cannot_be_told_is_refused(rank, world_size):
     model, optimizer, _ = made("fsdp1", world_size)
     with pytest.raises(UsageError, match="give the optimizer's model"):
-        zckpt.save(tmp_path / "saved", optimizer=optimizer)
+        zckpt.save("saved", optimizer=optimizer)
     with (
         FullyShardedDataParallel.summon_full_params(model),
         pytest.raises(UsageError, match="outside of forward, backward and summon_full_params"),
     ):
-        zckpt.save(tmp_path / "saved", model=model)
-    assert not (tmp_path / "saved").exists()
+        zckpt.save("saved", model=model)
+    assert not Path("saved").exists()
     other, its, scheduler = made("fsdp1 orig", world_size)
     step(other, its, scheduler, 0)
     for name, parameter in other.named_parameters():
         if name.endswith("norm.weight") and parameter in its.state:
             its.state[parameter]["step"] += 1
-    zckpt.save(tmp_path / "steps", model=other, optimizer=its)
+    zckpt.save("steps", model=other, optimizer=its)
     with pytest.raises(UsageError, match="whose flat parameter can have only one"):
-        zckpt.load(tmp_path / "steps", model=model, optimizer=optimizer, strict=False)
+        zckpt.load("steps", model=model, optimizer=optimizer, strict=False)
 
 
 class Own(nn.Linear):
@@ -183,7 +183,7 @@ class Own(nn.Linear):
 
 
 @on_ranks(2)
-def test_a_state_dict_of_a_modules_own_making_is_refused(rank, world_size, tmp_path):
+def test_a_state_dict_of_a_modules_own_making_is_refused(rank, world_size):
     model = FullyShardedDataParallel(nn.Sequential(Own(2, 2)), device_id=torch.device("cpu"))
     with pytest.raises(UnsupportedError, match="has a custom state dict"):
-        zckpt.save(tmp_path / "saved", model=model)
+        zckpt.save("saved", model=model)

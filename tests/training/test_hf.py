@@ -115,7 +115,7 @@ def test_trainer_resumes_at_another_number_of_processes(world_size, whole, tmp_p
     saved, expected = whole
     name = f"checkpoint-{SAVED}"
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    shutil.copytree(saved / "deepspeed", tmp_path / "in place")
+    shutil.copytree(saved / "deepspeed", "in place")
     done = zckpt.convert(
         saved / "deepspeed" / name, tmp_path / "converted" / name, to="transformers-trainer", verify=True
     )
@@ -137,7 +137,7 @@ def test_trainer_resumes_at_another_number_of_processes(world_size, whole, tmp_p
         for step, loss in its.losses.items():
             assert found.losses[step] == pytest.approx(loss, rel=1e-4), (kind, step)
         assert (tmp_path / kind / f"checkpoint-{STEPS}" / "trainer_state.json").is_file()
-    assert not [path for path in (tmp_path / "in place").iterdir() if not path.name.startswith("checkpoint-")]
+    assert not [path for path in Path("in place").iterdir() if not path.name.startswith("checkpoint-")]
 
 
 def resume_without_state(rank, world_size, output: Path, original: Path) -> list[str]:
@@ -149,9 +149,9 @@ def resume_without_state(rank, world_size, output: Path, original: Path) -> list
     return list(error.value.differences)
 
 
-def test_trainer_that_lost_its_optimizer_is_stopped(whole, tmp_path):
+def test_trainer_that_lost_its_optimizer_is_stopped(whole):
     saved, _ = whole
-    target = Path(shutil.copytree(saved / "plain", tmp_path / "plain")) / f"checkpoint-{SAVED}"
+    target = Path(shutil.copytree(saved / "plain", "plain")) / f"checkpoint-{SAVED}"
     (target / "optimizer.pt").unlink()
     said = run(resume_without_state, 2, target.parent, saved / "plain" / target.name)
     assert said[0] == said[1]
@@ -177,16 +177,16 @@ STATES = [
 @pytest.mark.parametrize(("case", "to_stage"), each(STATES, [None, 3]))
 def test_another_number_of_ranks_keeps_all_that_the_trainer_has(case, to_stage, tmp_path):
     world_size, states, note = case
-    source = Path(shutil.copytree(CHECKPOINT, tmp_path / "checkpoint-4"))
+    source = Path(shutil.copytree(CHECKPOINT, "checkpoint-4"))
     (source / "zero_to_fp32.py").write_text("print()\n")
     (source / "adapter").mkdir()
     (source / "adapter" / "empty.txt").touch()
     if to_stage is None:
-        done = zckpt.reshard(source, tmp_path / "new", world_size=world_size, verify=True)
+        done = zckpt.reshard(source, "new", world_size=world_size, verify=True)
     else:
-        done = zckpt.convert(source, tmp_path / "new", to="deepspeed", world_size=world_size, stage=to_stage)
-    before, after = contents(source), contents(tmp_path / "new")
-    assert set(done.files) == {tmp_path / "new" / name for name in after}
+        done = zckpt.convert(source, "new", to="deepspeed", world_size=world_size, stage=to_stage)
+    before, after = contents(source), contents("new")
+    assert set(done.files) == {Path("new", name) for name in after}
     beside = {name: data for name, data in after.items() if not name.startswith("global_step4/")}
     expected = {n: d for n, d in before.items() if not n.startswith(("global_step4/", "rng_state"))}
     assert beside == expected | {name: before[old] for name, old in states.items()}
@@ -194,57 +194,57 @@ def test_another_number_of_ranks_keeps_all_that_the_trainer_has(case, to_stage, 
     assert sum(name.endswith("optim_states.pt") for name in after) == world_size
     told = [one for one in done.notes if "rng" in one or "random" in one]
     assert [one[: len(note or "")] for one in told] == ([note] if note else [])
-    truth, opened = Truth(FIXTURE), zckpt.open(tmp_path / "new")
+    truth, opened = Truth(FIXTURE), zckpt.open("new")
     assert opened.world_size == world_size
     for slot in ("master", "exp_avg", "exp_avg_sq"):
         for name, value in truth.kind(slot).items():
             assert_same(opened.read(name, slot), value, f"{slot}/{name}")
 
 
-def test_random_states_of_one_process_become_those_of_the_first(tmp_path):
-    zckpt.reshard(CHECKPOINT, tmp_path / "one", world_size=1)
-    zckpt.reshard(tmp_path / "one", tmp_path / "two", world_size=2)
-    states = {path.name: path.read_bytes() for path in (tmp_path / "two").glob("rng*")}
+def test_random_states_of_one_process_become_those_of_the_first():
+    zckpt.reshard(CHECKPOINT, "one", world_size=1)
+    zckpt.reshard("one", "two", world_size=2)
+    states = {path.name: path.read_bytes() for path in Path("two").glob("rng*")}
     assert states == {"rng_state_0.pth": (CHECKPOINT / "rng_state_0.pth").read_bytes()}
 
 
-def test_random_states_of_another_node_come_along(tmp_path):
-    here = Path(shutil.copytree(CHECKPOINT, tmp_path / "here"))
-    there = tmp_path / "there"
+def test_random_states_of_another_node_come_along():
+    here = Path(shutil.copytree(CHECKPOINT, "here"))
+    there = Path("there")
     (there / "global_step4").mkdir(parents=True)
     for name in ("rng_state_1.pth", "global_step4/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"):
         (here / name).rename(there / name)
-    done = zckpt.reshard(here, tmp_path / "new", world_size=3, roots=[there])
-    assert (tmp_path / "new" / "rng_state_1.pth").read_bytes() == (CHECKPOINT / "rng_state_1.pth").read_bytes()
+    done = zckpt.reshard(here, "new", world_size=3, roots=[there])
+    assert Path("new/rng_state_1.pth").read_bytes() == (CHECKPOINT / "rng_state_1.pth").read_bytes()
     assert [one for one in done.notes if "random states" in one] == [
         "no random states for rank 2: the Trainer continues without them"
     ]
-    zckpt.convert(here, tmp_path / "own", to="zckpt", roots=[there])
-    assert {"rng_state_0", "rng_state_1"} <= zckpt.open(tmp_path / "own").metadata.keys()
+    zckpt.convert(here, "own", to="zckpt", roots=[there])
+    assert {"rng_state_0", "rng_state_1"} <= zckpt.open("own").metadata.keys()
     (there / "rng_state_1.pth").write_bytes(b"")
     with pytest.raises(zckpt.SourceError, match=r"rng_state_1\.pth.*cannot be read"):
-        zckpt.convert(here, tmp_path / "damaged", to="zckpt", roots=[there])
+        zckpt.convert(here, "damaged", to="zckpt", roots=[there])
     shutil.copy(CHECKPOINT / "rng_state_1.pth", there / "rng_state_1.pth")
     shutil.copy(there / "rng_state_1.pth", there / "rng_state_0.pth")  # which each node counts by itself
     (warning,) = zckpt.open(here, roots=[there]).warnings
     assert warning.startswith(f"{there / 'rng_state_0.pth'} differs from {here / 'rng_state_0.pth'}, which is")
 
 
-def test_tag_directory_comes_out_alone(tmp_path):
-    zckpt.reshard(CHECKPOINT / "global_step4", tmp_path / "new", world_size=1)
-    assert {name.rpartition("_")[2] for name in contents(tmp_path / "new")} == {"states.pt"}
+def test_tag_directory_comes_out_alone():
+    zckpt.reshard(CHECKPOINT / "global_step4", "new", world_size=1)
+    assert {name.rpartition("_")[2] for name in contents("new")} == {"states.pt"}
 
 
-def test_other_checkpoints_beside_it_are_left_out(tmp_path):
-    source = Path(shutil.copytree(CHECKPOINT, tmp_path / "checkpoint-4"))
+def test_other_checkpoints_beside_it_are_left_out():
+    source = Path(shutil.copytree(CHECKPOINT, "checkpoint-4"))
     shutil.copytree(source / "global_step4", source / "global_step2")
-    done = zckpt.reshard(source, tmp_path / "new", world_size=1)
-    assert not (tmp_path / "new" / "global_step2").exists()
+    done = zckpt.reshard(source, "new", world_size=1)
+    assert not Path("new/global_step2").exists()
     assert any("global_step2" in note for note in done.notes)
 
 
-def test_copy_is_replaced_but_not_what_somebody_put_there(tmp_path):
-    target = tmp_path / "new"
+def test_copy_is_replaced_but_not_what_somebody_put_there():
+    target = Path("new")
     zckpt.reshard(CHECKPOINT, target, world_size=2)
     zckpt.reshard(CHECKPOINT, target, world_size=1, overwrite=True)
     assert sorted(path.name for path in target.glob("rng*")) == ["rng_state.pth"]
@@ -310,7 +310,7 @@ def test_newest_checkpoint_that_was_saved_to_its_end_is_taken(output):
 
 def test_output_directory_without_checkpoints_has_none(tmp_path):
     assert prepare_resume(tmp_path, world_size=2) is None
-    assert prepare_resume(tmp_path / "absent", world_size=2) is None
+    assert prepare_resume("absent", world_size=2) is None
 
 
 def test_processes_that_are_not_joined_cannot_wait(output, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -44,18 +46,18 @@ def test_all_that_was_saved_is_in_the_store_when_most_is_removed(async_, tmp_pat
     for name, weight in weights.items():
         assert torch.equal(zckpt.open(tmp_path / "store" / name).read("weight", "weight"), weight)
     model, optimizer = model_and_optimizer()
-    assert zckpt.load(tmp_path / "store" / "step-00000003", model=model, optimizer=optimizer).step == 3
+    assert zckpt.load("store/step-00000003", model=model, optimizer=optimizer).step == 3
     assert torch.equal(model.weight, weights["step-00000003"])
 
 
 def test_nothing_is_removed_while_the_store_cannot_be_written(tmp_path):
-    (tmp_path / "store").mkdir()
-    (tmp_path / "store" / "mine").write_text("something else")
+    Path("store").mkdir()
+    Path("store/mine").write_text("something else")
     both = model_and_optimizer()
     with pytest.warns(UserWarning, match="could not remove checkpoints .*: .*holds something else"):
         steps(tmp_path, *both, 1, 3)
     assert len(kept(tmp_path)) == 3
-    (tmp_path / "store" / "mine").unlink()
+    Path("store/mine").unlink()
     steps(tmp_path, *both, 4, 4)
     assert (len(stored(tmp_path)), len(kept(tmp_path))) == (4, 1)
 
@@ -71,6 +73,6 @@ def test_a_step_that_is_saved_again_is_in_the_store_twice(tmp_path):
     assert kept(tmp_path) == ["step-00000003"]
 
 
-def test_a_store_of_objects_is_refused(tmp_path):
+def test_a_store_of_objects_is_refused():
     with refusing(zckpt.UsageError, "a directory on a file system"):
-        zckpt.Checkpointer(tmp_path / "run", history="s3://bucket/store")
+        zckpt.Checkpointer("run", history="s3://bucket/store")

@@ -75,13 +75,11 @@ CUT.remove(("zero", "read"))  # which reads no weights, but masters
 
 
 @on_ranks(2, each=CUT)
-def test_a_file_that_becomes_too_short_changes_nothing_but_weights_that_are_read(
-    rank, world_size, family, taken, tmp_path
-):
+def test_a_file_that_becomes_too_short_changes_nothing_but_weights_that_are_read(rank, world_size, family, taken):
     """Where it is found before anything is changed, while state is read, and while weights are, of which it is told."""
     model, optimizer = build(family, 1)
     step(model, optimizer)
-    path = tmp_path / f"{family} {taken}"
+    path = Path(f"{family} {taken}")
     zckpt.save(path, model=model, optimizer=optimizer, step=1)
     other, its = build(family, 2)
     step(other, its)
@@ -101,7 +99,7 @@ def test_an_optimizer_by_itself_is_loaded_on_all_ranks_or_none(rank, world_size,
     files.save(optimizer, tmp_path / family / "step1", model=model)
     other, its = build(family, 2)
     before = everything(other, its)
-    path = tmp_path / family / "step1" if rank else tmp_path / "none"
+    path = tmp_path / family / "step1" if rank else Path("none")
     with pytest.raises(SourceError):
         files.load(its, path, model=other)
     assert same(before, everything(other, its))
@@ -118,10 +116,10 @@ def test_dcp_finds_a_file_that_is_too_short_before_anything_is_changed(tmp_path)
             return found
 
     model, _ = single()
-    zckpt.save(tmp_path / "step1", model=model)
+    zckpt.save("step1", model=model)
     state = {"model": {name: torch.full_like(one, 7.0) for name, one in model.state_dict().items()}}
     with pytest.raises(CheckpointException, match="too early"):
-        dcp.load(state, storage_reader=Cutting(tmp_path / "step1"))
+        dcp.load(state, storage_reader=Cutting("step1"))
     assert all((one == 7.0).all() for one in state["model"].values())
 
 
@@ -134,15 +132,15 @@ def single(seed: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.1 * seed)
 
 
-def test_elements_that_cannot_be_cast_are_found_before_anything_is_changed(tmp_path):
+def test_elements_that_cannot_be_cast_are_found_before_anything_is_changed():
     model, _ = single()
     model.register_buffer("count", torch.zeros(3))
-    torch.save({"model": model.state_dict()}, tmp_path / "f.pt")
+    torch.save({"model": model.state_dict()}, "f.pt")
     other, _ = single(2)
     other.register_buffer("count", torch.zeros(3, dtype=torch.int64))
     before = other.weight.clone()
     with pytest.raises(UnsupportedError, match="elements of float32 cannot be cast to int64"):
-        zckpt.load(tmp_path / "f.pt", model=other)
+        zckpt.load("f.pt", model=other)
     assert torch.equal(other.weight, before)
 
 
@@ -157,13 +155,13 @@ EXTRA = [
 @pytest.mark.parametrize(
     ("extra", "to"), each(EXTRA, [None, "zckpt", "dcp", "consolidated", "zero-redundancy", "universal"])
 )
-def test_keys_of_the_users_that_are_called_as_ours_are_the_users(extra, to, tmp_path):
+def test_keys_of_the_users_that_are_called_as_ours_are_the_users(extra, to):
     model, optimizer = live.trained(*single())
-    source = tmp_path / "f.pt"
+    source = Path("f.pt")
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **extra}, source)
     if to is not None:
-        zckpt.convert(source, tmp_path / "converted", to=to)
-        source = tmp_path / "converted"
+        zckpt.convert(source, "converted", to=to)
+        source = Path("converted")
     other, its = single(2)
     state = torch.get_rng_state()
     restored = zckpt.load(source, model=other, optimizer=its)
@@ -172,20 +170,20 @@ def test_keys_of_the_users_that_are_called_as_ours_are_the_users(extra, to, tmp_
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_what_a_scheduler_takes_of_another_programs_file_is_not_extra(tmp_path):
+def test_what_a_scheduler_takes_of_another_programs_file_is_not_extra():
     model, optimizer = single()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     scheduler.last_epoch = 5
-    torch.save({"model": model.state_dict(), "lr_scheduler": scheduler.state_dict(), "epoch": 3}, tmp_path / "f.pt")
+    torch.save({"model": model.state_dict(), "lr_scheduler": scheduler.state_dict(), "epoch": 3}, "f.pt")
     scheduler.last_epoch = 0
-    assert zckpt.load(tmp_path / "f.pt", model=model, scheduler=scheduler).extra == {"epoch": 3}
+    assert zckpt.load("f.pt", model=model, scheduler=scheduler).extra == {"epoch": 3}
     assert scheduler.last_epoch == 5
     with warnings.catch_warnings(record=True) as told:
-        zckpt.load(tmp_path / "f.pt", model=model, grad_scaler=scheduler)
+        zckpt.load("f.pt", model=model, grad_scaler=scheduler)
     assert "no state of a grad_scaler" in str(told[0].message)
 
 
-def test_a_scheduler_that_does_not_take_its_state_says_what_has_become_of_the_rest(tmp_path):
+def test_a_scheduler_that_does_not_take_its_state_says_what_has_become_of_the_rest():
     class Broken:
         def state_dict(self) -> dict[str, Any]:
             return {"x": 1}
@@ -194,15 +192,15 @@ def test_a_scheduler_that_does_not_take_its_state_says_what_has_become_of_the_re
             raise KeyError("y")
 
     model, optimizer = single()
-    zckpt.save(tmp_path / "step1", model=model, optimizer=optimizer, scheduler=Broken())
+    zckpt.save("step1", model=model, optimizer=optimizer, scheduler=Broken())
     with pytest.raises(SourceError, match="model and optimizer are the checkpoint's already"):
-        zckpt.load(tmp_path / "step1", model=model, optimizer=optimizer, scheduler=Broken())
+        zckpt.load("step1", model=model, optimizer=optimizer, scheduler=Broken())
 
 
-def test_random_states_that_no_generator_takes_are_found_before_anything_is_changed(tmp_path):
+def test_random_states_that_no_generator_takes_are_found_before_anything_is_changed():
     model, optimizer = single()
-    zckpt.save(tmp_path / "step1", model=model, optimizer=optimizer)
-    checkpoint = zckpt.open(tmp_path / "step1")
+    zckpt.save("step1", model=model, optimizer=optimizer)
+    checkpoint = zckpt.open("step1")
     checkpoint.metadata["random_states"][0]["torch"] = b"abc"
     with pytest.raises(DamagedFileError, match="unusable random states of rank 0"):
         read_other_state(checkpoint, None, None, 0)
@@ -231,11 +229,11 @@ def test_a_dynamic_loss_scale_goes_on_where_it_was(rank, world_size, form, tmp_p
 
 
 @on_ranks(1)
-def test_a_dynamic_loss_scale_of_stage_0_goes_on_with_the_patience_that_the_optimizer_has(rank, world_size, tmp_path):
+def test_a_dynamic_loss_scale_of_stage_0_goes_on_with_the_patience_that_the_optimizer_has(rank, world_size):
     spec = SPECS["s0_fp16_dp2"]
-    zckpt.convert(FIXTURES / spec.name, tmp_path / "whole", to="consolidated")
-    zckpt.convert(tmp_path / "whole", tmp_path / "universal", to="universal")
-    for source in (FIXTURES / spec.name, tmp_path / "whole", tmp_path / "universal"):
+    zckpt.convert(FIXTURES / spec.name, "whole", to="consolidated")
+    zckpt.convert("whole", "universal", to="universal")
+    for source in (FIXTURES / spec.name, Path("whole"), Path("universal")):
         for load in (
             lambda path, model, optimizer: zckpt.load(path, model=model, optimizer=optimizer),
             lambda path, model, optimizer: files.load(optimizer, path, model=model),

@@ -80,35 +80,35 @@ STRIPPED, RENAMED = {"strip_prefix": "net."}, {"rename": [(r"^net\.", "module.")
     [("lightning", {}), *((form, given) for form in ("file", "dcp") for given in ({}, STRIPPED, RENAMED))],
 )
 @pytest.mark.parametrize("choice", CHOICES)
-def test_order_counts_where_layers_are_equal(choice, form, given, tmp_path):
+def test_order_counts_where_layers_are_equal(choice, form, given):
     """The first of which are frozen; whatever they are called in the file."""
     model, optimizer = made(choice)
     step(model, optimizer)
     weights = {f"net.{name}" if given else name: one for name, one in model.state_dict().items()}
     told = {"model": weights, "optimizer": optimizer.state_dict()}
     if form == "dcp":
-        dcp.save(told, checkpoint_id=tmp_path / "f")
+        dcp.save(told, checkpoint_id="f")
     elif form == "lightning":
-        torch.save({"state_dict": weights, "optimizer_states": [told["optimizer"]]}, tmp_path / "f")
+        torch.save({"state_dict": weights, "optimizer_states": [told["optimizer"]]}, "f")
     else:
-        torch.save(told, tmp_path / "f")
+        torch.save(told, "f")
     other, its = made(choice, 2, lr=0.5)
-    assert_loaded(tmp_path / "f", (model, optimizer), (other, its), **given)
+    assert_loaded("f", (model, optimizer), (other, its), **given)
     assert its.param_groups[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize("to", ["zckpt", "dcp", "consolidated"])
-def test_numbers_without_state_keep_their_order_where_they_are_carried(to, tmp_path):
+def test_numbers_without_state_keep_their_order_where_they_are_carried(to):
     def groups(model):
         return [{"params": model[at].parameters(), "lr": 0.1 * at} for at in (2, 1)]
 
     model, other = build(frozen=1), build(2, frozen=1)
-    save_both(model, torch.optim.SGD(groups(model)), tmp_path / "f.pt")
-    zckpt.convert(tmp_path / "f.pt", tmp_path / "out", to=to)
+    save_both(model, torch.optim.SGD(groups(model)), "f.pt")
+    zckpt.convert("f.pt", "out", to=to)
     its = torch.optim.SGD(groups(other), lr=9.0)
     for group in its.param_groups:
         group["lr"] = 9.0
-    zckpt.load(tmp_path / "out", model=other, optimizer=its)
+    zckpt.load("out", model=other, optimizer=its)
     assert [group["lr"] for group in its.param_groups] == [0.2, 0.1]
 
 
@@ -120,7 +120,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("to", [None, "zckpt", "dcp"])
 @pytest.mark.parametrize("form", PAIRS)
-def test_several_optimizers_that_only_number_parameters_keep_their_order(form, to, tmp_path):
+def test_several_optimizers_that_only_number_parameters_keep_their_order(form, to):
     def both(seed):
         model = nn.ModuleDict({key: build(seed, frozen=1) for key in PAIRS[form]})
         trained = {key: [p for p in one.parameters() if p.requires_grad] for key, one in model.items()}
@@ -130,14 +130,14 @@ def test_several_optimizers_that_only_number_parameters_keep_their_order(form, t
     for one, its in zip(model.values(), optimizers.values(), strict=True):
         step(one, its)
     every = {key: one.state_dict() for key, one in {**model, **optimizers}.items()}
-    (path := tmp_path / "state").mkdir()
+    (path := Path("state")).mkdir()
     if form == "dcp":
         dcp.save(every, checkpoint_id=str(path))
     else:
         for key, one in every.items():
             save_file(one, path / f"{key}.safetensors") if key in model else torch.save(one, path / f"{key}.bin")
     if to is not None:
-        zckpt.convert(path, path := tmp_path / "out", to=to)
+        zckpt.convert(path, path := Path("out"), to=to)
     assert len(zckpt.open(path).unnamed) == 8
     other, others = both(2)
     zckpt.load(path, model=other, optimizer=others)
@@ -146,50 +146,50 @@ def test_several_optimizers_that_only_number_parameters_keep_their_order(form, t
         assert_same_tree(slots(other, its), slots(model, optimizers[key]))
 
 
-def test_names_of_the_saved_optimizer_may_be_told(tmp_path):
-    model, optimizer = saved(tmp_path / "f.pt", "backwards")
+def test_names_of_the_saved_optimizer_may_be_told():
+    model, optimizer = saved("f.pt", "backwards")
     names = [name for name, one in model.named_parameters() if one.requires_grad][::-1]
     other, its = made(seed=2)
-    assert_loaded(tmp_path / "f.pt", (model, optimizer), (other, its), names=names)
+    assert_loaded("f.pt", (model, optimizer), (other, its), names=names)
     with pytest.raises(UsageError, match="unusable parameter names"):
-        zckpt.load(tmp_path / "f.pt", model=other, optimizer=its, names=names[:-1])
+        zckpt.load("f.pt", model=other, optimizer=its, names=names[:-1])
 
 
-def test_an_order_that_contradicts_shapes_is_refused_and_nothing_changed(tmp_path):
-    saved(tmp_path / "f.pt", "last")
+def test_an_order_that_contradicts_shapes_is_refused_and_nothing_changed():
+    saved("f.pt", "last")
     other = build(2, frozen=1)
     before = build(2)
     its = torch.optim.AdamW([other[2].bias, other[2].weight], lr=0.1)
     with pytest.raises(UsageError, match="and this optimizer's order does not fit"):
-        zckpt.load(tmp_path / "f.pt", model=other, optimizer=its)
+        zckpt.load("f.pt", model=other, optimizer=its)
     assert equal(before, other)
     assert not its.state
 
 
-def test_shapes_that_tell_all_names_are_believed_before_another_order(tmp_path):
+def test_shapes_that_tell_all_names_are_believed_before_another_order():
     model, other = (nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)) for _ in range(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step(model, optimizer)
-    save_both(model, optimizer, tmp_path / "f.pt")
+    save_both(model, optimizer, "f.pt")
     its = torch.optim.AdamW(reversed(list(other.parameters())), lr=0.1)
-    assert_loaded(tmp_path / "f.pt", (model, optimizer), (other, its))
+    assert_loaded("f.pt", (model, optimizer), (other, its))
 
 
-def test_groups_of_other_sizes_are_refused(tmp_path):
-    saved(tmp_path / "f.pt")
+def test_groups_of_other_sizes_are_refused():
+    saved("f.pt")
     other, its = made("all", lr=0.5)
     with pytest.raises(UsageError, match="param groups have other sizes: expected 6, found 4"):
-        zckpt.load(tmp_path / "f.pt", model=other, optimizer=its)
-    assert zckpt.load(tmp_path / "f.pt", model=other, optimizer=its, strict=False).notes
+        zckpt.load("f.pt", model=other, optimizer=its)
+    assert zckpt.load("f.pt", model=other, optimizer=its, strict=False).notes
     assert its.param_groups[0]["lr"] == 0.5
 
 
-def test_an_optimizers_file_by_itself_is_loaded_by_its_order(tmp_path):
-    model, optimizer = saved(tmp_path / "both.pt", "all")
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+def test_an_optimizers_file_by_itself_is_loaded_by_its_order():
+    model, optimizer = saved("both.pt", "all")
+    torch.save(optimizer.state_dict(), "optimizer.pt")
     other = build(2, frozen=1)
     its = torch.optim.AdamW(other.named_parameters(), lr=0.5)
-    zckpt.load(tmp_path / "optimizer.pt", optimizer=its)
+    zckpt.load("optimizer.pt", optimizer=its)
     assert_same_tree(slots(other, its), slots(model, optimizer))
     assert its.param_groups[0]["lr"] == 0.1
     assert not torch.equal(model[1].weight, other[1].weight)
@@ -203,12 +203,12 @@ def test_files_of_torchs_zero_redundancy_optimizer_with_equal_layers(rank, world
     optimizer = TorchsOptimizer(trained, torch.optim.AdamW, lr=0.1)
     torch.manual_seed(7)
     step(model, optimizer)
-    (tmp_path / "ranks").mkdir(exist_ok=True)
+    Path("ranks").mkdir(exist_ok=True)
     torch.save(optimizer.optim.state_dict(), tmp_path / "ranks" / f"optimizer_rank_{rank}.pt")
     optimizer.consolidate_state_dict(0)
     if rank == 0:
-        torch.save(model.state_dict(), tmp_path / "ranks" / "model.pt")
-        save_both(model, optimizer, tmp_path / "whole.pt")
+        torch.save(model.state_dict(), "ranks/model.pt")
+        save_both(model, optimizer, "whole.pt")
     dist.barrier()
     every = [None] * world_size
     dist.all_gather_object(every, slots(model, optimizer.optim))
@@ -223,7 +223,7 @@ def test_files_of_torchs_zero_redundancy_optimizer_with_equal_layers(rank, world
             ZeroOptimizer(named, torch.optim.AdamW, lr=0.5, stage=1),
             torch.optim.AdamW([one for _, one in named], lr=0.5),
         ):
-            zckpt.load(tmp_path / source, model=other, optimizer=made)
+            zckpt.load(source, model=other, optimizer=made)
             for name, value in expected.items():
                 found = made.full_state(name, "exp_avg") if isinstance(made, ZeroOptimizer) else None
                 inner = made.optim if isinstance(made, ZeroRedundancyOptimizer) else made
@@ -233,19 +233,19 @@ def test_files_of_torchs_zero_redundancy_optimizer_with_equal_layers(rank, world
 
 
 @on_ranks(2)
-def test_frozen_parameters_in_a_group_need_no_state(rank, world_size, tmp_path):
-    model, optimizer = saved(tmp_path / "f.pt", "all")
+def test_frozen_parameters_in_a_group_need_no_state(rank, world_size):
+    model, optimizer = saved("f.pt", "all")
     dist.barrier()
     other = build(2, frozen=1)
     its = ZeroOptimizer(other.named_parameters(), torch.optim.AdamW, lr=0.5, stage=1)
-    zckpt.load(tmp_path / "f.pt", model=other, optimizer=its)
+    zckpt.load("f.pt", model=other, optimizer=its)
     assert torch.equal(its.full_state("1.weight", "exp_avg"), optimizer.state[model[1].weight]["exp_avg"])
     assert its.param_groups[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize("cls", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.AdamW])
 @pytest.mark.parametrize("form", ["file", "zckpt"])
-def test_numbers_of_whole_parameters_keep_their_type_beside_16_bits(cls, form, tmp_path):
+def test_numbers_of_whole_parameters_keep_their_type_beside_16_bits(cls, form):
     model = build().bfloat16()
     optimizer = cls(model.parameters(), lr=0.1)
 
@@ -257,12 +257,12 @@ def test_numbers_of_whole_parameters_keep_their_type_beside_16_bits(cls, form, t
 
     advance(model, optimizer)
     if form == "file":
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "f")
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "f")
     else:
-        zckpt.save(tmp_path / "f", model=model, optimizer=optimizer)
+        zckpt.save("f", model=model, optimizer=optimizer)
     other = build(2).bfloat16()
     its = cls(other.parameters(), lr=0.1)
-    zckpt.load(tmp_path / "f", model=other, optimizer=its)
+    zckpt.load("f", model=other, optimizer=its)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         mine, theirs = optimizer.state[a], its.state[b]
         assert_same_tree(theirs, mine)

@@ -39,11 +39,11 @@ pytestmark = pytest.mark.interop
 
 
 @on_ranks(3)
-def test_what_all_ranks_have_is_written_once_and_evenly(rank, world_size, tmp_path):
+def test_what_all_ranks_have_is_written_once_and_evenly(rank, world_size):
     torch.manual_seed(0)
     model, optimizer = trained(nn.Sequential(nn.Linear(64, 1000), nn.Linear(1000, 3)))
-    zckpt.save(tmp_path / "replicated", model=model, optimizer=optimizer)
-    sizes = [path.stat().st_size for path in (tmp_path / "replicated").glob("rank-*")]
+    zckpt.save("replicated", model=model, optimizer=optimizer)
+    sizes = [path.stat().st_size for path in Path("replicated").glob("rank-*")]
     elements = 64 * 1000 + 1000 + 3000 + 3
     assert len(sizes) == 3
     assert 3 * 4 * elements < sum(sizes) < 3 * 4 * elements + 3 * 4000
@@ -67,10 +67,10 @@ class Counting(nn.Module):
 
 
 @on_ranks(3)
-def test_buffers_and_extra_are_those_of_the_first_rank(rank, world_size, tmp_path):
-    zckpt.save(tmp_path / "c", model=Counting(rank + 5), extra={"rank": rank})
+def test_buffers_and_extra_are_those_of_the_first_rank(rank, world_size):
+    zckpt.save("c", model=Counting(rank + 5), extra={"rank": rank})
     model = Counting(99)
-    restored = zckpt.load(tmp_path / "c", model=model)
+    restored = zckpt.load("c", model=model)
     assert (model.seen == 5).all()
     assert (model.more, restored.extra) == ({"start": 5}, {"rank": 0})
 
@@ -86,40 +86,40 @@ class Scaled(Counting):
 
 
 @pytest.mark.parametrize("program", ["torch.save", "dcp", "zckpt"])
-def test_what_modules_keep_comes_back_from_any_programs_file(program, tmp_path):
+def test_what_modules_keep_comes_back_from_any_programs_file(program):
     saved, model = (nn.ModuleDict({"a": Counting(start), "b": Scaled(start + 1)}) for start in (3, 50))
     if program == "torch.save":
-        torch.save({"model": saved.state_dict(), "epoch": 1}, tmp_path / "c")
+        torch.save({"model": saved.state_dict(), "epoch": 1}, "c")
     elif program == "dcp":
-        dcp.save({"model": saved.state_dict()}, checkpoint_id=tmp_path / "c", no_dist=True)
+        dcp.save({"model": saved.state_dict()}, checkpoint_id="c", no_dist=True)
     else:
-        zckpt.save(tmp_path / "c", model=saved)
+        zckpt.save("c", model=saved)
     with pytest.raises(zckpt.NotRestoredError) as error:
-        zckpt.assert_restored(tmp_path / "c", model=model)
+        zckpt.assert_restored("c", model=model)
     assert sum("the state that modules keep" in one for one in error.value.differences) == 2
-    restored = zckpt.load(tmp_path / "c", model=model)
+    restored = zckpt.load("c", model=model)
     assert (restored.missing, restored.unexpected) == ([], [])
     assert (model["a"].more, model["b"].more) == ({"start": 3}, {"start": 4})
-    zckpt.assert_restored(tmp_path / "c", model=model)
+    zckpt.assert_restored("c", model=model)
 
 
 @pytest.mark.parametrize("gives", [False, True])
-def test_what_no_module_takes_any_more_is_left_out_with_a_note(gives, tmp_path):
+def test_what_no_module_takes_any_more_is_left_out_with_a_note(gives):
     saved, model = nn.ModuleDict({"a": Counting(3)}), nn.ModuleDict({"a": Counting(50)})
-    zckpt.save(tmp_path / "c", model=saved, optimizer=torch.optim.SGD(saved.parameters(), lr=0.5))
+    zckpt.save("c", model=saved, optimizer=torch.optim.SGD(saved.parameters(), lr=0.5))
     model["a"].__class__ = type("Other", (nn.Module,), {"get_extra_state": lambda _: 3} if gives else {})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    restored = zckpt.load(tmp_path / "c", model=model, optimizer=optimizer)
+    restored = zckpt.load("c", model=model, optimizer=optimizer)
     assert restored.notes == ["left out: a._extra_state, which no module of the model takes"]
     assert (model["a"].seen[0].item(), optimizer.param_groups[0]["lr"]) == (3.0, 0.5)
     named = torch.optim.SGD(model.named_parameters(), lr=0.1)
-    assert zckpt.load(tmp_path / "c", optimizer=named).notes == []
+    assert zckpt.load("c", optimizer=named).notes == []
 
 
-def test_what_a_module_keeps_and_no_checkpoint_has_is_not_changed_with_a_note(tmp_path):
+def test_what_a_module_keeps_and_no_checkpoint_has_is_not_changed_with_a_note():
     saved, model = nn.ModuleDict({"a": nn.Linear(2, 2)}), nn.ModuleDict({"a": Counting(50)})
-    zckpt.save(tmp_path / "c", model=saved)
-    restored = zckpt.load(tmp_path / "c", model=model, strict=False)
+    zckpt.save("c", model=saved)
+    restored = zckpt.load("c", model=model, strict=False)
     assert restored.notes == ["not changed: a._extra_state, of which the checkpoint has nothing"]
     assert model["a"].more == {"start": 50}
 
@@ -137,17 +137,17 @@ class Packed(nn.Linear):
         return {**found, "start": torch.tensor([self.start])}
 
 
-def test_what_a_state_dict_copies_is_loaded_and_what_it_makes_is_told(tmp_path):
+def test_what_a_state_dict_copies_is_loaded_and_what_it_makes_is_told():
     saved, model = Packed(3), Packed(50)
-    zckpt.save(tmp_path / "c", model=saved)
-    assert zckpt.load(tmp_path / "c", model=model).notes == ["not changed: start, which state_dict() makes anew"]
+    zckpt.save("c", model=saved)
+    assert zckpt.load("c", model=model).notes == ["not changed: start, which state_dict() makes anew"]
     assert (model.seen.tolist(), model.start, equal(saved, model)) == ([3.0, 3.0], 50, True)
     model.start = 3
-    assert zckpt.load(tmp_path / "c", model=model).notes == []
-    zckpt.assert_restored(tmp_path / "c", model=model)
+    assert zckpt.load("c", model=model).notes == []
+    zckpt.assert_restored("c", model=model)
 
 
-def test_a_parameter_that_only_the_optimizer_has_is_saved_and_loaded(tmp_path):
+def test_a_parameter_that_only_the_optimizer_has_is_saved_and_loaded():
     def made(start: float) -> dict[str, Any]:
         model, scale = nn.Linear(2, 2), nn.Parameter(torch.full((2,), start))
         optimizer = torch.optim.AdamW([*model.named_parameters(), ("loss.scale", scale)])
@@ -156,65 +156,65 @@ def test_a_parameter_that_only_the_optimizer_has_is_saved_and_loaded(tmp_path):
         return {"model": model, "optimizer": optimizer}
 
     mine, its = made(3.0), made(5.0)
-    zckpt.save(tmp_path / "c", **mine)
-    assert zckpt.load(tmp_path / "c", **its).notes == []
+    zckpt.save("c", **mine)
+    assert zckpt.load("c", **its).notes == []
     ours, theirs = (one["optimizer"].param_groups[0]["params"] for one in (mine, its))
     assert all(map(torch.equal, ours, theirs))
-    zckpt.assert_restored(tmp_path / "c", **its)
+    zckpt.assert_restored("c", **its)
     model, frozen = mine["model"], ("loss.scale", nn.Parameter(torch.ones(2), requires_grad=False))
-    zckpt.save(tmp_path / "without", model=model, optimizer=torch.optim.AdamW(model.named_parameters()))
+    zckpt.save("without", model=model, optimizer=torch.optim.AdamW(model.named_parameters()))
     more = torch.optim.AdamW([*model.named_parameters(), frozen])
-    notes = zckpt.load(tmp_path / "without", model=model, optimizer=more).notes
+    notes = zckpt.load("without", model=model, optimizer=more).notes
     assert any("loss.scale, which the optimizer alone has" in note for note in notes)
     with refusing(zckpt.NotRestoredError, "the checkpoint has no loss.scale"):
-        zckpt.assert_restored(tmp_path / "without", model=model, optimizer=more)
+        zckpt.assert_restored("without", model=model, optimizer=more)
 
 
 @pytest.mark.parametrize("stride", [(0, 1), (1, 1), (1, 2), (2, 1)])
-def test_a_buffer_whose_elements_share_memory_is_refused_before_anything_changes(stride, tmp_path):
+def test_a_buffer_whose_elements_share_memory_is_refused_before_anything_changes(stride):
     saved, model = nn.Linear(3, 3), nn.Linear(3, 3)
     saved.register_buffer("mask", torch.arange(9.0).reshape(3, 3))
     model.register_buffer("mask", torch.zeros(9).as_strided((3, 3), stride))
-    zckpt.save(tmp_path / "c", model=saved)
+    zckpt.save("c", model=saved)
     before = model.weight.detach().clone()
     with pytest.raises(UsageError, match="elements of mask share memory"):
-        zckpt.load(tmp_path / "c", model=model)
+        zckpt.load("c", model=model)
     assert torch.equal(model.weight, before)
 
 
 @pytest.mark.parametrize("stride", [(1, 3), (2, 5), (2, 3)])
-def test_a_buffer_with_other_strides_is_loaded(stride, tmp_path):
+def test_a_buffer_with_other_strides_is_loaded(stride):
     saved, model = nn.Linear(3, 3), nn.Linear(3, 3)
     saved.register_buffer("mask", torch.arange(9.0).reshape(3, 3))
     model.register_buffer("mask", torch.zeros(15).as_strided((3, 3), stride))
-    zckpt.save(tmp_path / "c", model=saved)
-    zckpt.load(tmp_path / "c", model=model)
+    zckpt.save("c", model=saved)
+    zckpt.load("c", model=model)
     assert torch.equal(model.mask, saved.mask)
 
 
 @pytest.mark.parametrize("step", [-1, 2.5, "7", 1 << 63])
-def test_a_step_that_no_file_could_hold_is_refused_before_anything_is_written(step, tmp_path):
+def test_a_step_that_no_file_could_hold_is_refused_before_anything_is_written(step):
     model = nn.Linear(2, 2)
     with pytest.raises(UsageError, match="step is not a number of steps"):
-        zckpt.save(tmp_path / "c", model=model, step=step)
-    with zckpt.Checkpointer(tmp_path / "run") as checkpointer, pytest.raises(UsageError, match="number of steps"):
+        zckpt.save("c", model=model, step=step)
+    with zckpt.Checkpointer("run") as checkpointer, pytest.raises(UsageError, match="number of steps"):
         checkpointer.save(step, model=model)
-    assert not (tmp_path / "c").exists()
+    assert not Path("c").exists()
 
 
 @pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7), 7])
-def test_a_step_may_be_of_any_whole_type(step, tmp_path):
-    zckpt.save(tmp_path / "c", model=nn.Linear(2, 2), step=step)
-    assert zckpt.load(tmp_path / "c", strict=False).step == 7
+def test_a_step_may_be_of_any_whole_type(step):
+    zckpt.save("c", model=nn.Linear(2, 2), step=step)
+    assert zckpt.load("c", strict=False).step == 7
 
 
-def test_what_is_no_number_takes_the_place_of_a_hyperparameter_in_a_tensor(tmp_path):
+def test_what_is_no_number_takes_the_place_of_a_hyperparameter_in_a_tensor():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["limit"] = None
-    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
+    zckpt.save("c", model=model, optimizer=optimizer)
     optimizer.param_groups[0]["limit"] = torch.tensor(1.0)
-    zckpt.load(tmp_path / "c", model=model, optimizer=optimizer)
+    zckpt.load("c", model=model, optimizer=optimizer)
     assert optimizer.param_groups[0]["limit"] is None
 
 
@@ -232,33 +232,33 @@ def apart(seed: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("async_", [False, True])
-def test_tensors_are_saved_and_loaded_whatever_lies_in_memory(async_, tmp_path):
+def test_tensors_are_saved_and_loaded_whatever_lies_in_memory(async_):
     model, other = apart(1), apart(2)
     assert (model.conjugated.is_conj(), model.negated.is_neg()) == (True, True)
     assert model.every_third_of_one.stride() == (3,)  # and contiguous, as one element always is
-    saving = zckpt.save(tmp_path / "c", model=model, async_=async_)
+    saving = zckpt.save("c", model=model, async_=async_)
     if saving is not None:
         saving.result()
-    zckpt.load(tmp_path / "c", model=other)
-    opened = zckpt.open(tmp_path / "c")
+    zckpt.load("c", model=other)
+    opened = zckpt.open("c")
     for name, one in model.state_dict().items():
         assert torch.equal(one, other.state_dict()[name])
         assert torch.equal(one, opened.read(name))
 
 
-def test_a_model_without_memory_is_neither_loaded_nor_said_to_be(tmp_path):
+def test_a_model_without_memory_is_neither_loaded_nor_said_to_be():
     model, optimizer = trained(nn.Linear(2, 2))
-    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
+    zckpt.save("c", model=model, optimizer=optimizer)
     for call in (zckpt.load, zckpt.assert_restored):
         for made, said in (
             (nn.Linear(2, 2, device="meta"), "weight is on the meta device"),
             (nn.LazyLinear(2), "weight is not initialised"),
         ):
             with refusing(UnsupportedError, said):
-                call(tmp_path / "c", model=made)
+                call("c", model=made)
     its = torch.optim.AdamW(nn.Linear(2, 2, device="meta").named_parameters())
     with refusing(UsageError, "exp_avg is for a tensor on the meta device"):
-        zckpt.load(tmp_path / "c", optimizer=its)
+        zckpt.load("c", optimizer=its)
     assert not its.state
 
 
@@ -272,32 +272,32 @@ class ByRank(torch.optim.SGD):
 
 
 @on_ranks(2)
-def test_state_that_one_rank_alone_has_is_refused_and_not_lost(rank, world_size, tmp_path):
+def test_state_that_one_rank_alone_has_is_refused_and_not_lost(rank, world_size):
     model = nn.Linear(4, 4)
     optimizer = ByRank(model.named_parameters())
     optimizer.step()
     with pytest.raises(
         UnsupportedError, match=r"only on some ranks momentum_buffer of bias \[4\], momentum_buffer of w"
     ):
-        zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
-    assert not (tmp_path / "c").exists()
+        zckpt.save("c", model=model, optimizer=optimizer)
+    assert not Path("c").exists()
 
 
 @on_ranks(2)
-def test_ranks_may_have_parameters_in_another_order(rank, world_size, tmp_path):
+def test_ranks_may_have_parameters_in_another_order(rank, world_size):
     torch.manual_seed(0)
     model = nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(sorted(model.named_parameters(), reverse=bool(rank)))
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
-    zckpt.assert_restored(tmp_path / "c", model=model, optimizer=optimizer)
+    zckpt.save("c", model=model, optimizer=optimizer)
+    zckpt.assert_restored("c", model=model, optimizer=optimizer)
 
 
 @on_ranks(2)
-def test_a_stage_that_is_no_part_of_a_list_is_told_to_be_given_in_one(rank, world_size, tmp_path):
+def test_a_stage_that_is_no_part_of_a_list_is_told_to_be_given_in_one(rank, world_size):
     with refusing(UnsupportedError, r"only on some ranks weight of .*0\.weight .*in a list, model=\[stage\]"):
-        zckpt.save(tmp_path / "c", model=nn.ModuleDict({str(rank): nn.Linear(2, 2)}))
+        zckpt.save("c", model=nn.ModuleDict({str(rank): nn.Linear(2, 2)}))
 
 
 def test_what_cannot_be_saved_is_refused(tmp_path):
@@ -313,12 +313,12 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
         ({"model": of_bits}, UnsupportedError, "unknown element type"),
     ):
         with refusing(kind, said):
-            zckpt.save(tmp_path / "c", **{"model": nn.Linear(2, 2), **given})
+            zckpt.save("c", **{"model": nn.Linear(2, 2), **given})
         assert list(tmp_path.iterdir()) == []
 
 
 @on_ranks(2)
-def test_a_zero_optimizer_is_saved_and_loaded_with_groups_of_which_it_steps_nothing(rank, world_size, tmp_path):
+def test_a_zero_optimizer_is_saved_and_loaded_with_groups_of_which_it_steps_nothing(rank, world_size):
     def made(seed: int) -> tuple[nn.Module, ZeroOptimizer]:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False))
@@ -329,9 +329,9 @@ def test_a_zero_optimizer_is_saved_and_loaded_with_groups_of_which_it_steps_noth
 
     (model, optimizer), (other, its) = made(1), made(2)
     trained(model, optimizer)
-    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
-    zckpt.load(tmp_path / "c", model=other, optimizer=its)
-    zckpt.assert_restored(tmp_path / "c", model=other, optimizer=its)
+    zckpt.save("c", model=model, optimizer=optimizer)
+    zckpt.load("c", model=other, optimizer=its)
+    zckpt.assert_restored("c", model=other, optimizer=its)
     for _ in range(2):
         assert torch.equal(its.full_state("0.weight", "exp_avg"), optimizer.full_state("0.weight", "exp_avg"))
         assert equal(other, model)
@@ -354,7 +354,7 @@ EXTRA = {
 
 
 @on_ranks(2)
-def test_what_is_beside_comes_back(rank, world_size, tmp_path):
+def test_what_is_beside_comes_back(rank, world_size):
     def made(scale: float) -> dict[str, Any]:
         model = nn.Linear(3, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -365,9 +365,9 @@ def test_what_is_beside_comes_back(rank, world_size, tmp_path):
     mine, its = made(64.0), made(2.0)
     mine["optimizer"].step()
     mine["scheduler"].step()
-    zckpt.save(tmp_path / "c", **mine, extra=EXTRA)
+    zckpt.save("c", **mine, extra=EXTRA)
     expected = (random.random(), np.random.rand(), torch.rand(3).tolist())
-    restored = zckpt.load(tmp_path / "c", **its)
+    restored = zckpt.load("c", **its)
     assert (random.random(), np.random.rand(), torch.rand(3).tolist()) == expected
     assert its["scheduler"].state_dict().keys() == mine["scheduler"].state_dict().keys()
     assert its["scheduler"].get_last_lr() == mine["scheduler"].get_last_lr()
@@ -405,16 +405,16 @@ SIZED = {"deepspeed": {"world_size": 2, "stage": 2}, "fsdp-rank-files": {"world_
 @pytest.mark.parametrize(
     "to", [None, "zckpt", "deepspeed", "universal", "dcp", "consolidated", "zero-redundancy", "fsdp-rank-files"]
 )
-def test_what_save_kept_comes_back_from_every_format_whatever_the_user_calls_his_own(to, tmp_path):
+def test_what_save_kept_comes_back_from_every_format_whatever_the_user_calls_his_own(to):
     torch.manual_seed(7)
     model, optimizer = trained(nn.Linear(3, 5), lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     extra = {"epoch": 4, "extra": "hello", "random_states": 7}
-    source = tmp_path / "c"
+    source = Path("c")
     zckpt.save(source, model=model, optimizer=optimizer, scheduler=scheduler, step=1, extra=extra)
     expected = torch.rand(2)
     if to is not None:
-        zckpt.convert(source, source := tmp_path / to, to=to, **SIZED.get(to, {}))
+        zckpt.convert(source, source := Path(to), to=to, **SIZED.get(to, {}))
     restored = zckpt.load(source, model=model, optimizer=optimizer, scheduler=scheduler)
     assert (restored.extra, restored.notes) == (extra, [])
     assert torch.equal(torch.rand(2), expected)
@@ -425,21 +425,21 @@ def test_what_save_kept_comes_back_from_every_format_whatever_the_user_calls_his
 
 
 @on_ranks(2)
-def test_models_that_differ_are_refused_or_loaded_as_far_as_they_go(rank, world_size, tmp_path):
+def test_models_that_differ_are_refused_or_loaded_as_far_as_they_go(rank, world_size):
     torch.manual_seed(0)
     saved = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(3, 4), "c": nn.Linear(2, 2)})
     optimizer = ZeroOptimizer(list(saved.named_parameters()), torch.optim.AdamW, lr=0.5)
     optimizer.backward(sum(p.square().sum() for p in saved.parameters()))
     optimizer.step()
-    zckpt.save(tmp_path / "c", model=saved, optimizer=optimizer, step=1)
+    zckpt.save("c", model=saved, optimizer=optimizer, step=1)
     model = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(3, 5), "d": nn.Linear(1, 1)})
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     other = ZeroOptimizer(list(model.named_parameters()), torch.optim.AdamW, lr=0.25)
     for options in ({}, {"optimizer": other}):
         with pytest.raises(UsageError, match=r"not a checkpoint of this model.*strict=False"):
-            zckpt.load(tmp_path / "c", model=model, **options)
+            zckpt.load("c", model=model, **options)
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
-    restored = zckpt.load(tmp_path / "c", model=model, optimizer=other, strict=False)
+    restored = zckpt.load("c", model=model, optimizer=other, strict=False)
     assert torch.equal(model["a"].weight, saved["a"].weight)
     assert torch.equal(other.full_state("a.weight", "exp_avg"), optimizer.full_state("a.weight", "exp_avg"))
     for name in ("b.weight", "d.bias"):
@@ -456,13 +456,13 @@ def test_models_that_differ_are_refused_or_loaded_as_far_as_they_go(rank, world_
 
 
 @on_ranks(4)
-def test_boxes_are_saved_once_and_loaded_into_other_boxes(rank, world_size, tmp_path):
+def test_boxes_are_saved_once_and_loaded_into_other_boxes(rank, world_size):
     """Shard along one dimension of a mesh and replicate along the other; rows and columns; load into other cuts."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     torch.manual_seed(0)
     model, optimizer = trained(fully_shard(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), mesh=mesh), lr=0.1)
-    zckpt.save(tmp_path / "hybrid", model=model, optimizer=optimizer, step=1)
-    opened = zckpt.open(tmp_path / "hybrid")
+    zckpt.save("hybrid", model=model, optimizer=optimizer, step=1)
+    opened = zckpt.open("hybrid")
     for name, parameter in model.named_parameters():
         assert torch.equal(opened.read(name), whole(parameter))
         assert torch.equal(opened.read(name, "exp_avg"), whole(optimizer.state[parameter]["exp_avg"]))
@@ -470,38 +470,38 @@ def test_boxes_are_saved_once_and_loaded_into_other_boxes(rank, world_size, tmp_
         other = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
         for layer in other:
             layer.weight = nn.Parameter(distribute_tensor(torch.zeros_like(layer.weight), mesh, placements))
-        zckpt.load(tmp_path / "hybrid", model=other, random_states=False)
+        zckpt.load("hybrid", model=other, random_states=False)
         for name, parameter in other.named_parameters():
             assert torch.equal(whole(parameter), opened.read(name)), (name, placements)
-        zckpt.save(tmp_path / "other", model=other, overwrite=True)
-        again = zckpt.open(tmp_path / "other")
+        zckpt.save("other", model=other, overwrite=True)
+        again = zckpt.open("other")
         assert all(torch.equal(again.read(name), opened.read(name)) for name in opened.parameters)
         dist.barrier()
 
 
 @on_ranks(2)
-def test_ranks_of_a_mesh_in_another_order_than_torch_cuts_by_are_refused(rank, world_size, tmp_path):
+def test_ranks_of_a_mesh_in_another_order_than_torch_cuts_by_are_refused(rank, world_size):
     def sharded(**options: Any) -> nn.Module:
         return fully_shard(nn.Linear(4, 4), mesh=DeviceMesh("cpu", [1, 0], mesh_dim_names=("shards",), **options))
 
     with refusing(UnsupportedError, "in another order than in its process groups.*ranks ascend"):
-        zckpt.save(tmp_path / "no", model=sharded())
-    (folder := tmp_path / "files").mkdir(exist_ok=True)
+        zckpt.save("no", model=sharded())
+    (folder := Path("files")).mkdir(exist_ok=True)
     torch.save(sharded().state_dict(), folder / f"model_world_size_2_rank_{rank}.pt")
     dist.barrier()
     with refusing(UnsupportedError, "whose ranks do not ascend: torch cuts"):
         zckpt.open(folder)
     if "preserve_rank_order" in signature(DeviceMesh).parameters:  # since torch 2.15
-        zckpt.save(tmp_path / "yes", model=(model := sharded(preserve_rank_order=True)))
-        assert torch.equal(zckpt.open(tmp_path / "yes").read("weight"), whole(model.weight))
+        zckpt.save("yes", model=(model := sharded(preserve_rank_order=True)))
+        assert torch.equal(zckpt.open("yes").read("weight"), whole(model.weight))
 
 
 @on_ranks(3)
-def test_a_part_of_the_world_saves_and_loads(rank, world_size, tmp_path):
+def test_a_part_of_the_world_saves_and_loads(rank, world_size):
     pair = dist.new_group([0, 2])
     other = dist.new_group([1])
     if rank == 1:
-        zckpt.save(tmp_path / "alone", model=nn.Linear(2, 2), process_group=other)
+        zckpt.save("alone", model=nn.Linear(2, 2), process_group=other)
         return
     torch.manual_seed(0)
     model, again = nn.Linear(30, 30), nn.Linear(30, 30)
@@ -510,14 +510,14 @@ def test_a_part_of_the_world_saves_and_loads(rank, world_size, tmp_path):
         for one in (model, again)
     )
     trained(model, optimizer)
-    saving = zckpt.save(tmp_path / "pair", model=model, optimizer=optimizer, async_=True)
+    saving = zckpt.save("pair", model=model, optimizer=optimizer, async_=True)
     saving.result()
     for broadcast in (False, True):
         nn.init.zeros_(again.weight)
-        zckpt.load(tmp_path / "pair", model=again, optimizer=its, broadcast=broadcast)
+        zckpt.load("pair", model=again, optimizer=its, broadcast=broadcast)
         assert equal(again, model)
     names = ["checkpoint.json", "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"]
-    assert names_in(tmp_path / "pair") == names
+    assert names_in("pair") == names
 
 
 # --- one process
@@ -526,39 +526,39 @@ def test_a_part_of_the_world_saves_and_loads(rank, world_size, tmp_path):
 @on_ranks(2, fresh=True)
 def test_the_next_process_group_knows_nothing_of_a_save_in_the_one_before(rank, world_size, tmp_path):
     model = nn.Linear(2, 2)
-    saving = zckpt.save(tmp_path / "first", model=model, async_=True)
+    saving = zckpt.save("first", model=model, async_=True)
     assert saving is not None
     saving.result()
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/again", rank=rank, world_size=world_size)
-    zckpt.save(tmp_path / "second", model=model)
-    assert zckpt.load(tmp_path / "second", model=model).notes == []
+    zckpt.save("second", model=model)
+    assert zckpt.load("second", model=model).notes == []
 
 
-def test_one_process_without_a_group_saves_and_loads(tmp_path):
+def test_one_process_without_a_group_saves_and_loads():
     model = nn.Sequential(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Linear(2, 2))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     sum(p.square().sum() for p in model.parameters()).backward()
     optimizer.step()
-    saving = zckpt.save(tmp_path / "run" / "c", model=model, optimizer=optimizer, async_=True)
+    saving = zckpt.save("run/c", model=model, optimizer=optimizer, async_=True)
     with torch.no_grad():
         expected = [p.clone() for p in model.parameters()]
         for p in model.parameters():
             p.zero_()  # what has been staged is no longer looked at
     saving.result()
     assert saving.done()
-    assert zckpt.load(tmp_path / "run" / "c", model=model, optimizer=optimizer).world_size == 1
+    assert zckpt.load("run/c", model=model, optimizer=optimizer).world_size == 1
     assert all(torch.equal(p, value) for p, value in zip(model.parameters(), expected, strict=True))
 
 
 @pytest.mark.parametrize("name", ["saved", "saved.pt"])
-def test_the_users_default_device_is_for_the_users_tensors(name, tmp_path):
+def test_the_users_default_device_is_for_the_users_tensors(name):
     (model, optimizer), its = trained(nn.Linear(2, 2), torch.optim.NAdam), nn.Linear(2, 2)
     given, other = (
         {"model": model, "optimizer": optimizer, "extra": {"kept": torch.ones(2)}},
         torch.optim.NAdam(its.parameters()),
     )
-    path = tmp_path / name
+    path = Path(name)
     with torch.device("meta"):
         if name == "saved":
             zckpt.save(path, **given)
@@ -573,26 +573,26 @@ def test_the_users_default_device_is_for_the_users_tensors(name, tmp_path):
     assert equal(its, model)
 
 
-def test_what_a_disabled_grad_scaler_has_not_is_not_loaded(tmp_path):
+def test_what_a_disabled_grad_scaler_has_not_is_not_loaded():
     model = nn.Linear(2, 2)
-    zckpt.save(tmp_path / "c", model=model, grad_scaler=torch.amp.GradScaler("cpu", enabled=False))
-    assert zckpt.load(tmp_path / "c", model=model, grad_scaler=torch.amp.GradScaler("cpu", enabled=False)).notes == []
+    zckpt.save("c", model=model, grad_scaler=torch.amp.GradScaler("cpu", enabled=False))
+    assert zckpt.load("c", model=model, grad_scaler=torch.amp.GradScaler("cpu", enabled=False)).notes == []
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     with pytest.warns(UserWarning, match="no state of a grad_scaler: it is not changed"):
-        zckpt.load(tmp_path / "c", model=model, grad_scaler=scaler)
+        zckpt.load("c", model=model, grad_scaler=scaler)
     assert scaler.get_scale() == 8.0
 
 
-def test_a_model_alone_has_no_optimizer_to_load(tmp_path):
+def test_a_model_alone_has_no_optimizer_to_load():
     model = nn.Linear(2, 2)
-    zckpt.save(tmp_path / "c", model=model)
+    zckpt.save("c", model=model)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(UsageError, match="param groups"):
-        zckpt.load(tmp_path / "c", model=model, optimizer=optimizer)
-    notes = zckpt.load(tmp_path / "c", model=model, optimizer=optimizer, strict=False).notes
+        zckpt.load("c", model=model, optimizer=optimizer)
+    notes = zckpt.load("c", model=model, optimizer=optimizer, strict=False).notes
     assert any("param groups" in note for note in notes)
     with pytest.warns(UserWarning, match="no state of a scheduler"):
-        zckpt.load(tmp_path / "c", model=model, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1))
+        zckpt.load("c", model=model, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1))
 
 
 class Placed:
@@ -608,23 +608,23 @@ class Placed:
 
 
 @pytest.mark.parametrize("name", ["saved", "saved.pt"])
-def test_a_scheduler_gets_what_it_had_or_nothing(name, tmp_path):
+def test_a_scheduler_gets_what_it_had_or_nothing(name):
     """MultiStepLR counts milestones, and an object of any class is not made."""
     model, optimizer = trained(nn.Linear(2, 2))
     made = (torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones) for milestones in ([2, 2, 3], [9]))
     scheduler, other = made
     if name == "saved":
-        zckpt.save(tmp_path / name, model=model, scheduler=scheduler)
+        zckpt.save(name, model=model, scheduler=scheduler)
     else:
-        torch.save({"model": model.state_dict(), "lr_scheduler": scheduler.state_dict()}, tmp_path / name)
-    zckpt.load(tmp_path / name, model=model, scheduler=other)
+        torch.save({"model": model.state_dict(), "lr_scheduler": scheduler.state_dict()}, name)
+    zckpt.load(name, model=model, scheduler=other)
     assert other.milestones == Counter({2: 2, 3: 1})
-    zckpt.assert_restored(tmp_path / name, model=model, scheduler=other)
-    torch.save({"model": model.state_dict(), "lr_scheduler": Placed().state_dict()}, tmp_path / "object.pt")
+    zckpt.assert_restored(name, model=model, scheduler=other)
+    torch.save({"model": model.state_dict(), "lr_scheduler": Placed().state_dict()}, "object.pt")
     its = Placed()
     its.step = "as it was"
     with pytest.warns(UserWarning, match="the state of a scheduler has an object that only a pickle can make"):
-        zckpt.load(tmp_path / "object.pt", model=model, scheduler=its)
+        zckpt.load("object.pt", model=model, scheduler=its)
     assert its.step == "as it was"
 
 
@@ -640,20 +640,20 @@ class Noting(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_texts_in_the_state_of_an_optimizer_are_loaded_as_they_are(tmp_path):
+def test_texts_in_the_state_of_an_optimizer_are_loaded_as_they_are():
     model, optimizer = trained(nn.Linear(3, 2), Noting, lr=0.1, momentum=0.9)
-    zckpt.save(tmp_path / "saved", model=model, optimizer=optimizer)
+    zckpt.save("saved", model=model, optimizer=optimizer)
     other = Noting(model.parameters(), lr=0.1, momentum=0.9)
-    zckpt.load(tmp_path / "saved", model=model, optimizer=other)
+    zckpt.load("saved", model=model, optimizer=other)
     assert [other.state[p]["note"] for p in model.parameters()] == ["warming up", "warming up"]
     assert other.state[model.weight]["more"]["last"].maxlen == 4
     assert_same_tree(other.state_dict()["state"], optimizer.state_dict()["state"])
-    zckpt.assert_restored(tmp_path / "saved", model=model, optimizer=other)
-    zckpt.convert(tmp_path / "saved", tmp_path / "again", to="zckpt")
-    assert zckpt.diff(tmp_path / "saved", tmp_path / "again").equal
+    zckpt.assert_restored("saved", model=model, optimizer=other)
+    zckpt.convert("saved", "again", to="zckpt")
+    assert zckpt.diff("saved", "again").equal
 
 
-def test_extra_is_as_it_was_when_an_asynchronous_save_returned(tmp_path, monkeypatch):
+def test_extra_is_as_it_was_when_an_asynchronous_save_returned(monkeypatch):
     is_changed = threading.Event()
 
     def write_later(*args: Any, **options: Any) -> None:
@@ -662,12 +662,12 @@ def test_extra_is_as_it_was_when_an_asynchronous_save_returned(tmp_path, monkeyp
 
     monkeypatch.setattr(saving_module, "write", write_later)
     average, count = torch.ones(3), bytearray(b"1")
-    saving = zckpt.save(tmp_path / "c", extra={"average": average, "count": count}, async_=True)
+    saving = zckpt.save("c", extra={"average": average, "count": count}, async_=True)
     average.zero_()
     count[:] = b"2"
     is_changed.set()
     saving.result()
-    extra = zckpt.load(tmp_path / "c").extra
+    extra = zckpt.load("c").extra
     assert extra["average"].tolist() == [1, 1, 1]
     assert extra["count"] == bytearray(b"1")
 
@@ -690,15 +690,15 @@ def tie_what_differs(rank, world_size, path: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_two_tensors_that_differ_do_not_become_one_in_silence(world_size, tmp_path):
+def test_two_tensors_that_differ_do_not_become_one_in_silence(world_size):
     model = TwoEnds(tied=False)
-    zckpt.save(tmp_path / "saved", model=model, optimizer=torch.optim.AdamW(model.parameters()))
-    run(tie_what_differs, world_size, tmp_path / "saved")
+    zckpt.save("saved", model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    run(tie_what_differs, world_size, "saved")
 
 
 @pytest.mark.parametrize("strip_prefix", [None, "net."])
 @pytest.mark.parametrize("name", ["first.weight", "last.weight"])
-def test_a_numbered_optimizer_beside_any_name_of_a_tied_parameter(name, strip_prefix, tmp_path):
+def test_a_numbered_optimizer_beside_any_name_of_a_tied_parameter(name, strip_prefix):
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Sequential(TwoEnds(tied=True), nn.Linear(3, 3, bias=False), nn.Linear(3, 3))
         groups = [{"params": [one for one in model.parameters() if one.dim() == dim]} for dim in (2, 1)]
@@ -709,56 +709,56 @@ def test_a_numbered_optimizer_beside_any_name_of_a_tied_parameter(name, strip_pr
     optimizer.step()
     held = {key: one for key, one in model.state_dict().items() if not key.startswith("0.") or key == f"0.{name}"}
     held = {f"{strip_prefix or ''}{key}": one for key, one in held.items()}
-    torch.save({"model": held, "optimizer": optimizer.state_dict()}, tmp_path / "saved.pt")
+    torch.save({"model": held, "optimizer": optimizer.state_dict()}, "saved.pt")
     other, its = made()
-    zckpt.load(tmp_path / "saved.pt", model=other, optimizer=its, strip_prefix=strip_prefix)
+    zckpt.load("saved.pt", model=other, optimizer=its, strip_prefix=strip_prefix)
     assert_same_tree(its.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 @pytest.mark.parametrize("name", ["first.weight", "last.weight"])
-def test_a_file_may_have_any_name_of_a_tied_parameter(name, tmp_path):
+def test_a_file_may_have_any_name_of_a_tied_parameter(name):
     saved, model = TwoEnds(tied=True), TwoEnds(tied=True)
-    torch.save({name: saved.first.weight.detach()}, tmp_path / "model.pt")
-    assert not zckpt.load(tmp_path / "model.pt", model=model).missing
-    zckpt.assert_restored(tmp_path / "model.pt", model=model)
+    torch.save({name: saved.first.weight.detach()}, "model.pt")
+    assert not zckpt.load("model.pt", model=model).missing
+    zckpt.assert_restored("model.pt", model=model)
     assert torch.equal(model.first.weight, saved.first.weight)
 
 
-def test_a_second_name_with_other_bits_or_sizes_is_no_difference_after_loading(tmp_path):
+def test_a_second_name_with_other_bits_or_sizes_is_no_difference_after_loading():
     weight, tied = torch.randn(3, 3), TwoEnds(tied=True)
-    torch.save({"first.weight": weight, "last.weight": weight.bfloat16()}, tmp_path / "rounded.pt")
-    torch.save({"first.weight": weight, "last.weight": torch.randn(4, 3)}, tmp_path / "reshaped.pt")
+    torch.save({"first.weight": weight, "last.weight": weight.bfloat16()}, "rounded.pt")
+    torch.save({"first.weight": weight, "last.weight": torch.randn(4, 3)}, "reshaped.pt")
     for name, strict in (("rounded.pt", True), ("reshaped.pt", False)):
-        zckpt.load(tmp_path / name, model=tied, strict=strict)
-        zckpt.assert_restored(tmp_path / name, model=tied, strict=strict)
+        zckpt.load(name, model=tied, strict=strict)
+        zckpt.assert_restored(name, model=tied, strict=strict)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_tied_tensors_of_two_types_that_differ_do_not_become_one_in_silence(dtype, tmp_path):
-    torch.save({"first.weight": torch.randn(3, 3), "last.weight": torch.randn(3, 3).bfloat16()}, tmp_path / "two.pt")
+def test_tied_tensors_of_two_types_that_differ_do_not_become_one_in_silence(dtype):
+    torch.save({"first.weight": torch.randn(3, 3), "last.weight": torch.randn(3, 3).bfloat16()}, "two.pt")
     tied = TwoEnds(tied=True).to(dtype)
     with refusing(UsageError, "the same tensor as first.weight here"):
-        zckpt.load(tmp_path / "two.pt", model=tied)
-    zckpt.load(tmp_path / "two.pt", model=tied, strict=False)
+        zckpt.load("two.pt", model=tied)
+    zckpt.load("two.pt", model=tied, strict=False)
     with refusing(zckpt.NotRestoredError, "the same tensor as first.weight here"):
-        zckpt.assert_restored(tmp_path / "two.pt", model=tied, strict=False)
+        zckpt.assert_restored("two.pt", model=tied, strict=False)
 
 
-def test_buffers_that_differ_and_are_one_here_do_not_become_one_in_silence(tmp_path):
+def test_buffers_that_differ_and_are_one_here_do_not_become_one_in_silence():
     def made(*tables: torch.Tensor) -> nn.Module:
         model = nn.Linear(3, 3)
         for name, table in zip("ab", tables, strict=True):
             model.register_buffer(name, table)
         return model
 
-    zckpt.save(tmp_path / "other", model=made(torch.zeros(3), torch.ones(3)))
-    zckpt.save(tmp_path / "same", model=made(torch.ones(3), torch.ones(3)))
+    zckpt.save("other", model=made(torch.zeros(3), torch.ones(3)))
+    zckpt.save("same", model=made(torch.ones(3), torch.ones(3)))
     model = made(*[torch.zeros(3)] * 2)
     with refusing(UsageError, "b is the same tensor as a here, but not in the checkpoint"):
-        zckpt.load(tmp_path / "other", model=model)
+        zckpt.load("other", model=model)
     assert not model.b.any()
-    zckpt.load(tmp_path / "same", model=model)
-    zckpt.assert_restored(tmp_path / "same", model=model)
+    zckpt.load("same", model=model)
+    zckpt.assert_restored("same", model=model)
 
 
 def count_what_is_read(rank, world_size, path: Path) -> int:
@@ -774,42 +774,42 @@ def count_what_is_read(rank, world_size, path: Path) -> int:
     return sum(read)
 
 
-def test_with_broadcast_one_rank_compares_tied_tensors(tmp_path):
+def test_with_broadcast_one_rank_compares_tied_tensors():
     weight = torch.randn(3, 3)
-    torch.save({"first.weight": weight, "last.weight": weight.clone()}, tmp_path / "same.pt")
-    assert sum(run(count_what_is_read, 2, tmp_path / "same.pt")) == 3 * weight.nbytes  # two to compare, and one to load
+    torch.save({"first.weight": weight, "last.weight": weight.clone()}, "same.pt")
+    assert sum(run(count_what_is_read, 2, "same.pt")) == 3 * weight.nbytes  # two to compare, and one to load
 
 
 @on_ranks(2)
-def test_with_broadcast_all_ranks_must_have_the_same_tensors(rank, world_size, tmp_path):
+def test_with_broadcast_all_ranks_must_have_the_same_tensors(rank, world_size):
     model = TwoEnds(tied=True)
-    zckpt.save(tmp_path / "c", model=model)
+    zckpt.save("c", model=model)
     with pytest.raises(UsageError, match=r"that all ranks have alike: expected torch\.float32 last"):
-        zckpt.load(tmp_path / "c", model=TwoEnds(tied=rank == 1), broadcast=True)
+        zckpt.load("c", model=TwoEnds(tied=rank == 1), broadcast=True)
 
 
-def test_tied_tensors_are_compared_piece_by_piece(tmp_path, monkeypatch):
+def test_tied_tensors_are_compared_piece_by_piece(monkeypatch):
     monkeypatch.setattr(loading_module, "TOGETHER_NUMEL", 4)
     weight, tied = torch.randn(3, 3), TwoEnds(tied=True)
-    torch.save({"first.weight": weight, "last.weight": weight.clone()}, tmp_path / "same.pt")
-    zckpt.load(tmp_path / "same.pt", model=tied)
+    torch.save({"first.weight": weight, "last.weight": weight.clone()}, "same.pt")
+    zckpt.load("same.pt", model=tied)
     other = weight.clone()
     other[2, 2] += 1
-    torch.save({"first.weight": weight, "last.weight": other}, tmp_path / "other.pt")
+    torch.save({"first.weight": weight, "last.weight": other}, "other.pt")
     with refusing(UsageError, "the same tensor as first.weight here"):
-        zckpt.load(tmp_path / "other.pt", model=tied)
+        zckpt.load("other.pt", model=tied)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_was_frozen_after_steps_is_trained_in_a_checkpoint(stage, tmp_path):
+def test_what_was_frozen_after_steps_is_trained_in_a_checkpoint(stage):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optimizer = torch.optim.AdamW([{"params": one.parameters()} for one in model])
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     model[1].requires_grad_(False)
-    zckpt.save(tmp_path / "saved", model=model, optimizer=optimizer)
+    zckpt.save("saved", model=model, optimizer=optimizer)
     first = torch.optim.AdamW(model[0].parameters())
     with refusing(UsageError, "other param groups than the optimizer's"):  # of which one has state
-        zckpt.load(tmp_path / "saved", model=model, optimizer=first)
-    zckpt.convert(tmp_path / "saved", tmp_path / "run", to="deepspeed", world_size=2, stage=stage)
-    assert not [one.name for one in zckpt.open(tmp_path / "run").parameters.values() if one.frozen]
+        zckpt.load("saved", model=model, optimizer=first)
+    zckpt.convert("saved", "run", to="deepspeed", world_size=2, stage=stage)
+    assert not [one.name for one in zckpt.open("run").parameters.values() if one.frozen]

@@ -168,7 +168,7 @@ def of_all(told: list[tuple[Found, Losses]]) -> tuple[Found, Losses]:
 )
 def test_what_is_cut_is_saved_as_the_whole_and_loaded_into_any_cut(layers, degrees, others, tmp_path):
     expected, losses = of_all(run(save, math.prod(degrees), layers, degrees, tmp_path))
-    opened = zckpt.open(tmp_path / "saved")
+    opened = zckpt.open("saved")
     assert len(opened.parameters) == layers * 5
     assert sorted(opened.buffers) == [*(f"layers.{number}.seen" for number in range(layers)), "turns"]
     assert [len(group.parameters) for group in opened.param_groups] == [layers * 2, layers * 3]
@@ -185,7 +185,7 @@ def test_what_is_cut_is_saved_as_the_whole_and_loaded_into_any_cut(layers, degre
 
 
 @on_ranks(2)
-def test_optimizers_that_step_in_backward_are_saved_by_name(rank, world_size, tmp_path):
+def test_optimizers_that_step_in_backward_are_saved_by_name(rank, world_size):
     """Each rank has optimizers of other names: those of its parameters."""
 
     def made(number: int, lr: float) -> tuple[nn.Module, dict[str, Any]]:
@@ -200,11 +200,11 @@ def test_optimizers_that_step_in_backward_are_saved_by_name(rank, world_size, tm
 
     part, optimizers = made(rank, 0.1)
     train(part)
-    zckpt.save(tmp_path / "saved", model=[part], optimizer=optimizers)
-    opened = zckpt.open(tmp_path / "saved")
+    zckpt.save("saved", model=[part], optimizer=optimizers)
+    opened = zckpt.open("saved")
     for number in (1 - rank, rank):
         again, its = made(number, 0.5)
-        zckpt.load(tmp_path / "saved", model=[again], optimizer=its)
+        zckpt.load("saved", model=[again], optimizer=its)
         for name, one in again.named_parameters():
             assert torch.equal(opened.read(name), one)
             assert torch.equal(opened.read(name, "exp_avg"), its[name].state[one]["exp_avg"])
@@ -218,7 +218,7 @@ def test_what_does_not_fit_together_is_refused(rank, world_size, tmp_path):
 
     def save(match: str, kind: type[Exception], parts: Any, optimizer: Any = None) -> None:
         with pytest.raises(kind, match=match):
-            zckpt.save(tmp_path / "refused", model=parts, optimizer=optimizer)
+            zckpt.save("refused", model=parts, optimizer=optimizer)
 
     torch.manual_seed(rank)
     save(r"weight of 0\.bias has different values on ranks", LayoutError, [nn.Sequential(nn.Linear(2, 2))])
@@ -236,9 +236,9 @@ def test_what_does_not_fit_together_is_refused(rank, world_size, tmp_path):
     if rank == 1:
         cut.get_parameter("layers.1.norm.weight").to_local().data += 1
     save(r"weight of layers\.1\.norm\.weight has different values on ranks", LayoutError, cut)
-    zckpt.save(tmp_path / "saved", model=[part], optimizer=[sgd])
+    zckpt.save("saved", model=[part], optimizer=[sgd])
     with pytest.raises(UsageError, match=r"the model has no layers\.1"):
-        zckpt.load(tmp_path / "saved", model=[Part([0])])
+        zckpt.load("saved", model=[Part([0])])
     with pytest.raises(UsageError, match="broadcast only applies to a model that all ranks have whole"):
-        zckpt.load(tmp_path / "saved", model=[part], broadcast=True)
+        zckpt.load("saved", model=[part], broadcast=True)
     assert [one.name for one in tmp_path.iterdir()] == ["saved"]

@@ -175,8 +175,8 @@ def two_ranks(rank, world_size, path: Path) -> tuple[Found, list[float], list[fl
 def test_slices_of_two_ranks_are_whole_parameters_to_one(tmp_path):
     (state, unbroken, again), (_, _, other) = run(two_ranks, 2, tmp_path)
     assert again == other == unbroken
-    assert_is_saved(tmp_path / "slices", state)
-    [(found, losses)] = run(loaded, 1, 1, tmp_path / "slices", torch.float32)
+    assert_is_saved("slices", state)
+    [(found, losses)] = run(loaded, 1, 1, "slices", torch.float32)
     assert_same_tree(found, state)
     assert losses == pytest.approx(unbroken, rel=1e-5)
 
@@ -203,10 +203,10 @@ def test_boxes_of_slices_along_any_dimension_are_the_whole():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_slices_are_loaded_at_any_degrees(dtype, tmp_path):
+def test_slices_are_loaded_at_any_degrees(dtype):
     degrees = [(2, 2), (1, 2), (2, 1), (1, 1)] + [(4, 1), (1, 3)] * (dtype == torch.float32)
     for number, (tp, dp) in enumerate(degrees):
-        path = tmp_path / f"{tp}_{dp}"
+        path = Path(f"{tp}_{dp}")
         state, unbroken = run(saved, tp * dp, tp, path, dtype, number % 2 == 0)[0]
         assert_is_saved(path, state)
         for its_tp, its_dp in degrees:
@@ -234,6 +234,6 @@ def checkpointed(rank, world_size, path: Path) -> tuple[list[float], list[float]
 
 
 @pytest.mark.nightly
-def test_a_checkpointer_saves_and_keeps_slices(tmp_path):
-    for unbroken, again in run(checkpointed, 4, tmp_path / "run"):
+def test_a_checkpointer_saves_and_keeps_slices():
+    for unbroken, again in run(checkpointed, 4, "run"):
         assert again == unbroken

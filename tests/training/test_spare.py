@@ -67,15 +67,15 @@ def test_no_step_is_lost_with_a_node(kind, tmp_path):
     assert differences(again["found"], before["state"]) == []
     files = [f"rank-0000{n}-of-00003.safetensors" for n in range(3)]
     assert before["held"] == ["checkpoint.json", *files, "spare.json"]
-    shutil.rmtree(tmp_path / "a")  # the first rank, and the document
+    shutil.rmtree("a")  # the first rank, and the document
     [last] = run(train, 2, tmp_path, kind, ["c", "b"], [7])[0]
     assert (last["first"], last["extra"]) == (5, {"seen": 5})
     assert differences(last["found"], again["state"]) == []
     expected = run(unbroken, 1, 7, kind)[0]
     assert before["losses"] + again["losses"] + last["losses"] == pytest.approx(expected, rel=2e-6)
-    copied = tmp_path / "run" / "step-00000005"  # from memory, as nothing was saved then
+    copied = Path("run/step-00000005")  # from memory, as nothing was saved then
     assert read_digests(copied / "fingerprint.json") == zckpt.fingerprint(copied)
-    assert names_in(tmp_path / "run") == [
+    assert names_in("run") == [
         "checkpointer.json", "latest", "spare.json", "step-00000004", "step-00000005", "step-00000006",
     ]  # fmt: skip
 
@@ -87,10 +87,10 @@ def with_error(checkpointer: zckpt.Checkpointer, training: Training) -> None:
 
 
 @on_ranks(1)
-def test_a_spare_is_gone_on_with_only_after_the_save_that_it_follows(rank, world_size, tmp_path):
+def test_a_spare_is_gone_on_with_only_after_the_save_that_it_follows(rank, world_size):
     """One rank, on which whatever happens to a spare happens."""
     training = Training.of(ZERO)
-    run_directory, within = tmp_path / "run", tmp_path / "memory"
+    run_directory, within = Path("run"), Path("memory")
     within.mkdir()
     options = {"replicate": True, "replicate_in": within}
 
@@ -148,7 +148,7 @@ def test_a_spare_is_gone_on_with_only_after_the_save_that_it_follows(rank, world
         resumed()
     shutil.rmtree(run_directory)
     with pytest.raises(UsageError, match="no such directory"):
-        zckpt.Checkpointer(run_directory, replicate=True, replicate_in=tmp_path / "none")
+        zckpt.Checkpointer(run_directory, replicate=True, replicate_in="none")
     with pytest.raises(UsageError, match="replicate_every"):
         zckpt.Checkpointer(run_directory, replicate=True, replicate_every=0)
     mine = within / f"zckpt-{os.getuid()}"
@@ -158,12 +158,12 @@ def test_a_spare_is_gone_on_with_only_after_the_save_that_it_follows(rank, world
 
 
 @on_ranks(2)
-def test_a_step_that_cannot_be_kept_is_told_on_all_ranks(rank, world_size, tmp_path):
+def test_a_step_that_cannot_be_kept_is_told_on_all_ranks(rank, world_size):
     """All raise, and the step before is still there."""
     training = Training.of(ZERO)
-    within = tmp_path / f"node{rank}"
+    within = Path(f"node{rank}")
     within.mkdir()
-    checkpointer = zckpt.Checkpointer(tmp_path / "run", replicate=True, replicate_in=within)
+    checkpointer = zckpt.Checkpointer("run", replicate=True, replicate_in=within)
     checkpointer.step(1, **training.given)
     if rank == 1:
         [own] = within.rglob("node")
@@ -173,19 +173,19 @@ def test_a_step_that_cannot_be_kept_is_told_on_all_ranks(rank, world_size, tmp_p
     for path in within.rglob("node"):
         path.parent.chmod(0o700)
     again = Training.of(ZERO, seed=1)
-    restored = zckpt.Checkpointer(tmp_path / "run", replicate=True, replicate_in=within).resume(**again.given)
+    restored = zckpt.Checkpointer("run", replicate=True, replicate_in=within).resume(**again.given)
     assert restored.step == 1
 
 
 @on_ranks(2)
-def test_an_error_waits_for_what_is_sent(rank, world_size, tmp_path):
+def test_an_error_waits_for_what_is_sent(rank, world_size):
     """Two runs in one process, each rank a node; what fails has been sent when both are closed."""
     spare.PIECE_NBYTES = 500  # many
     training = Training.of(ZERO)
-    within = tmp_path / f"node{rank}"
+    within = Path(f"node{rank}")
     within.mkdir()
     options = {"replicate": True, "replicate_in": within, "on_sigterm": False}
-    runs = [zckpt.Checkpointer(tmp_path / name, **options) for name in "ab"]
+    runs = [zckpt.Checkpointer(name, **options) for name in "ab"]
     for number in (1, 2):
         for checkpointer in runs:
             checkpointer.step(number, **training.given)

@@ -157,9 +157,9 @@ def same(found: Any, expected: Any) -> list[str]:
         *(("fsdp2", 2, cls) for cls in CLASSES),
     ],
 )
-def test_at_the_same_ranks_codes_come_back_and_losses_go_on(cls, kind, ranks, tmp_path):
-    saved = run(save, ranks, tmp_path / "saved", kind, cls)
-    loaded = run(load, ranks, tmp_path / "saved", kind, cls)
+def test_at_the_same_ranks_codes_come_back_and_losses_go_on(cls, kind, ranks):
+    saved = run(save, ranks, "saved", kind, cls)
+    loaded = run(load, ranks, "saved", kind, cls)
     for (expected, _, losses), (found, _, then, notes) in zip(saved, loaded, strict=True):
         assert any("exp_avg.codes" in one for one in expected)
         assert same(found, expected) == []
@@ -171,23 +171,23 @@ def test_at_the_same_ranks_codes_come_back_and_losses_go_on(cls, kind, ranks, tm
     ("kind", "ranks", "into", "other", "cls"),
     [("fsdp2", 2, "fsdp2", 4, "AdamW8bit"), ("ddp", 2, "fsdp2", 3, "AdamW4bit")],
 )
-def test_to_more_ranks_values_are_the_same(cls, kind, ranks, into, other, tmp_path):
-    [(_, expected, losses), *_] = run(save, ranks, tmp_path / "saved", kind, cls)
-    for _, found, then, notes in run(load, other, tmp_path / "saved", into, cls):
+def test_to_more_ranks_values_are_the_same(cls, kind, ranks, into, other):
+    [(_, expected, losses), *_] = run(save, ranks, "saved", kind, cls)
+    for _, found, then, notes in run(load, other, "saved", into, cls):
         assert same(found, expected) == []
         assert notes == []
         assert then[0] == pytest.approx(losses[0], rel=1e-5)  # of the next, some shares are floats from here on
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_to_fewer_ranks_blocks_stay_and_what_was_floats_is_quantised(cls, tmp_path):
-    [(_, expected, losses), *_] = run(save, 2, tmp_path / "saved", "fsdp2", cls)
-    opened = zckpt.open(tmp_path / "saved")
+def test_to_fewer_ranks_blocks_stay_and_what_was_floats_is_quantised(cls):
+    [(_, expected, losses), *_] = run(save, 2, "saved", "fsdp2", cls)
+    opened = zckpt.open("saved")
     names = list(dict(Net().named_parameters()))
     for number, name in enumerate(names):
         for key in SLOTS:
             assert torch.equal(opened.read(name, key), expected[number][key]), (name, key)
-    [(_, found, then, notes)] = run(load, 1, tmp_path / "saved", "plain", cls)
+    [(_, found, then, notes)] = run(load, 1, "saved", "plain", cls)
     last = names.index("last.weight")  # 8 of 15 rows were quantised, and 7 were not
     assert {one.split()[0] for one in same(found, expected)} == {str(last)}
     for key in SLOTS:
@@ -198,15 +198,15 @@ def test_to_fewer_ranks_blocks_stay_and_what_was_floats_is_quantised(cls, tmp_pa
 
 
 @on_ranks(1)
-def test_other_sources_and_other_optimizers(rank, world_size, tmp_path):
+def test_other_sources_and_other_optimizers(rank, world_size):
     """What one rank can tell: files of torch, other blocks, floats, a run's directory, bfloat16, other cuts."""
     net, optimizer = made("plain", "AdamW8bit")
     train(net, optimizer, range(STEPS))
     expected = pieces(optimizer)
-    save_both(net, optimizer, tmp_path / "torch.pt")
-    with zckpt.Checkpointer(tmp_path / "run", async_=True) as checkpointer:
+    save_both(net, optimizer, "torch.pt")
+    with zckpt.Checkpointer("run", async_=True) as checkpointer:
         checkpointer.save(STEPS, model=net, optimizer=optimizer)
-    for path in (tmp_path / "torch.pt", tmp_path / "run"):
+    for path in (Path("torch.pt"), Path("run")):
         other, its = made("plain", "AdamW8bit", seed=1)
         assert zckpt.load(path, model=other, optimizer=its).notes == []
         assert same(pieces(its), expected) == [], path
@@ -228,32 +228,32 @@ def test_other_sources_and_other_optimizers(rank, world_size, tmp_path):
         assert any(QUANTISED in note for note in restored.notes)
         assert type(four.state[net4.wide.weight]["exp_avg"]).__name__ == "OptimState4bit"
         train(net4, four, range(1))
-    zckpt.save(tmp_path / "floats", model=plain, optimizer=adam)
+    zckpt.save("floats", model=plain, optimizer=adam)
     net8, eight = made("plain", "AdamW8bit")
-    assert any(QUANTISED in note for note in zckpt.load(tmp_path / "floats", model=net8, optimizer=eight).notes)
+    assert any(QUANTISED in note for note in zckpt.load("floats", model=net8, optimizer=eight).notes)
     for mine, one in zip(floats(eight), expected, strict=True):
         assert torch.allclose(mine["exp_avg"], one["exp_avg"], atol=1e-2 * float(one["exp_avg"].abs().max()))
 
-    zckpt.convert(tmp_path / "run", tmp_path / "dcp", to="dcp")
-    assert zckpt.diff(tmp_path / "run", tmp_path / "dcp").equal
+    zckpt.convert("run", "dcp", to="dcp")
+    assert zckpt.diff("run", "dcp").equal
     net_dcp, optimizer = made("plain", "AdamW8bit", seed=1)
-    zckpt.load(tmp_path / "dcp", model=net_dcp, optimizer=optimizer)
+    zckpt.load("dcp", model=net_dcp, optimizer=optimizer)
     assert same(pieces(optimizer), expected) == []
     for to in ("zero-redundancy", "consolidated"):
         with pytest.raises(UnsupportedError, match="in pieces per rank"):
-            zckpt.convert(tmp_path / "run", tmp_path / to, to=to)
-        zckpt.convert(tmp_path / "run", tmp_path / to, to=to, dequantize=True)
+            zckpt.convert("run", to, to=to)
+        zckpt.convert("run", to, to=to, dequantize=True)
 
     half, optimizer = made("plain", "AdamW8bit", dtype=torch.bfloat16)
     train(half, optimizer, range(1))
-    zckpt.save(tmp_path / "half", model=half, optimizer=optimizer)
+    zckpt.save("half", model=half, optimizer=optimizer)
     other, its = made("plain", "AdamW8bit", seed=1, dtype=torch.bfloat16)
-    zckpt.load(tmp_path / "half", model=other, optimizer=its)
+    zckpt.load("half", model=other, optimizer=its)
     assert same(pieces(its), pieces(optimizer)) == []
 
 
 @on_ranks(2)
-def test_blocks_that_are_not_those_of_the_whole_parameter_are_refused(rank, world_size, tmp_path):
+def test_blocks_that_are_not_those_of_the_whole_parameter_are_refused(rank, world_size):
     import torchao.optim
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -265,4 +265,4 @@ def test_blocks_that_are_not_those_of_the_whole_parameter_are_refused(rank, worl
     net.weight.grad = DTensor.from_local(torch.ones(64, 128), mesh, [Shard(1)])
     optimizer.step()
     with pytest.raises(UnsupportedError, match="shard by rows only"):
-        zckpt.save(tmp_path / "saved", model=net, optimizer=optimizer)
+        zckpt.save("saved", model=net, optimizer=optimizer)

@@ -114,9 +114,9 @@ MORE = [("net", list(WRAPPERS), True), ("child", ["bare", "ddp", "compile-ddp", 
 
 
 @on_ranks(2, each=some(SOME, MORE))
-def test_a_checkpoint_of_any_wrapper_is_loaded_into_any(rank, world_size, model, wrappers, every, tmp_path):
+def test_a_checkpoint_of_any_wrapper_is_loaded_into_any(rank, world_size, model, wrappers, every):
     """From each wrapper into the next; with `every`, also into itself, and the bare one's into all."""
-    folder = tmp_path / model
+    folder = Path(model)
     saved = save_all(rank, model, wrappers, every and model == "net", folder)
     pairs = {*itertools.pairwise([*wrappers, wrappers[0]])}
     if every:
@@ -136,7 +136,7 @@ def test_a_checkpoint_of_any_wrapper_is_loaded_into_any(rank, world_size, model,
 @pytest.mark.parametrize("form", ["deepspeed", "zero-redundancy"])
 @on_ranks(2)
 @pytest.mark.every(3)
-def test_formats_of_other_programs_are_loaded_into_the_compiled_model(rank, world_size, form, named, tmp_path):
+def test_formats_of_other_programs_are_loaded_into_the_compiled_model(rank, world_size, form, named):
     def made(seed: int) -> tuple[nn.Module, ZeroOptimizer | ZeroRedundancyOptimizer]:
         torch.manual_seed(seed)
         model = compiled(Net())
@@ -150,7 +150,7 @@ def test_formats_of_other_programs_are_loaded_into_the_compiled_model(rank, worl
         loss = model(torch.ones(2, 4))
     optimizer.backward(loss) if isinstance(optimizer, ZeroOptimizer) else loss.backward()
     optimizer.step()
-    target = tmp_path / "run" / "step1"
+    target = Path("run/step1")
     zckpt.save(target, model=model, optimizer=optimizer, format=form)
     other, its = made(2)
     zckpt.load(target, model=other, optimizer=its)
@@ -174,7 +174,7 @@ def test_models_in_one_module_may_have_wrappers_of_their_own(tmp_path):
     kinds = (nn.DataParallel, lambda net: net)
     for source, target in (kinds, kinds[::-1]):
         saved, its = made(source)
-        path = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        path = Path(f"{len(list(tmp_path.iterdir()))}")
         zckpt.save(path, model=saved, optimizer=its)
         model, optimizer = made(target)
         assert zckpt.load(path, model=model, optimizer=optimizer).notes == []
@@ -183,7 +183,7 @@ def test_models_in_one_module_may_have_wrappers_of_their_own(tmp_path):
 
 
 @on_ranks(2)
-def test_what_fully_sharded_data_parallel_saved_is_loaded_into_the_bare_model_and_itself(rank, world_size, tmp_path):
+def test_what_fully_sharded_data_parallel_saved_is_loaded_into_the_bare_model_and_itself(rank, world_size):
     torch.manual_seed(1)
     model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
     with FullyShardedDataParallel.summon_full_params(model):
@@ -191,22 +191,22 @@ def test_what_fully_sharded_data_parallel_saved_is_loaded_into_the_bare_model_an
     told["n"] = torch.zeros(3)
     if rank == 0:
         inside = {f"_fsdp_wrapped_module.{name}": one for name, one in told.items()}
-        torch.save({"model": inside}, tmp_path / "inside.pt")
-        torch.save({"model": told}, tmp_path / "whole.pt")
+        torch.save({"model": inside}, "inside.pt")
+        torch.save({"model": told}, "whole.pt")
     torch.distributed.barrier()
     torch.manual_seed(1)
     expected = Net()
     for name in ("inside.pt", "whole.pt"):
         torch.manual_seed(2)
         bare = Net()
-        zckpt.load(tmp_path / name, model=bare)
+        zckpt.load(name, model=bare)
         assert equal(bare, expected)
     torch.manual_seed(3)
     other = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
-    zckpt.load(tmp_path / "inside.pt", model=other)
+    zckpt.load("inside.pt", model=other)
     assert equal(other, model)
     with pytest.raises(UnsupportedError, match=r"use zckpt.save and zckpt.load"):
-        zckpt.optim.files.load(torch.optim.SGD(model.parameters()), tmp_path / "whole.pt", model=model)
+        zckpt.optim.files.load(torch.optim.SGD(model.parameters()), "whole.pt", model=model)
 
 
 @pytest.fixture(scope="module")
