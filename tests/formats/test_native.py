@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 import zckpt
 from tests.damage import flip
 from tests.formats.native_files import change_document, exchange_tensors
-from tests.formats.some_tensors import random_tensor, stored
+from tests.formats.some_tensors import as_bytes, random_tensor, stored
 from tests.pairwise import each
 from tests.plans import read_slot, write_directory
 from tests.refusals import refusing
@@ -82,6 +82,11 @@ OTHERS = [
     "other/litsim_ds2/epoch=0-step=5.ckpt",
     "other/accel_ds2_bf16/state",
 ]
+FEW = ["s2_bf16_dp2_client", "s3_bf16_dp2", "tp2_s1_bf16_dp2", "other/plain_mixed/ckpt.pt"]
+
+
+Told = tuple[str, tuple[int, ...], bytes]
+"""Type, shape and bytes of a tensor."""
 
 
 def written(checkpoint, directory, world_size=1) -> Path:
@@ -89,9 +94,18 @@ def written(checkpoint, directory, world_size=1) -> Path:
     return directory
 
 
-def same_bits(found, expected) -> bool:
-    assert (found.name, found.dtype, found.shape) == (expected.name, expected.dtype, expected.shape)
-    return read_slot(found).tobytes() == read_slot(expected).tobytes()
+def every_slot(checkpoint) -> dict[tuple[str, str], Told]:
+    """What every slot holds, by its parameter's name and its own."""
+    found = {}
+    for parameter in checkpoint.holders():
+        for name, slot in parameter.slots.items():
+            assert slot.name == name
+            found[parameter.name, name] = slot.dtype, slot.shape, read_slot(slot).tobytes()
+    return found
+
+
+def told(tensor) -> Told:
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), as_bytes(tensor)
 
 
 def as_torch_file(tree, path) -> bytes:
@@ -102,8 +116,6 @@ def as_torch_file(tree, path) -> bytes:
 
 def assert_same_parameter(found, expected):
     assert list(found.slots) == list(expected.slots)
-    for name, slot in expected.slots.items():
-        assert same_bits(found.slots[name], slot), f"{name} of {expected.name}"
     assert dump(found.state, stand_in).data == dump(expected.state, stand_in).data
     for field in fields(Parameter):
         if field.name not in ("slots", "state"):
@@ -117,6 +129,7 @@ def stand_in(node) -> object:
 
 def assert_same_checkpoint(found, expected, directory):
     """Every field: all but those that say what was read, which are the new files'."""
+    assert every_slot(found) == every_slot(expected)
     for section in ("parameters", "buffers", "unnamed"):
         mine, its = getattr(found, section), getattr(expected, section)
         assert list(mine) == list(its)
@@ -224,9 +237,6 @@ def mapping(made, pairs: list[tuple[Any, Any]], state=None):
     return made
 
 
-CONTAINERS = ["list", "tuple", "dict", "text_dict", "set", "frozenset", "ordered", "default", "namespace", "object"]
-
-
 @st.composite
 def trees(draw) -> object:
     """Draw a tree of any nodes in which some objects occur several times, and some lead back to themselves."""
@@ -235,29 +245,20 @@ def trees(draw) -> object:
         parts = st.one_of(leaves, st.sampled_from(made)) if made else leaves
         many = st.lists(parts, max_size=3)
         pairs = st.lists(st.tuples(keys, parts), max_size=3)
-        kind = draw(st.sampled_from(CONTAINERS))
-        match kind:
-            case "list":
-                one = draw(many)
-            case "tuple":
-                one = tuple(draw(many))
-            case "dict":
-                one = mapping({}, draw(pairs))
-            case "text_dict":
-                one = draw(st.dictionaries(texts, parts, max_size=3))
-            case "set":
-                one = set(draw(st.lists(keys, max_size=1)))
-            case "frozenset":
-                one = frozenset(draw(st.lists(keys, max_size=1)))
-            case "ordered":
-                one = mapping(OrderedMapping(), draw(pairs), draw(parts))
-            case "default":
-                one = mapping(DefaultMapping(draw(st.none() | st.just(Global("m", "f")))), draw(pairs))
-            case "namespace":
-                one = mapping(Namespace(), draw(pairs))
-            case _:
-                one = Object(Global("m", "C"), tuple(draw(many)), state=draw(parts), items=draw(many),
-                             entries=draw(pairs), has_state=True)  # fmt: skip
+        few = st.lists(keys, max_size=1)
+        one = draw(st.one_of(
+            many,
+            many.map(tuple),
+            pairs.map(dict),
+            st.dictionaries(texts, parts, max_size=3),
+            few.map(set),
+            few.map(frozenset),
+            st.builds(mapping, st.builds(OrderedMapping), pairs, parts),
+            st.builds(mapping, st.builds(DefaultMapping, st.none() | st.just(Global("m", "f"))), pairs),
+            st.builds(mapping, st.builds(Namespace), pairs),
+            st.builds(Object, st.just(Global("m", "C")), many.map(tuple), state=parts, items=many, entries=pairs,
+                      has_state=st.just(True)),
+        ))  # fmt: skip
         made.append(one)
     for one in made:
         if type(one) is list and draw(st.booleans()):
@@ -349,7 +350,7 @@ def of_tensors(tensors, directory) -> Checkpoint:
     checkpoint = Checkpoint("x", "torch")
     for number, (name, tensor) in enumerate(tensors.items()):
         slot = stored(directory / f"{number}.bin", tensor)
-        checkpoint.parameters[name] = Parameter(name, slot.shape, slot.dtype, {"weight": slot})
+        checkpoint.parameters[name] = Parameter.of(name, slot)
     return checkpoint
 
 
@@ -358,7 +359,7 @@ def test_every_element_type(world_size, tmp_path):
     names = [name for name in DTYPES if not name.startswith(("qint", "quint")) and hasattr(torch, name)]
     made = {name: random_tensor(name, (3, 5)) for name in names} | {"": random_tensor("complex128", ())}
     expected = of_tensors(made, tmp_path / "source")
-    assert_same_tensors(read(written(expected, tmp_path / "native", world_size)), expected)
+    assert every_slot(read(written(expected, tmp_path / "native", world_size))) == every_slot(expected)
 
 
 @given(tensors=st.lists(st.tuples(st.integers(0, 50), st.sampled_from([1, 2, 4, 8, 16])), max_size=12),
@@ -380,16 +381,11 @@ def test_files_are_of_one_size_and_hold_every_element_once(tensors, world_size, 
     assert count <= len(tensors) + world_size - 1
 
 
-def assert_same_tensors(found, expected):
-    for name, parameter in expected.parameters.items():
-        assert same_bits(found.parameters[name].slots["weight"], parameter.slots["weight"])
-
-
 def test_more_ranks_than_elements(tmp_path):
     made = {"one": torch.ones(1), "none": torch.empty(0, 3), "three": torch.arange(3)}
     expected = of_tensors(made, tmp_path / "source")
     directory = written(expected, tmp_path / "native", 12)
-    assert_same_tensors(read(directory), expected)
+    assert every_slot(read(directory)) == every_slot(expected)
     assert len([load_file(path) for path in directory.glob("*.safetensors")]) == 12
 
 
@@ -397,11 +393,8 @@ def test_one_file_is_a_safetensors_file_of_whole_tensors(tmp_path):
     expected = open_checkpoint(FIXTURES / "s2_bf16_dp2_client")
     directory = written(expected, tmp_path / "native")
     tensors = load_file(directory / "rank-00000-of-00001.safetensors")
-    for parameter in expected.tensors():
-        for name, slot in parameter.slots.items():
-            tensor = tensors.pop(f"{name}/{parameter.name}")
-            assert (tuple(tensor.shape), str(tensor.dtype)) == (slot.shape, f"torch.{slot.dtype}")
-            assert tensor.reshape(-1).view(torch.uint8).numpy().tobytes() == read_slot(slot).tobytes()
+    for (parameter, name), slot in every_slot(expected).items():
+        assert told(tensors.pop(f"{name}/{parameter}")) == slot
     assert {name.partition("/")[0] for name in tensors} == {"storage", "digests"}
 
 
@@ -417,7 +410,7 @@ def test_names_that_would_be_one_key_stay_apart(tmp_path):
     checkpoint = of_tensors({"0": torch.ones(2), "b/c": torch.full((3,), 2.0)}, tmp_path / "source")
     other = of_tensors({"x": torch.zeros(4), "y": torch.full((5,), 4.0)}, tmp_path / "other")
     slot = replace(other.parameters["x"].slots["weight"], name="weight")
-    checkpoint.unnamed["0"] = Parameter("0", (4,), "float32", {"weight": slot})
+    checkpoint.unnamed["0"] = Parameter.of("0", slot)
     clash = replace(other.parameters["y"].slots["weight"], name="weight/b")
     checkpoint.parameters["c"] = Parameter("c", (5,), "float32", {"weight/b": clash})
     found = read(written(checkpoint, tmp_path / "native", 2))
@@ -507,17 +500,12 @@ def independently(directory) -> dict[tuple[str, str], torch.Tensor]:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("name", ["s2_bf16_dp2_client", "s3_bf16_dp2", "tp2_s1_bf16_dp2", "other/plain_mixed/ckpt.pt"])
+@pytest.mark.parametrize("name", FEW)
 @pytest.mark.every(3)
 def test_specification_suffices_to_read_all_tensors(name, world_size, tmp_path):
     expected = open_checkpoint(FIXTURES / name)
     found = independently(written(expected, tmp_path / "native", world_size))
-    for parameter in [*expected.tensors(), *expected.unnamed.values()]:
-        for key, slot in parameter.slots.items():
-            tensor = found.pop((parameter.name, key))
-            assert (tuple(tensor.shape), f"torch.{slot.dtype}") == (slot.shape, str(tensor.dtype))
-            assert tensor.reshape(-1).view(torch.uint8).numpy().tobytes() == read_slot(slot).tobytes()
-    assert found == {}
+    assert {key: told(tensor) for key, tensor in found.items()} == every_slot(expected)
 
 
 # --- where tensors lie: the document says it, headers are held against it ---------------------------------------------
@@ -549,7 +537,7 @@ def test_tensors_are_found_where_they_are_though_a_header_was_rewritten(director
         read(directory)
 
 
-@pytest.mark.parametrize("name", ["s2_bf16_dp2_client", "s3_bf16_dp2", "tp2_s1_bf16_dp2", "other/plain_mixed/ckpt.pt"])
+@pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.every(2)
 def test_table_of_kinds_says_the_same_as_sums_one_by_one(name, world_size, tmp_path):
@@ -581,41 +569,30 @@ def test_many_slots_by_many_files_have_no_object_for_each(tmp_path, monkeypatch)
     shape = (count * each,)
     names = [f"layers.{number}" for number in range(large // count + 1)]
     values = {name: np.arange(shape[0], dtype=np.float32) + number for number, name in enumerate(names)}
-    checkpoint = Checkpoint("", "zckpt")
+    checkpoint, slot = Checkpoint("", "zckpt"), Slot("weight", "float32", shape, ())
     placed = []
     for name in names:
-        slot = Slot("weight", "float32", shape, ())
-        checkpoint.parameters[name] = Parameter(name, shape, "float32", {"weight": slot})
+        checkpoint.parameters[name] = Parameter.of(name, slot)
         cut = tuple((rank, Extent.flat(shape, rank * each, each)) for rank in range(count))
         placed.append(Cut("weight", f"weight/{name}", slot.dtype, slot.shape, cut))
     files = []
     for rank in range(count):
-        entries = []
-        for name, one in zip(names, placed, strict=True):
-            data = memoryview(values[name][rank * each : (rank + 1) * each]).cast("B")
-            entries.append(
-                ranks.slot_entry(one.key, checkpoint.parameters[name].slots["weight"], one.pieces[rank][1], data)
-            )
+        entries = [
+            ranks.slot_entry(one.key, slot, one.pieces[rank][1],
+                             memoryview(value[rank * each : (rank + 1) * each]).cast("B"))
+            for value, one in zip(values.values(), placed, strict=True)
+        ]  # fmt: skip
         files.append(ranks.lay_out(rank_name(rank, count), entries, "0" * 32))
     members = place(checkpoint, describe(checkpoint)[0], placed)
     document = lay_out_document(members, "0" * 32, [ranks.listed(file) for file in files])
     write_directory(plan([*files, document]), tmp_path / "native")
     found = read(tmp_path / "native")
     for name in names[::50]:
-        spans = found.parameters[name].slots["weight"].spans
-        assert isinstance(spans, PieceSpans)
-        assert read_slot(found.parameters[name].slots["weight"]).tobytes() == values[name].tobytes()
+        slot = found.parameters[name].weight
+        assert isinstance(slot.spans, PieceSpans)
+        assert np.array_equal(read_slot(slot), values[name])
     exchange_tensors(tmp_path / "native" / files[-1].name)
-    assert (
-        read_slot(read(tmp_path / "native").parameters[names[0]].slots["weight"]).tobytes()
-        == values[names[0]].tobytes()
-    )
-
-
-def every_slot(checkpoint) -> dict[tuple[str, str], bytes]:
-    """The bytes of every slot."""
-    every = [*checkpoint.tensors(), *checkpoint.unnamed.values()]
-    return {(one.name, name): read_slot(slot).tobytes() for one in every for name, slot in one.slots.items()}
+    assert np.array_equal(read_slot(read(tmp_path / "native").parameters[names[0]].weight), values[names[0]])
 
 
 # --- damage ---------------------------------------------------------------------------------------------------------
@@ -926,7 +903,7 @@ def test_what_lies_twice_is_refused_when_it_is_read(directory):
 
     change_document(directory, overlap)
     checkpoint = read(directory)
-    slots = [slot for parameter in checkpoint.tensors() for slot in parameter.slots.values() if len(slot.spans) == 2]
+    slots = [slot for parameter in checkpoint.holders() for slot in parameter.slots.values() if len(slot.spans) == 2]
     with refusing(LayoutError, "more than once"):
         read_slot(slots[0])
 
