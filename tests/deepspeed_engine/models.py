@@ -23,39 +23,21 @@ SEQUENCE = 5
 
 def build_model(spec: Spec, seed: int = MODEL_SEED) -> nn.Module:
     """Build the model of `spec`, the same on every rank."""
+    from tests.deepspeed_engine import pipeline, tensor_parallel  # which are made of what is here
+
     torch.manual_seed(seed)
-    if spec.model == "rich":
-        model: nn.Module = Rich(empty=spec.empty, zero_dim=spec.zero_dim, tied=spec.tied)
-    elif spec.model == "matrices":
-        model = Matrices()
-    elif spec.model == "tiny":
-        model = Tiny()
-    elif spec.model == "moe":
-        model = MixtureOfExperts(spec.expert_parallel, spec.experts)
-    elif spec.model == "moe_layers":
-        model = ExpertLayers(spec.expert_layers)
-        if spec.frozen_experts:
-            model.freeze_last()
-    elif spec.model == "moe_megatron":
-        from tests.deepspeed_engine.tensor_parallel import MegatronOfExperts
-
-        model = MegatronOfExperts(spec)
-    elif spec.model in HUGGING_FACE:
-        model = HUGGING_FACE[spec.model]()
-    elif spec.model == "megatron":
-        from tests.deepspeed_engine.tensor_parallel import Megatron
-
-        model = Megatron(invariant=spec.invariant)
-    elif spec.model == "unstaged":
-        from tests.deepspeed_engine.pipeline import Unstaged
-
-        model = Unstaged(recomputed=spec.recomputed)
-    elif spec.is_pipeline:
-        from tests.deepspeed_engine.pipeline import build_pipeline
-
-        model = build_pipeline(spec)
-    else:
-        raise ValueError(f"unknown model {spec.model!r}")
+    kinds: dict[str, Callable[[], nn.Module]] = {
+        "rich": lambda: Rich(empty=spec.empty, zero_dim=spec.zero_dim, tied=spec.tied),
+        "matrices": Matrices,
+        "tiny": Tiny,
+        "moe": lambda: MixtureOfExperts(spec.expert_parallel, spec.experts),
+        "moe_layers": lambda: ExpertLayers(spec.expert_layers, frozen=spec.frozen_experts),
+        "moe_megatron": lambda: tensor_parallel.MegatronOfExperts(spec),
+        "megatron": lambda: tensor_parallel.Megatron(invariant=spec.invariant),
+        "unstaged": lambda: pipeline.Unstaged(recomputed=spec.recomputed),
+        **HUGGING_FACE,
+    }
+    model = pipeline.build_pipeline(spec) if spec.is_pipeline else kinds[spec.model]()
     return Wrapped(spec.prefix, model) if spec.prefix else model
 
 
@@ -72,14 +54,10 @@ def param_groups(spec: Spec, model: nn.Module) -> list[dict[str, Any]]:
                 {"params": [p for p in trained if p.dim() < 2], "name": "rest", "weight_decay": 0.0, "lr": 2e-2},
             ]
         return split_params_into_different_moe_groups_for_optimizer(groups, spec.expert_group_size)
-    decay, plain, tiny = [], [], []
-    for name, p in model.named_parameters():
-        if not p.requires_grad and not spec.frozen_in_group:
-            continue
-        if name.endswith("alpha"):
-            tiny.append(p)
-        else:
-            (decay if p.dim() >= 2 else plain).append(p)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad or spec.frozen_in_group]
+    decay = [p for _, p in trained if p.dim() >= 2]
+    tiny = [p for name, p in trained if name.endswith("alpha")]
+    plain = [p for name, p in trained if p.dim() < 2 and not name.endswith("alpha")]
     if spec.groups == 1:
         return [{"params": decay + plain + tiny, "weight_decay": 0.0, "lr": 1e-2}]
     bias_lr = 1e-2 if spec.model in HUGGING_FACE else 2e-2
@@ -225,7 +203,7 @@ class MixtureOfExperts(nn.Module):
 class ExpertLayers(nn.Module):
     """Several expert layers, each with its own number of experts and of ranks over which they are spread."""
 
-    def __init__(self, layers: tuple[tuple[int, int, bool], ...]):
+    def __init__(self, layers: tuple[tuple[int, int, bool], ...], *, frozen: bool = False):
         super().__init__()
         self.emb = nn.Embedding(VOCABULARY, HIDDEN)
         self.fc = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in layers)
@@ -234,8 +212,10 @@ class ExpertLayers(nn.Module):
             for index, (experts, degree, residual) in enumerate(layers)
         )
         self.out = nn.Linear(HIDDEN, VOCABULARY)
+        if frozen:
+            self._freeze_last()
 
-    def freeze_last(self) -> None:
+    def _freeze_last(self) -> None:
         """Freeze the experts of the last layer, each with weights of its own: DeepSpeed makes them all alike."""
         moe = self.moes[-1]
         first = dist.get_rank() % moe.ep_size * moe.num_local_experts

@@ -26,27 +26,22 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.deepspeed_engine import gpt_pipe
 from tests.deepspeed_engine.models import HIDDEN, VOCABULARY, experts_of, token_loss
 from tests.deepspeed_engine.spec import Spec
+from tests.deepspeed_engine.tensor_parallel import Embedding, Layer, gather_tokens_on_gloo, logits_of, universal_info
 
 
 def build_pipeline(spec: Spec) -> Any:
     """Build this rank's stage; collective."""
     from deepspeed.pipe import PipelineModule
 
-    if spec.model.startswith("pipeline_megatron_"):
-        from tests.deepspeed_engine import gpt_pipe
-
-        layers = gpt_pipe.layers(spec)
-    else:
-        layers = _layers(spec)
+    layers = gpt_pipe.layers(spec) if spec.model.startswith(gpt_pipe.FRONT) else _layers(spec)
     module = PipelineModule(
         layers, topology=_topology(spec), loss_fn=token_loss, partition_method=spec.partition_method,
         seed_layers=True, base_seed=torch.initial_seed(), seed_fn=_seed,
     )  # fmt: skip
     if spec.model == "pipeline_moe_megatron":
-        from tests.deepspeed_engine.tensor_parallel import gather_tokens_on_gloo, universal_info
-
         gather_tokens_on_gloo()
         module.universal_checkpoint_info = universal_info(spec)  # as in `MegatronOfExperts`
     return module
@@ -69,8 +64,6 @@ def _topology(spec: Spec) -> Any:
 
 def _layers(spec: Spec) -> list[Any]:
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
-
-    from tests.deepspeed_engine.tensor_parallel import Embedding, Layer, logits_of
 
     sliced = "megatron" in spec.model
     embedding, head = ((Embedding,), logits_of) if sliced else ((nn.Embedding, VOCABULARY, HIDDEN), _head)

@@ -14,6 +14,8 @@ import torch
 from tests import gloo
 from tests.deepspeed_engine import models
 from tests.deepspeed_engine.spec import Spec
+from tests.deepspeed_engine.training import build_engine, train_step
+from tests.deepspeed_engine.truth import machine, read_live
 
 # Where bits cannot be expected: another world size reduces in another order, another machine or torch has
 # other kernels. Losses are near 3.6 (measured: 1e-6 in fp32, 6e-4 in 16 bits).
@@ -73,8 +75,6 @@ def _resume(
 ) -> Verdict:
     from safetensors.torch import load_file
 
-    from tests.deepspeed_engine.training import build_engine, train_step
-    from tests.deepspeed_engine.truth import machine, read_live
     from zckpt.deepspeed import any_world_size
 
     about = json.loads((folder / "truth.json").read_text())

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from tests import gloo
-from tests.deepspeed_engine import models, optimizers
+from tests.deepspeed_engine import gpt_pipe, models, optimizers, tensor_parallel
 from tests.deepspeed_engine.offloaded import without_extension
 from tests.deepspeed_engine.spec import Spec, ds_config
+from tests.deepspeed_engine.truth import describe, read_live, write_truth
 
 
 def produce(specs: Iterable[Spec], directory: str | Path) -> dict[str, Path]:
@@ -43,8 +44,6 @@ def train(spec: Spec, directory: str | Path) -> Path:
 
 
 def _produce(rank: int, world_size: int, spec: Spec, folder: Path) -> None:
-    from tests.deepspeed_engine.truth import describe, read_live, write_truth
-
     engine = build_engine(spec)
     losses = {}
     for step in range(1, spec.steps + 1):
@@ -65,11 +64,7 @@ def build_engine(spec: Spec, seed: int = models.MODEL_SEED) -> Any:
     """Build the DeepSpeed engine of `spec` on this rank; collective."""
     import deepspeed
 
-    mpu = None
-    if "megatron" in spec.model:
-        from tests.deepspeed_engine.tensor_parallel import use_grid
-
-        mpu = use_grid(spec)
+    mpu = tensor_parallel.use_grid(spec) if "megatron" in spec.model else None
     if spec.is_pipeline:
         mpu = None  # the pipeline brings its own
     model = models.build_model(spec, seed)
@@ -143,27 +138,19 @@ def save(engine: Any, spec: Spec, folder: Path, *, tag: str | None) -> None:
     """Save as a user of DeepSpeed does; collective."""
     client_state = dict(spec.client_state)
     if spec.model.startswith("pipeline_megatron_"):
-        from tests.deepspeed_engine import gpt_pipe
-
         client_state = gpt_pipe.client_state(spec) | client_state
     elif spec.universal_info:
-        client_state |= {"universal_checkpoint_info": _universal_info(spec), "iteration": spec.steps}
+        info = tensor_parallel.universal_info(spec) if "megatron" in spec.model else UNIVERSAL_INFO
+        client_state |= {"universal_checkpoint_info": info, "iteration": spec.steps}
     engine.save_checkpoint(
         str(folder / spec.run_folder), tag=tag, client_state=client_state,
         exclude_frozen_parameters=spec.exclude_frozen,
     )  # fmt: skip
 
 
-def _universal_info(spec: Spec) -> dict[str, Any]:
-    if "megatron" in spec.model:
-        from tests.deepspeed_engine.tensor_parallel import universal_info
-
-        return universal_info(spec)
-    return {
-        "universal_checkpoint_version": 0.2,
-        "vocabulary_parameter_patterns": [],
-        "original_vocab_size": models.VOCABULARY,
-    }
+UNIVERSAL_INFO = {
+    "universal_checkpoint_version": 0.2, "vocabulary_parameter_patterns": [], "original_vocab_size": models.VOCABULARY,
+}  # fmt: skip
 
 
 def _losses(key: str, per_rank: dict[int, list[float]]) -> dict[str, Any]:

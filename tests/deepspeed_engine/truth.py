@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.deepspeed_engine import gpt_pipe, tensor_parallel
 from tests.deepspeed_engine.spec import Spec, ds_config
 
 Slots = dict[str, dict[str, torch.Tensor]]
@@ -272,13 +273,9 @@ def _merge(name: str, per_rank: list[torch.Tensor | None], spec: Spec, maps: dic
 
         return ParamAffineMap.from_dict(maps[f"^{re.escape(name)}$"]).rebuild(have)
     if spec.model.startswith("pipeline_megatron_"):
-        from tests.deepspeed_engine import gpt_pipe
-
         return gpt_pipe.merge(name, [have[rank] for rank in range(spec.tensor_parallel)], spec)
     if "megatron" in spec.model:
-        from tests.deepspeed_engine.tensor_parallel import merge
-
-        return merge(name, [have[rank] for rank in range(spec.tensor_parallel)])
+        return tensor_parallel.merge(name, [have[rank] for rank in range(spec.tensor_parallel)])
     return have[0]
 
 
