@@ -31,7 +31,10 @@ EXPERT = "expert"
 EXPERT_OPTIMIZER = "expert optimizer"
 PIPELINE_LAYER = "pipeline layer"
 
-_PATTERNS = tuple((role, re.compile(pattern)) for role, pattern in (
+_WRITER = r"-(?P<writer>\d+)\.(?P<writers>\d+)"
+"""Source: DeepSpeed 0.18 and 0.19, `CheckpointWriterFactory.create_writer`; not under ZeRO-3."""
+
+_PATTERNS = tuple((role, re.compile(rf"{pattern}(?:{_WRITER})?")) for role, pattern in (
     (OPTIMIZER, r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp_rank>\d+)_mp_rank_(?P<mp_rank>\d+)_?optim_states\.pt"),
     (EXPERT_OPTIMIZER, r"expp_rank_(?P<dp_rank>\d+)_mp_rank_(?P<mp_rank>\d+)_optim_states\.pt"),
     (MODEL, r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp_rank>\d+)_mp_rank_(?P<mp_rank>\d+)_model_states\.pt"),
@@ -40,8 +43,6 @@ _PATTERNS = tuple((role, re.compile(pattern)) for role, pattern in (
     (EXPERT, r"expert_(?P<expert>\d+)_mp_rank_(?P<mp_rank>\d+)_model_states\.pt"),
     (PIPELINE_LAYER, r"layer_(?P<layer>\d+)(?:-model_(?P<mp_rank>\d+))?-model_states\.pt"),
 ))  # fmt: skip
-_WRITER = re.compile(r"(?P<name>.+\.pt)-(?P<writer>\d+)\.(?P<writers>\d+)")
-"""Source: DeepSpeed 0.18 and 0.19, `CheckpointWriterFactory.create_writer`; not under ZeRO-3."""
 
 
 @immutable
@@ -54,7 +55,8 @@ class Shard:
     mp_rank: int | None = None
     layer: int | None = None
     expert: int | None = None
-    writer: tuple[int, int] | None = None  # which of how many writers of DeepSpeed's `fast` writer wrote it
+    writer: int | None = None  # which of how many writers of DeepSpeed's `fast` writer wrote it
+    writers: int | None = None
 
     @property
     def name(self) -> str:
@@ -74,23 +76,16 @@ class Shard:
 
 def classify(name: str, path: str) -> Shard | None:
     """Return what a file name says, or None if it is not a name of a DeepSpeed checkpoint."""
-    name, writer = _without_writer(name)
     for role, pattern in _PATTERNS:
         if match := pattern.fullmatch(name):
             numbers = {key: int(value) for key, value in match.groupdict().items() if value is not None}
-            return Shard(path, role, writer=writer, **numbers)
+            return Shard(path, role, **numbers)
     return None
 
 
 def name_to_load(path: str) -> str:
     """Return what DeepSpeed calls a file where it loads it."""
-    return _without_writer(Path(path).name)[0]
-
-
-def _without_writer(name: str) -> tuple[str, tuple[int, int] | None]:
-    """Return a file's name without the writer that DeepSpeed's `fast` writer adds to it, and that writer."""
-    match = _WRITER.fullmatch(name)
-    return (name, None) if match is None else (match["name"], (int(match["writer"]), int(match["writers"])))
+    return re.sub(rf"(?<=\.pt){_WRITER}\Z", "", Path(path).name)
 
 
 def is_own(name: str) -> bool:
@@ -134,11 +129,14 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
     directory = _tag_directory(source, tag, roots)
     if directory is None:
         return None
+    # The name of a tag directory within its run's, as `latest` has it; of a tag directory alone, its own.
+    own = directory.relative_to(source).as_posix() if source in directory.parents else directory.name
+    own = own if is_tag(own) else directory.name
     shards: dict[object, Shard] = {}
     further: list[Shard] = []
     every = shards_in(directory)
     for root in roots:
-        candidate = root / _tag_of(directory, source)
+        candidate = root / own
         is_run = root.name != candidate.name and candidate.is_dir()
         held = (is_run and shards_in(candidate)) or shards_in(root)
         if not held:
@@ -146,9 +144,9 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
                 "holds no files of the checkpoint", path=root, expected=f"files of {directory.name}", code=MISSING_FILE
             )
         every += held
-    for shard in sorted(every, key=lambda shard: shard.writer or ()):
+    for shard in sorted(every, key=lambda shard: (shard.writer or 0, shard.writers or 0)):
         known = shards.setdefault(shard.identity, shard)
-        if known.writer and shard.writer and known.writer[0] < shard.writer[0] and known.writer[1] == shard.writer[1]:
+        if known.writers == shard.writers and (known.writer or 0) < (shard.writer or 0):
             further.append(shard)
         elif known is not shard and not Path(known.path).samefile(shard.path):
             numbers = zip(("rank", "mp_rank", "layer", "expert"), shard.identity[1:], strict=True)
@@ -163,7 +161,7 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
                 ranks=[] if shard.dp_rank is None else [shard.dp_rank],
             )
     found = tuple(sorted(shards.values(), key=lambda s: s.order))
-    return TagDirectory(directory, _tag_of(directory, source), found, tuple(further))
+    return TagDirectory(directory, own, found, tuple(further))
 
 
 def shards_in(directory: Path) -> list[Shard]:
@@ -183,34 +181,21 @@ def _tag_directory(source: Path, tag: str | None, roots: Sequence[Path]) -> Path
     if _is_tag_directory(source):
         return source
     name = latest_name(source)
+    if name is not None and is_tag(name) and os.path.isdir(source / name):  # noqa: PTH112
+        return source / name
+    tags = [one.name for one in folders_in(source) if _is_tag_directory(one)]
+    shown = listed(tags, most=8) or "no checkpoint"
     if name is not None:
-        if is_tag(name) and os.path.isdir(source / name):  # noqa: PTH112
-            return source / name
         raise UnknownFormatError(
             "names no checkpoint",
             path=source / "latest",
             expected="the name of a directory next to it",
             found=repr(name[:80]),
-            advice=f"give --tag: {_listed(source)}",
+            advice=f"give --tag: {shown}",
             code=LATEST,
         )
-    tags = _tags(source)
     if len(tags) > 1:
         raise UnknownFormatError(
-            "several checkpoints, but no file `latest`", path=source, found=_listed(source), advice="give --tag"
+            "several checkpoints, but no file `latest`", path=source, found=shown, advice="give --tag"
         )
     return source / tags[0] if tags else None
-
-
-def _tag_of(directory: Path, source: Path) -> str:
-    """Return the name of a tag directory within its run's, as `latest` has it; of a tag directory alone, its own."""
-    name = directory.relative_to(source).as_posix() if source in directory.parents else directory.name
-    return name if is_tag(name) else directory.name
-
-
-def _tags(source: Path) -> list[str]:
-    return [one.name for one in folders_in(source) if _is_tag_directory(one)]
-
-
-def _listed(source: Path) -> str:
-    return listed(_tags(source), most=8) or "no checkpoint"
