@@ -134,9 +134,10 @@ class Part:
         """Return how many elements at the end of a rank's share of a flat buffer belong to no parameter."""
         return flat_padding(self.total, self.numel, position) if self.total else 0
 
-    def row(self, key: str) -> PackedSlot | None:  # noqa: ARG002
-        """Return a slot of all parameters as a row of packs; None where no one rule says where they lie."""
-        return None
+    @property
+    def rows(self) -> Mapping[str, PackedSlot | None]:
+        """Slots of all parameters as rows of packs; None, or not there, where no one rule says where they lie."""
+        return {}
 
 
 class SubGroup(Part):
@@ -153,13 +154,11 @@ class SubGroup(Part):
 
         super().__init__(parameters, starts[-1], shares)
         self._places = [(at, numel) for at, numel in zip(starts, held, strict=False) if numel]
-        self._rows: dict[str, PackedSlot | None] = {}
 
-    def row(self, key: str) -> PackedSlot | None:
-        """Return a row, which is worked out once."""
-        if key not in self._rows:
-            self._rows[key] = self._row(key)
-        return self._rows[key]
+    @cached_property
+    def rows(self) -> Mapping[str, PackedSlot | None]:
+        """These, worked out once."""
+        return {key: self._row(key) for key in self.dtypes}
 
     def _row(self, key: str) -> PackedSlot | None:
         slots = [p.slots.get(key) for p in self.parameters if p.numel]

@@ -39,7 +39,7 @@ from zckpt.formats.torch_files.writer import (
     view,
 )
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot, by_key, dict_of, list_of, stated
-from zckpt.state.partition import shard_numel, shard_share
+from zckpt.state.partition import flat_starts, shard_numel, shard_share
 from zckpt.torchfile import OrderedMapping, Size, Tensor, TorchFile
 
 Key = TypeVar("Key")
@@ -51,13 +51,25 @@ def model_tree(target: Target, mp: Rank, rank: int) -> object:
     groups = [part.parameters for part in target.parts(mp)]  # under ZeRO-3 sub-groups
     if target.stage != 3 and target.transposed:
         groups = [[transposed(p) for p in parameters] for parameters in groups]
-    first = dict_of(next(iter(list_of(mp.model.content.get("param_shapes"))), None))
-    tuples = any(type(shape) is tuple for shape in first.values())  # where the source has plain ones
+    in_files = {name for name in mp.parameters if is_expert(name)} | auto_experts(source).keys()
+    every = [p for p in mp.parameters.values() if p.frozen]
+    frozen = [p for p in every if p.name not in in_files]
+    if target.transposed and target.stage == 3:
+        frozen = [transposed(p) for p in frozen]
+    # DeepSpeed has one list of these for all ranks, under rank 0's numbers of experts: each rank would load rank 0's.
+    # Without it, all ranks have loaded what is frozen with the rest of the model, from their experts' files.
+    lists = target.stage == 3 or (target.stage == 2 and len(frozen) == len(every))
+    # DeepSpeed looks for all of its own in it, and ZeRO-1, which has none, does not tell whether some were left out.
+    lists &= target.lists_frozen and (mp.model.frozen_shapes is not None or bool(frozen))
+    first = list_of(mp.model.content.get("param_shapes"))[:1]
+    tuples = any(type(shape) is tuple for one in first for shape in dict_of(one).values())  # where the source has such
     written = {
         "module": None if is_filed(target) else _module(target, mp, source),
         "buffer_names": _listed_buffers(target, mp, source),
-        "param_shapes": [shapes_of(parameters, tuples=tuples) for parameters in groups],
-        "shared_params": _shared(source, mp, rank),
+        "param_shapes": [shapes_of(parameters, tuples=tuples) for parameters in groups] if target.stage else None,
+        "shared_params": _shared(source, mp, rank) if target.stage else None,
+        "frozen_param_shapes": shapes_of(frozen) if lists else None,
+        "frozen_param_fragments": _frozen_shards(target, frozen, rank) if lists else None,
         "dp_world_size": target.world_size,
         "mp_world_size": len(target.ranks),
         "ds_config": config_tree(target),
@@ -70,23 +82,6 @@ def model_tree(target: Target, mp: Rank, rank: int) -> object:
         written["optimizer"] = None  # BF16_Optimizer of stage 0 has a copy of one rank's there
     if target.stages is not None:
         written["num_experts"] = numbers_of_experts(mp.parameters)
-    in_files = {name for name in mp.parameters if is_expert(name)} | auto_experts(source).keys()
-    every = [p for p in mp.parameters.values() if p.frozen]
-    frozen = [p for p in every if p.name not in in_files]
-    if target.transposed and target.stage == 3:
-        frozen = [transposed(p) for p in frozen]
-    # DeepSpeed has one list of these for all ranks, under rank 0's numbers of experts: each rank would load rank 0's.
-    # Without it, all ranks have loaded what is frozen with the rest of the model, from their experts' files.
-    listed_anew = target.stage == 3 or len(frozen) == len(every)
-    # DeepSpeed looks for all of its own in it, and ZeRO-1, which has none, does not tell whether some were left out.
-    listed_anew &= mp.model.frozen_shapes is not None or bool(frozen)
-    if target.stage in (0, 1) or not target.lists_frozen or not listed_anew:
-        written["frozen_param_shapes"] = written["frozen_param_fragments"] = None
-    else:
-        written["frozen_param_shapes"] = shapes_of(frozen)
-        written["frozen_param_fragments"] = _frozen_shards(target, frozen, rank)
-    if target.stage == 0:
-        written["param_shapes"] = written["shared_params"] = None
     content = restated(source.file, dict_of(source.file.root), written)  # keys that are no texts, too
     if mp.unpartitioned is not None:
         content["optimizer"] = stage0_optimizer(mp, mp.unpartitioned)
@@ -236,9 +231,7 @@ def _views(group: TargetGroup, *, columns: bool) -> dict[str, Tensor]:
     dtypes = {p.dtype for p in parameters}
     if len(dtypes) != 1:
         return {}
-    contents: list[SlotContent] = []
-    for start, p in zip(starts, parameters, strict=False):
-        contents += _contents(p, WEIGHT, start)
+    contents = [one for start, p in zip(starts, parameters, strict=False) for one in _contents(p, WEIGHT, start)]
     storage = new_storage(dtypes.pop(), group.partition * group.shared_by, contents)
     return {
         p.name: upright(view(storage, p.shape, start=start), columns=columns)
@@ -249,14 +242,11 @@ def _views(group: TargetGroup, *, columns: bool) -> dict[str, Tensor]:
 def _frozen_shards(target: Target, frozen: Sequence[Parameter], rank: int) -> OrderedMapping:
     """Return the frozen parameters: whole, or under ZeRO-3 one rank's shards."""
     shards = OrderedMapping()
+    world = target.world_size if target.stage == 3 else 1
     for parameter in frozen:
-        numel, shape = parameter.numel, parameter.shape
-        start, count = 0, numel
-        if target.stage == 3:
-            start, count = shard_share(numel, target.world_size, rank)
-            numel = shard_numel(numel, target.world_size)
-            shape = (numel,)
-        contents = _contents(parameter, WEIGHT, 0, start, count)
+        numel = shard_numel(parameter.numel, world)
+        contents = _contents(parameter, WEIGHT, 0, *shard_share(parameter.numel, world, rank))
+        shape = (numel,) if target.stage == 3 else parameter.shape
         shards[parameter.name] = view(new_storage(_weight(parameter).dtype, numel, contents), shape)
     return shards
 
@@ -351,14 +341,15 @@ def _cut(target: Target, mp: Rank, rank: int) -> dict[str, object]:
             group.values.hyperparameters, config, partition=target.bf16_optimizer or not flat
         ):  # it would take a partition for some matrices
             its = [part.parameters[share.index] for share in part.shares(position)]
-            tensors |= {MOMENTUM: whole(its, MOMENTUM)}
-            if not its:
+            if its:
+                tensors[MOMENTUM] = whole(its, MOMENTUM)
+            else:
                 del tensors[MOMENTUM]
         coded = target.coded.get((mp.mp_rank, group.index))
-        state: dict[object, object] = {key: value_node(value) for key, value in group.values.state.items()}
+        state = _nodes(group.values.state)
         state |= tensors if coded is None else coded.of(tensors, position, group.partition)
-        of_part = [one for one in own if one.part == number and not (one.in_group or target.coded)]
-        state |= {one.key: value_node(one.value) for one in of_part}
+        of_part = (one for one in own if one.part == number and not (one.in_group or target.coded))
+        state |= _nodes({one.key: one.value for one in of_part})
         states.append(_ordered_like(state, keys))
     joined(dict(enumerate(states)), aliases(source), len(source.masters))
     groups: dict[int, object] = {}
@@ -366,8 +357,7 @@ def _cut(target: Target, mp: Rank, rank: int) -> dict[str, object]:
         of_group = {one.key: one.value for one in own if one.in_group and one.group == group.index}
         values = {**group.values.hyperparameters, **of_group}
         kept = _ordered_like(values, source.group(group.index) if of_group else ())
-        nodes = {key: value_node(value) for key, value in kept.items()}
-        groups[group.index] = {**nodes, "params": numbers.get(group.index, [])}
+        groups[group.index] = {**_nodes(kept), "params": numbers.get(group.index, [])}
     base = {"state": {n: state for n, state in enumerate(states) if state}, "param_groups": [*groups.values()]}
     if not flat:
         cut = {"partition_count": target.world_size, "optimizer_state_dict": base, "fp32_flat_groups": masters}
@@ -402,7 +392,7 @@ def _cut(target: Target, mp: Rank, rank: int) -> dict[str, object]:
 
 def _partition(part: Part, key: str, position: int, length: int, like: Tensor | None = None) -> Tensor:
     """Return one slot of one rank's part: a storage of all its elements, of which the tensor shows `length`."""
-    row = part.row(key)
+    row = part.rows.get(key)
     contents: list[Content] = [] if row is None else [PackContent(0, row.pack(position))]
     for share in part.shares(position) if row is None else ():
         contents += _contents(part.parameters[share.index], key, share.position, share.start, share.numel)
@@ -411,12 +401,9 @@ def _partition(part: Part, key: str, position: int, length: int, like: Tensor | 
 
 def whole(parameters: Sequence[Parameter], key: str) -> Tensor:
     """Return one slot of whole parameters, end to end; zeros where one has none."""
-    contents: list[SlotContent] = []
-    at = 0
-    for p in parameters:
-        contents += _contents(p, key, at)
-        at += p.numel
-    return view(new_storage(dtype_of(parameters, key), at, contents), (at,))
+    starts = flat_starts([p.numel for p in parameters])
+    contents = [one for p, at in zip(parameters, starts, strict=False) for one in _contents(p, key, at)]
+    return view(new_storage(dtype_of(parameters, key), starts[-1], contents), (starts[-1],))
 
 
 def _contents(
@@ -447,12 +434,35 @@ def form_of(held: Mapping[Any, object]) -> str:
 
 
 def stage0_optimizer(mp: Rank, how: Unpartitioned) -> dict[str, object]:
-    """Return what a stage-0 model file holds of the optimizer."""
+    """Return what a stage-0 model file holds of the optimizer: state by the number of each parameter.
+
+    Of flat masters it is by the number of each group.
+    """
+    states: list[dict[Any, object]] = []
+    groups: list[object] = []
+    for group, names in zip(mp.groups, how.numbered, strict=True):
+        first, common, its = len(states), group.values.state, group.experts[0]
+        if how.form == FUSED:
+            keys = dict.fromkeys(key for p in its for key in p.optimizer_slots if key not in common)
+            states.append(_nodes(common) | {key: whole(its, key) for key in keys})
+        for name in names if how.form != FUSED else ():
+            one = mp.owner(name) if name in mp.parameters else None
+            if one is None or one.group is None:
+                states.append({})
+            else:
+                single = one.state if how.own_state else {**common, **one.state}
+                states.append(_nodes(single) | {key: _whole(one, key) for key in one.optimizer_slots})
+        found = {**_nodes(group.values.hyperparameters), "params": list(range(first, len(states)))}
+        groups.append(found | ({"param_names": list(names)} if how.named and names else {}))
+    numbered: dict[str, object] = {
+        "state": {number: one for number, one in enumerate(states) if one},
+        "param_groups": groups,
+    }
     if how.form == PLAIN:
-        return _numbered(mp, how)
+        return numbered
     known = in_stage0(mp.members[0].content) if mp.members else {}
     content: dict[str, object] = {key: known.get(key, value) for key, value in how.scaling.items()}
-    content["optimizer_state_dict"] = _numbered(mp, how)
+    content["optimizer_state_dict"] = numbered
     if how.form == FUSED:
         content["fp32_groups_flat"] = [whole(group.experts[0], MASTER) for group in mp.groups]
     else:
@@ -460,31 +470,10 @@ def stage0_optimizer(mp: Rank, how: Unpartitioned) -> dict[str, object]:
     return content
 
 
-def _numbered(mp: Rank, how: Unpartitioned) -> dict[str, object]:
-    """Return an optimizer with the state of each parameter under its number; of flat masters, of each group."""
-    state: dict[int, object] = {}
-    groups: list[object] = []
-    number, fused = 0, how.form == FUSED
-    for group, names in zip(mp.groups, how.numbered, strict=True):
-        numbers = []
-        owned = [[one] if name in mp.parameters and (one := mp.owner(name)).group is not None else [] for name in names]
-        for its in [group.experts[0]] if fused else owned:
-            single = {} if how.own_state and not fused else group.values.state
-            for one in its if not fused else ():
-                single = {**single, **one.state}
-            keys = dict.fromkeys(key for p in its for key in p.optimizer_slots)
-            if (its or fused) and (keys or single):
-                state[number] = {key: value_node(value) for key, value in single.items()} | {
-                    key: whole(its, key) if fused else _whole(its[0], key)
-                    for key in keys if not (fused and key in single)
-                }  # fmt: skip
-            numbers.append(number)
-            number += 1
-        found = {key: value_node(value) for key, value in group.values.hyperparameters.items()}
-        groups.append({**found, "params": numbers} | ({"param_names": list(names)} if how.named and names else {}))
-    return {"state": state, "param_groups": groups}
-
-
 def _whole(parameter: Parameter, key: str) -> SlotTensor:
     slot = parameter.slots[key]
     return SlotTensor(slot, slot.dtype, f"{key}/{parameter.name}")
+
+
+def _nodes(values: Mapping[Any, object]) -> dict[Any, object]:
+    return {key: value_node(value) for key, value in values.items()}
