@@ -25,7 +25,7 @@ from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats import remainder
 from zckpt.formats.deepspeed import foreign, loss_scaling
 from zckpt.formats.deepspeed.axes.auto_ep import alone, auto_experts, auto_layers
-from zckpt.formats.deepspeed.axes.experts import by_layer, expert_number, is_expert, layer_of
+from zckpt.formats.deepspeed.axes.experts import by_layer, experts_per_rank, layer_of
 from zckpt.formats.deepspeed.axes.pipeline import is_of_layer, layer_names, tied_key, within
 from zckpt.formats.deepspeed.axes.pipeline import layer_of as layer_number
 from zckpt.formats.deepspeed.axes.restage import stages_asked, with_tied_keys
@@ -179,9 +179,9 @@ def _expert_names(target: Target, stage: int) -> Iterator[tuple[int | None, int,
 def _lanes(target: Target, stage: int, layer: str, expert: int) -> list[int]:
     """Return the tensor-parallel ranks of a stage that look for the files of an expert under their number."""
     for group in target.ranks[stage * target.tp].groups:
-        numbers = {expert_number(p.name) for p in group.experts[0] if layer_of(p.name) == layer and is_expert(p.name)}
-        if numbers:
-            return _lanes_of_rank(target, expert // len(numbers), group)
+        count = experts_per_rank(p.name for p in group.experts[0]).get(layer)
+        if count:
+            return _lanes_of_rank(target, expert // count, group)
     return list(range(target.tp))
 
 
@@ -214,9 +214,7 @@ def _layers(target: Target) -> Iterator[Document]:
     else:
         sliced = target.tp > 1 or any("-model_" in shard.name.partition("-model_states")[0] for shard, _ in source)
         for rank in range(target.tp):
-            own: dict[str, Parameter] = {}
-            for mp in target.ranks[rank :: target.tp]:
-                own = {**mp.buffers, **mp.parameters, **own}
+            own = {one.name: one for mp in reversed(target.ranks[rank :: target.tp]) for one in mp.tensors()}
             for shard, file in source:
                 if (shard.mp_rank or 0) == (rank if target.tp == tp else 0):
                     name = _layer_name(shard.layer or 0, rank, sliced=sliced)
@@ -287,10 +285,10 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
     known = checkpoint.zero_stage or remainder.origin(checkpoint).get("zero_stage")
     stage = options.stage if options.stage is not None else known if type(known) is int and known in STAGES else None
     if options.world_size is None or stage is None:
-        missing = [] if options.world_size is not None else ["--world-size N"]
-        missing += [] if stage is not None else ["--stage 1, 2 or 3"]
+        needs = {"--world-size N": options.world_size, "--stage 1, 2 or 3": stage}
         raise UsageError(
-            "a DeepSpeed checkpoint from this source needs further options", expected=" and ".join(missing),
+            "a DeepSpeed checkpoint from this source needs further options",
+            expected=" and ".join(name for name, value in needs.items() if value is None),
             found=f"{checkpoint.format}, {('without a ZeRO stage' if known is None else f'ZeRO stage {known}')}",
         )  # fmt: skip
     checkpoint = foreign.as_engines_group(job.checkpoint, stage, known)
@@ -304,10 +302,11 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
     converted = foreign.as_deepspeed(
         checkpoint, stage=stage, world_size=options.world_size, staged=bool(stages_asked(options)), bf16=bf16
     )
-    if checkpoint.optimizer_metadata.keys() - loss_scaling.HANDLED:
-        strange = further_keys(without(checkpoint.optimizer_metadata, *loss_scaling.HANDLED))
+    strange = without(checkpoint.optimizer_metadata, *loss_scaling.HANDLED)
+    if strange:
         raise UnsupportedError(
-            f"DeepSpeed's files cannot hold {listed(strange)}, which the optimizer keeps in addition to its state",
+            f"DeepSpeed's files cannot hold {listed(further_keys(strange))}, which the optimizer keeps in addition to "
+            "its state",
             advice="`zckpt convert --to zckpt` or `--to=dcp` keeps it",
         )
     made = origin_of(converted)
