@@ -31,6 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, PIPELINE_LAYER, Shard
@@ -77,8 +78,7 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
             "and DeepSpeed starts from the weights (--keep-slots=master keeps a form that loads without that)"
         )
     elif request.padding:
-        layouts, lean, note = lean_layouts(origin)
-        notes += [note] if note else []
+        layouts, lean, notes = lean_layouts(origin)
     if request.slots and members and not without_files:
         kept = ", ".join(name for name in slots if not request.drops(name))
         notes.append(
@@ -102,10 +102,11 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
             return Edited(file.root, changed=announced)
         edited = optimizer_edit(request, slots)(file)  # stage 0 has it in the model's file
         if shard.role == OPTIMIZER:
+            z = dict_of(dict_of(file.root).get("optimizer_state_dict"))
             if request.slots:  # of the elastic form
-                drop_slots(list_of(optimizer_content(file).get("base_optimizer_state")), request, slots, edited)
+                drop_slots(list_of(z.get("base_optimizer_state")), request, slots, edited)
             if shard.path in layouts:
-                drop_padding(file, layouts[shard.path], slots if lean else None, edited)
+                drop_padding(z, layouts[shard.path], slots if lean else None, edited)
         return edited
 
     files: list[Rewritten] = []
@@ -119,9 +120,8 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
         files.append(rewrite(path, shard.name, partial(edit, shard), unreferenced=request.unreferenced))
         if (written := files[-1].file) is not None and not written.literals:
             unchanged.add(tree)
-    beside, left_out = list[tuple[str, Path]](), list[str]()
-    if source.resolve() != directory.path.resolve():
-        beside, left_out = beside_tag(source, directory.path)
+    is_run = source.resolve() != directory.path.resolve()
+    beside, left_out = beside_tag(source, directory.path) if is_run else ([], [])
     if left_out:
         notes.append(f"other checkpoints of the run are not copied: {', '.join(left_out)}")
     return completed(source, directory.path, files, pointer=LATEST, beside=beside, notes=notes)
@@ -131,13 +131,13 @@ PARAM_GROUPS = "base_optimizer_param_groups"
 STEP = "base_optimizer_state_step"
 
 
-def lean_layouts(origin: Origin) -> tuple[dict[str, list[Padding]], bool, str | None]:
+def lean_layouts(origin: Origin) -> tuple[dict[str, list[Padding]], bool, list[str]]:
     """Return what of each optimizer file is padding, by path, whether slots become lean, too, and what to tell."""
     members = origin.every_member
     if not members:
-        return {}, False, "without ZeRO there is no padding"
+        return {}, False, ["without ZeRO there is no padding"]
     if members[0].stage == 3:
-        return {}, False, "ZeRO-3 pads each parameter, and DeepSpeed loads it with that padding only: it stays"
+        return {}, False, ["ZeRO-3 pads each parameter, and DeepSpeed loads it with that padding only: it stays"]
     odd = next((m for m in members if m.order is not None), None)
     if odd is not None:
         raise UnsupportedError(
@@ -151,15 +151,12 @@ def lean_layouts(origin: Origin) -> tuple[dict[str, list[Padding]], bool, str | 
         for padding in sorted(one.padding, key=lambda padding: padding.group)
     )
     if members[0].elastic:
-        return layouts, True, None
+        return layouts, True, []
     reason = _reason(origin, members, layouts)
     if reason is not None:
-        return layouts, False, f"the optimizer's slots keep their padding: {reason}"
-    return (
-        layouts,
-        True,
-        "DeepSpeed takes hyperparameters from the training's configuration when it loads the lean form",
-    )
+        return layouts, False, [f"the optimizer's slots keep their padding: {reason}"]
+    told = "DeepSpeed takes hyperparameters from the training's configuration when it loads the lean form"
+    return layouts, True, [told]
 
 
 def _reason(origin: Origin, members: Sequence[OptimizerShard], layouts: Mapping[str, Sequence[Padding]]) -> str | None:
@@ -188,14 +185,8 @@ def _reason(origin: Origin, members: Sequence[OptimizerShard], layouts: Mapping[
     return None
 
 
-def optimizer_content(file: TorchFile) -> dict[object, object]:
-    """Return the optimizer's content of its file; empty where there is none."""
-    return dict_of(dict_of(file.root).get("optimizer_state_dict"))
-
-
-def drop_padding(file: TorchFile, layout: Sequence[Padding], slots: Sequence[str] | None, edited: Edited) -> None:
-    """Take the padding off the tensors of a file, of slots if they are given, and note which storages had it."""
-    z = optimizer_content(file)
+def drop_padding(z: dict[Any, Any], layout: Sequence[Padding], slots: Sequence[str] | None, edited: Edited) -> None:
+    """Take the padding off what an optimizer's file holds, off slots if they are given; note which storages had it."""
 
     def cut(tensor: object, padding: Padding) -> object:
         if not isinstance(tensor, Tensor):
@@ -219,13 +210,12 @@ def drop_padding(file: TorchFile, layout: Sequence[Padding], slots: Sequence[str
         {key: cut(value, padding) if key in slots else value for key, value in state.items()}
         for padding, state in zip(layout, held, strict=True)
     ]
-    if not rigid:
-        edited.changed |= any(now[key] is not old[key] for now, old in zip(states, held, strict=True) for key in old)
-        z["base_optimizer_state"] = states
-        return
-    edited.changed = True
+    edited.changed |= any(now[key] is not old[key] for now, old in zip(states, held, strict=True) for key in old)
+    lean: dict[str, object] = {"base_optimizer_state": states}
+    if rigid:
+        edited.changed, groups = True, rigid["param_groups"]
+        lean |= {STEP: groups[0].get("step") if groups else None, PARAM_GROUPS: groups}
     for key in list(z):  # what is added follows the states
         z[key] = z.pop(key)
         if key == "base_optimizer_state":
-            groups = rigid["param_groups"]
-            z |= {key: states, STEP: groups[0].get("step") if groups else None, PARAM_GROUPS: groups}
+            z |= lean
