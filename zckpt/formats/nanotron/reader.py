@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
-from itertools import accumulate, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,13 @@ from zckpt.formats.lost import MOST_RANKS
 from zckpt.formats.nanotron import METADATA
 from zckpt.formats.safetensors import file as safetensors
 from zckpt.formats.torch_files.optimizer import (
-    OptimizerState,
     check_hyperparameters,
     optimizer_rules,
     parse,
     shared_values,
 )
 from zckpt.formats.torch_files.tensors import as_mapping, describe, scalars_in, slot_of, with_file
-from zckpt.immutable import immutable, mutable
+from zckpt.immutable import immutable
 from zckpt.state import (
     MASTER,
     Checkpoint,
@@ -37,13 +35,14 @@ from zckpt.state import (
     Slot,
     Topology,
     dict_of,
+    differ,
     size_of,
     without,
 )
 from zckpt.state.boxes import overlap
 from zckpt.state.inventory import CARRIED, COPY, FOREIGN, IMPLIED, Claim, Rule
 from zckpt.state.names import natural_order
-from zckpt.state.views import narrow, placed, plain, reshape
+from zckpt.state.views import concat, narrow, placed, plain, reshape
 from zckpt.storage.files import json_object
 from zckpt.torchfile import Digests, Tensor, TorchFile, read_torchfile
 
@@ -60,63 +59,37 @@ _OPTIMIZER = re.compile(
     r"(?:_exp-([0-9]{1,5})-of-([0-9]{1,5}))?\.pt"
 )
 
-Part = tuple[int, int | None]
-"""The tensor- and the expert-parallel rank that has a part; the second None: experts are not what it is cut by."""
+Part = tuple[int, int | None] | None
+"""The tensor- and the expert-parallel rank that has a part; the second None: experts are not what it is cut by. None:
+all ranks have the whole."""
 
 
 @immutable
-class Boxes:
-    """Where a rank's part lies in the whole."""
+class Piece:
+    """A part of a tensor of the model, or all of it."""
 
-    whole: Shape  # the shape of that
-    pairs: tuple[tuple[Shape, Shape, Shape], ...]  # where each box begins in the part, and in the whole, and its sizes
+    slot: Slot
+    whole: Shape  # the shape of the tensor
+    boxes: Sequence[tuple[Shape, Shape, Shape]]  # where each begins in the part, and in the whole, and its sizes
+    ranks: tuple[Sequence[int], Sequence[int | None]] = ((), ())  # tensor- and expert-parallel ones that have parts
 
 
-@mutable
-class Weight:
-    """A tensor of the model: its parts, by rank; None: it is whole. `ranks`: tensor- and expert-parallel ones."""
+Pieces = dict[Part, Piece]
 
-    ranks: tuple[Sequence[int], Sequence[int | None]] | None = None
-    parts: dict[Part | None, Boxes] = field(default_factory=dict)
-    held: dict[Part | None, Slot] = field(default_factory=dict)
-
-    def part_of(self, tp: int, exp: int) -> Part | None:
-        """Return which part some ranks have."""
-        return next((one for one in ((tp, exp), (tp, None)) if one in self.parts), None)
-
-    def joined(self, name: str, held: Mapping[Part | None, Slot]) -> Slot:
-        """Return the whole of what ranks have of it. Raises ShardError: a part is missing; LayoutError: or twice."""
-        tp, exp = self.ranks or ((), ())
-        for part in product(tp, exp):
-            if part not in self.parts:
-                raise ShardError(f"the part of {name} of tensor-parallel rank {part[0]} is missing", code=MISSING_FILE,
-                                 expected=f"{len(tp) * len(exp)} files", found=len(self.parts))  # fmt: skip
-        boxes = []
-        for key, one in self.parts.items():
-            for low, to, sizes in one.pairs:
-                box = held[key]
-                for axis, (start, size) in enumerate(zip(low, sizes, strict=True)):
-                    box = narrow(box, axis, start, size)
-                boxes.append((to, box))
-        whole, *others = (one.whole for one in self.parts.values())
-        fits = all(one == whole for one in others) and not overlap([(to, slot.shape) for to, slot in boxes])
-        if not fits or sum(slot.numel for _, slot in boxes) != math.prod(whole):
-            raise LayoutError(f"the parts of {name} do not cover it exactly once", expected=whole, parameters=[name])
-        return plain(placed(boxes))
+Place = tuple[int, int, int]
+"""A pipeline-, tensor- and expert-parallel rank."""
 
 
 @immutable
 class Rank:
-    """An optimizer file, and the ranks that it is of; `dp` is None without ZeRO."""
+    """An optimizer file, and the ranks that it is of."""
 
-    pp: int
-    dp: int | None
-    tp: int
-    exp: int
+    place: Place
+    dp: int | None  # None without ZeRO
     file: TorchFile
-    state: OptimizerState
-    names: dict[int, str]
-    masters: Mapping[object, object]
+    groups: Sequence[Mapping[str, Any]]  # param groups, with the numbers of their parameters, and the names of those
+    names: Mapping[int, str]
+    values: Sequence[tuple[str, str, object]]  # each with the name of its parameter and the slot's; masters, too
 
 
 def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
@@ -136,13 +109,14 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
     step = metas.get("last_train_step")
     checkpoint.step = step if type(step) is int else None
     checkpoint.claims[str(path / METADATA)] = Claim(CARRIED, "nanotron")
-    weights: dict[str, Weight] = {}
+    weights: dict[str, Pieces] = {}
     others = []
     for name, file in files_below(path):
         folder, _, last = name.rpartition("/")
         match = _WEIGHT.fullmatch(last) if folder.split("/")[0] == "model" else None
         if match is not None:
-            _add_weight(checkpoint, weights, ".".join([*folder.split("/")[1:], match[1]]), file, match)
+            part, piece = _piece(checkpoint, file, match)
+            weights.setdefault(".".join([*folder.split("/")[1:], match[1]]), {})[part] = piece
         elif folder in ("lr_scheduler", "random") and file.suffix == ".pt":
             carry(checkpoint, file)
         elif folder == "optimizer" and (match := _OPTIMIZER.fullmatch(last)) is not None:
@@ -154,51 +128,46 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
     rest = sorted(weights.keys() - order.keys(), key=natural_order)
     for name in [*(name for name in order if name in weights), *rest]:
         with about(path / "model"):
-            checkpoint.parameters[name] = Parameter.of(name, weights[name].joined(name, weights[name].held))
+            held = {part: piece.slot for part, piece in weights[name].items()}
+            checkpoint.parameters[name] = Parameter.of(name, _whole(name, weights[name], held))
     _attach(checkpoint, weights, ranks)
     _groups(checkpoint, ranks)
     _note_gaps(checkpoint, path, [file.name for file, _ in others])
     return checkpoint
 
 
-def _add_weight(
-    checkpoint: Checkpoint, weights: dict[str, Weight], name: str, file: Path, match: re.Match[str]
-) -> None:
-    """Add a tensor, or a rank's part of one."""
+def _piece(checkpoint: Checkpoint, file: Path, match: re.Match[str]) -> tuple[Part, Piece]:
+    """Return what a file has of a tensor, and which part that is.
+
+    A header says slices of the part and of the whole: `0,4,None|None,None,None#8,12,None|...`, with `;` between them.
+    """
     slots, texts, nbytes = safetensors.read_header(file)
     rules = [Rule((safetensors.METADATA_KEY, key), IMPLIED, "the place of the part in the whole") for key in OF_SHARD]
     checkpoint.files.append(safetensors.source_file(file, slots, texts, nbytes, rules))
-    one = weights.setdefault(name, Weight())
     with about(file):
         if [*slots] != ["data"]:
             raise DamagedFileError("unexpected content", expected="one tensor, `data`", found=listed([*slots]))
         slot = slots["data"]
         if match[2] is None:
-            one.parts[None] = Boxes(slot.shape, (((0,) * len(slot.shape),) * 2 + (slot.shape,),))
-            one.held[None] = slot
-            return
-        key = int(match[4]), None if match[6] is None else int(match[6])
-        one.parts[key], one.held[key] = _boxes(slot, texts), slot
-        one.ranks = range(int(match[5])), [None] if match[7] is None else range(int(match[7]))
-
-
-def _boxes(slot: Slot, texts: Mapping[str, str]) -> Boxes:
-    """Return what a header says of a part: slices of it and of the whole, `0,4,None|None,None,None#8,12,None|...`."""
-    try:
-        shape = re.sub(r"np\.int[0-9]+\(([0-9]+)\)", r"\1", texts["unsharded_shape"])
-        whole = tuple(int(size) for size in shape.strip("()").split(",") if size.strip())
-        pairs = [
-            [_ranges(text, size) for text, size in zip(pair.split("#"), (slot.shape, whole), strict=True)]
-            for pair in texts["local_global_slices_pairs"].split(";")
-        ]
-    except (KeyError, ValueError) as error:
-        raise DamagedFileError("does not state where its part lies in the whole", expected=", ".join(OF_SHARD[1:]),
-                               found=f"{type(error).__name__}: {error}") from error  # fmt: skip
-    if any(sizes != its for (_, sizes), (_, its) in pairs):
-        raise DamagedFileError(
-            "the slices of the part and of the whole differ", found=texts["local_global_slices_pairs"]
-        )
-    return Boxes(whole, tuple((low, to, sizes) for (low, sizes), (to, _) in pairs))
+            zero = (0,) * len(slot.shape)
+            return None, Piece(slot, slot.shape, [(zero, zero, slot.shape)])
+        try:
+            shape = re.sub(r"np\.int[0-9]+\(([0-9]+)\)", r"\1", texts["unsharded_shape"])
+            whole = tuple(int(size) for size in shape.strip("()").split(",") if size.strip())
+            pairs = [
+                [_ranges(text, size) for text, size in zip(pair.split("#"), (slot.shape, whole), strict=True)]
+                for pair in texts["local_global_slices_pairs"].split(";")
+            ]
+        except (KeyError, ValueError) as error:
+            raise DamagedFileError("does not state where its part lies in the whole", expected=", ".join(OF_SHARD[1:]),
+                                   found=f"{type(error).__name__}: {error}") from error  # fmt: skip
+        if any(sizes != its for (_, sizes), (_, its) in pairs):
+            raise DamagedFileError(
+                "the slices of the part and of the whole differ", found=texts["local_global_slices_pairs"]
+            )
+        exp, experts = (None, [None]) if match[6] is None else (int(match[6]), range(int(match[7])))
+        boxes = [(low, to, sizes) for (low, sizes), (to, _) in pairs]
+        return (int(match[4]), exp), Piece(slot, whole, boxes, (range(int(match[5])), experts))
 
 
 def _ranges(text: str, shape: Shape) -> tuple[Shape, Shape]:
@@ -213,38 +182,64 @@ def _ranges(text: str, shape: Shape) -> tuple[Shape, Shape]:
     return tuple(low for low, _ in found), tuple(size for _, size in found)
 
 
+def _whole(name: str, pieces: Pieces, held: Mapping[Part, Slot]) -> Slot:
+    """Return the whole of what ranks have of a tensor. Raises ShardError: a part is missing; LayoutError: or twice."""
+    every = [*pieces.values()]
+    whole, (tp, exp) = every[0].whole, every[-1].ranks
+    for part in product(tp, exp):
+        if part not in pieces:
+            raise ShardError(f"the part of {name} of tensor-parallel rank {part[0]} is missing", code=MISSING_FILE,
+                             expected=f"{len(tp) * len(exp)} files", found=len(pieces))  # fmt: skip
+    boxes = []
+    for part, piece in pieces.items():
+        for low, to, sizes in piece.boxes:
+            box = held[part]
+            for axis, (start, size) in enumerate(zip(low, sizes, strict=True)):
+                box = narrow(box, axis, start, size)
+            boxes.append((to, box))
+    unlike = differ([piece.whole for piece in every]) or overlap([(to, slot.shape) for to, slot in boxes])
+    if unlike or sum(slot.numel for _, slot in boxes) != math.prod(whole):
+        raise LayoutError(f"the parts of {name} do not cover it exactly once", expected=whole, parameters=[name])
+    return plain(placed(boxes))
+
+
 def _ranks(checkpoint: Checkpoint, folder: Path, files: Sequence[tuple[Path, re.Match[str]]]) -> list[Rank]:
     """Read the optimizer's files. Raises ShardError: one is missing; LayoutError: ranks have other hyperparameters."""
     sizes = {tuple(int(one or 1) for one in match.groups()[1::2]) for _, match in files}
     if len(sizes) > 1:
         raise LayoutError("holds files of different world sizes", path=folder, found=listed(sorted(map(str, sizes))))
-    pp, dp, tp, exp = next(iter(sizes), (1, 1, 1, 1))
+    counts = next(iter(sizes), (1, 1, 1, 1))
     found: list[Rank] = []
-    for at, path, match in sorted(([int(n or 0) for n in match.groups()[::2]], path, match) for path, match in files):
+    firsts: dict[int, list[dict[str, object]]] = {}  # of each stage the param groups of the first file
+    every = sorted((tuple(int(n or 0) for n in match.groups()[::2]), path, match[3]) for path, match in files)
+    for (pp, dp, tp, exp), path, cut in every:
         file = read_torchfile(path)
         root = as_mapping(file.root, file.path)
+        own = parse(root, file.path)
         numbers = as_mapping(root.get("names", {}), file.path)
-        own = {number: str(name) for number, name in numbers.items() if isinstance(number, int)}
-        one = Rank(at[0], None if match[3] is None else at[1], at[2], at[3], file, parse(root, file.path), own,
-                   as_mapping(root.get(MASTERS, {}), file.path))  # fmt: skip
-        if unnamed := one.state.state.keys() - own.keys():
+        names = {number: str(name) for number, name in numbers.items() if isinstance(number, int)}
+        if unnamed := own.state.keys() - names.keys():
             raise DamagedFileError("has state for parameters without names", path=path, found=listed(sorted(unnamed)))
-        first = next((other for other in found if other.pp == one.pp), None)
+        values = [(names[number], key, value) for number, its in own.state.items() for key, value in its.items()]
+        values += ((str(name), MASTER, one) for name, one in as_mapping(root.get(MASTERS, {}), file.path).items())
+        groups = [with_file(file, group) for group in own.groups]
         rules = (Rule(("names", "**"), IMPLIED, "names of the parameters"), *optimizer_rules())
-        if first is not None:
+        if pp in firsts:
             with about(path):
-                mine, its = ([with_file(each.file, group) for group in each.state.groups] for each in (first, one))
-                check_hyperparameters(mine, its, len(found))
+                check_hyperparameters(firsts[pp], groups, len(found))
             rules = (Rule(("param_groups", "**"), COPY, "found to be the first rank's", tensors=True), *rules)
-        checkpoint.files.append(describe(file, "optimizer", dp_rank=one.dp, rules=rules))
-        found.append(one)
-    if len(found) not in (0, pp * dp * tp * exp):
-        there = {(one.pp, one.dp or 0, one.tp, one.exp) for one in found}
-        gone = next(at for at in product(range(pp), range(dp), range(tp), range(exp)) if at not in there)
+        firsts.setdefault(pp, groups)
+        rank = Rank((pp, tp, exp), None if cut is None else dp, file, own.groups, names, values)
+        checkpoint.files.append(describe(file, "optimizer", dp_rank=rank.dp, rules=rules))
+        found.append(rank)
+    if len(found) not in (0, math.prod(counts)):
+        there = {at for at, *_ in every}
+        gone = next(at for at in product(*map(range, counts)) if at not in there)
         raise ShardError(
-            "a rank's optimizer file is missing", path=folder, expected=f"{pp * dp * tp * exp} files",
+            "a rank's optimizer file is missing", path=folder, expected=f"{math.prod(counts)} files",
             found=f"{len(found)}, none of pp {gone[0]}, dp {gone[1]}, tp {gone[2]}, exp {gone[3]}", code=MISSING_FILE,
         )  # fmt: skip
+    pp, dp, tp, exp = counts
     dp = size_of(dict_of(checkpoint.metadata["nanotron"]), "dp") or dp
     if dp > MOST_RANKS:
         raise DamagedFileError("states too many data-parallel ranks", path=folder.parent / METADATA,
@@ -255,56 +250,56 @@ def _ranks(checkpoint: Checkpoint, folder: Path, files: Sequence[tuple[Path, re.
     return found
 
 
-def _attach(checkpoint: Checkpoint, weights: Mapping[str, Weight], ranks: Sequence[Rank]) -> None:
-    """Give the parameters their state, of which ranks have further copies."""
-    pieces: dict[tuple[str, str], dict[tuple[int, int, int], list[tuple[Rank, Tensor]]]] = {}
+def _attach(checkpoint: Checkpoint, weights: Mapping[str, Pieces], ranks: Sequence[Rank]) -> None:
+    """Give the parameters their state, of which ranks have further copies.
+
+    Raises LayoutError: they have not all of it as often, or those that share a part do not cut it as ZeRO-1 does.
+    """
+    held: dict[tuple[str, str], dict[Place, list[tuple[Rank, Slot]]]] = {}
     for rank in ranks:
-        values = [(rank.names[number], key, value) for number, slots in rank.state.state.items()
-                  for key, value in slots.items()]  # fmt: skip
-        for name, key, value in [*values, *((str(name), MASTER, value) for name, value in rank.masters.items())]:
+        for name, key, value in rank.values:
             if name not in weights:
                 raise LayoutError(f"has state for {name}, which the model lacks", path=rank.file.path)
             if isinstance(value, Tensor):
-                at = rank.pp, rank.tp, rank.exp
-                pieces.setdefault((name, key), {}).setdefault(at, []).append((rank, value))
+                slot = slot_of(key, value, rank.file.path)
+                held.setdefault((name, key), {}).setdefault(rank.place, []).append((rank, slot))
             else:
                 checkpoint.parameters[name].state.setdefault(key, value)
-    for (name, key), by_rank in pieces.items():
-        every = [slot_of(key, tensor, rank.file.path) for its in by_rank.values() for rank, tensor in its]
-        if any(slot.shape for slot in every):
-            every = _joined(checkpoint, name, weights[name], key, by_rank)
-        first, *copies = (replace(slot, name=key) for slot in every)
+    for (name, key), by_place in held.items():
+        first, *copies = [slot for its in by_place.values() for _, slot in its]
+        if first.shape or any(slot.shape for slot in copies):
+            first, *copies = _joined(checkpoint, name, weights[name], key, by_place)
         checkpoint.parameters[name].slots[key] = first
         checkpoint.duplicates += [Duplicate("parameter", name, name, copy, first) for copy in copies]
 
 
 def _joined(
-    checkpoint: Checkpoint, name: str, weight: Weight, key: str,
-    by_rank: Mapping[tuple[int, int, int], Sequence[tuple[Rank, Tensor]]],
+    checkpoint: Checkpoint, name: str, pieces: Pieces, key: str,
+    by_place: Mapping[Place, Sequence[tuple[Rank, Slot]]],
 ) -> list[Slot]:  # fmt: skip
     """Return a slot of a parameter as often as ranks have it.
 
     Raises LayoutError: they have not all of it as often, or those that share a part do not cut it as ZeRO-1 does.
     """
-    copies: dict[Part | None, list[Slot]] = {}
+    copies: dict[Part, list[Slot]] = {}
     dp = checkpoint.topology.dp
-    for (_, tp, exp), pieces in by_rank.items():
-        part = weight.part_of(tp, exp)
-        numel = weight.held[part].numel
-        cut = [numel // dp + (rank < numel % dp) for rank in range(dp)] if pieces[0][0].dp is not None else [numel]
-        found, expected = [tensor.numel for _, tensor in pieces], [size for size in cut if size]
+    for (_, tp, exp), its in by_place.items():
+        part: Part = next((one for one in ((tp, exp), (tp, None)) if one in pieces), None)
+        slot, path = pieces[part].slot, its[0][0].file.path
+        cuts = 1 if its[0][0].dp is None else dp
+        found = [one.numel for _, one in its]
+        expected = [size for rank in range(cuts) if (size := slot.numel // cuts + (rank < slot.numel % cuts))]
         if found != expected:
-            raise LayoutError(f"{key} of {name} is not what these ranks should hold", path=pieces[0][0].file.path,
+            raise LayoutError(f"{key} of {name} is not what these ranks should hold", path=path,
                               expected=listed([*map(str, expected)]), found=listed([*map(str, found)]))  # fmt: skip
-        flat = [reshape(slot_of(key, tensor, rank.file.path), (tensor.numel,)) for rank, tensor in pieces]
-        whole = placed([((low,), one) for low, one in zip(accumulate([0, *found]), flat, strict=False)])
-        copies.setdefault(part, []).append(reshape(whole, weight.held[part].shape))
-    counts = {len(its) for its in copies.values()}
-    if copies.keys() != weight.parts.keys() or len(counts) != 1:
+        whole = concat([reshape(one, (one.numel,)) for _, one in its], 0)
+        copies.setdefault(part, []).append(reshape(whole, slot.shape))
+    counts = {len(every) for every in copies.values()}
+    if copies.keys() != pieces.keys() or len(counts) != 1:
         raise LayoutError(
             f"parts of {key} of {name} are missing on the ranks", path=checkpoint.source, parameters=[name]
         )
-    return [weight.joined(name, {part: its[n] for part, its in copies.items()}) for n in range(counts.pop())]
+    return [_whole(name, pieces, {part: own[n] for part, own in copies.items()}) for n in range(counts.pop())]
 
 
 def _note_gaps(checkpoint: Checkpoint, path: Path, optimizers: Sequence[str]) -> None:
@@ -329,14 +324,14 @@ def _groups(checkpoint: Checkpoint, ranks: Sequence[Rank]) -> None:
     groups: dict[bytes, tuple[dict[str, Any], dict[str, None]]] = {}
     digests = Digests()
     for rank in ranks:
-        for group in rank.state.groups:
+        for group in rank.groups:
             said = without(group, "params")
             members = groups.setdefault(digests.of(said), (said, {}))[1]
             members |= {rank.names[number]: None for number in group["params"] if number in rank.names}
     steps: dict[str, object] = {}
     for rank in ranks:
-        tensors = {rank.names[number]: slots.get("step") for number, slots in rank.state.state.items()}
-        steps |= scalars_in(without(tensors, *steps), rank.file.path)
+        found = {name: value for name, key, value in rank.values if key == "step" and name not in steps}
+        steps |= scalars_in(found, rank.file.path)
     for index, (said, members) in enumerate(groups.values()):
         for name in members:
             checkpoint.parameters[name].group = index
