@@ -154,6 +154,34 @@ def test_an_optimizer_that_does_not_fit_is_refused(saved):
         zckpt.open(saved)
 
 
+def test_two_files_of_one_rank_are_refused(tmp_path):
+    saved = shutil.copytree(OTHER / "nanotron_pp2_tp2" / "ckpt", tmp_path / "2")
+    [path] = saved.glob("optimizer/optimizer_pp-0-*_tp-0-*.pt")
+    shutil.copy(path, path.with_name(path.name.replace("_tp-", "_dp-0-of-1_tp-")))
+    with refusing(LayoutError, "several optimizer files of one rank.*expected 4 files, found 5"):
+        zckpt.open(saved)
+
+
+def test_state_of_ranks_and_groups_of_parameters_that_the_model_lacks_are_refused(saved):
+    def name_another(whole):
+        whole["names"][99] = "other.weight"
+        whole["param_groups"][0]["params"].append(99)
+
+    paths = [*saved.glob("optimizer/optimizer_pp-*.pt")]
+    for path in paths:
+        edit(path, name_another)
+    with refusing(LayoutError, "param groups have other.weight, which the model lacks"):
+        zckpt.open(saved)
+    for path in paths:
+        for tp in range(2):
+            name = path.name.replace(f"tp-{tp}-of-2", "tp-{}-of-4")
+            for other in (tp, tp + 2) if name != path.name else ():
+                shutil.copy(path, path.with_name(name.format(other)))
+        path.unlink()
+    with refusing(LayoutError, "has state of a part of .* that the model lacks"):
+        zckpt.open(saved)
+
+
 def test_a_copy_that_differs_is_found(saved):
     def change(whole):
         [number] = [number for number, name in whole["names"].items() if name == NORM]

@@ -232,8 +232,11 @@ def _ranks(checkpoint: Checkpoint, folder: Path, files: Sequence[tuple[Path, re.
         rank = Rank((pp, tp, exp), None if cut is None else dp, file, own.groups, names, values)
         checkpoint.files.append(describe(file, "optimizer", dp_rank=rank.dp, rules=rules))
         found.append(rank)
+    there = {at for at, *_ in every}
+    if len(there) < len(found):
+        raise LayoutError("holds several optimizer files of one rank", path=folder,
+                          expected=f"{math.prod(counts)} files", found=len(found))  # fmt: skip
     if len(found) not in (0, math.prod(counts)):
-        there = {at for at, *_ in every}
         gone = next(at for at in product(*map(range, counts)) if at not in there)
         raise ShardError(
             "a rank's optimizer file is missing", path=folder, expected=f"{math.prod(counts)} files",
@@ -285,7 +288,10 @@ def _joined(
     dp = checkpoint.topology.dp
     for (_, tp, exp), its in by_place.items():
         part: Part = next((one for one in ((tp, exp), (tp, None)) if one in pieces), None)
-        slot, path = pieces[part].slot, its[0][0].file.path
+        path = its[0][0].file.path
+        if part not in pieces:
+            raise LayoutError(f"has state of a part of {name} that the model lacks", path=path)
+        slot = pieces[part].slot
         cuts = 1 if its[0][0].dp is None else dp
         found = [one.numel for _, one in its]
         expected = [size for rank in range(cuts) if (size := slot.numel // cuts + (rank < slot.numel % cuts))]
@@ -334,6 +340,8 @@ def _groups(checkpoint: Checkpoint, ranks: Sequence[Rank]) -> None:
         steps |= scalars_in(found, rank.file.path)
     for index, (said, members) in enumerate(groups.values()):
         for name in members:
+            if name not in checkpoint.parameters:
+                raise LayoutError(f"param groups have {name}, which the model lacks", path=checkpoint.source)
             checkpoint.parameters[name].group = index
         common = shared_values([{"step": steps[name]} for name in members if name in steps])
         checkpoint.param_groups.append(ParamGroup(said, [*members], common))
