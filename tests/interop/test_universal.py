@@ -101,7 +101,7 @@ MORE = [
 def written(source: Path | Checkpoint, directory: Path) -> Path:
     """Write a source as `directory/step_u`, and `latest_universal` beside it; return the directory."""
     checkpoint = zckpt.open(source) if isinstance(source, Path) else source
-    write_directory(plan(writer.lay_out(checkpoint)), directory / "step_u")
+    write_directory(plan(writer.lay_out(checkpoint)[0]), directory / "step_u")
     (directory / universal_directory.LATEST_NAME).write_text("step_u")
     return directory
 
@@ -166,7 +166,7 @@ NOTED = {
 
 @pytest.mark.parametrize(("name", "words"), NOTED.items())
 def test_what_they_do_not_do_is_noted(name, words):
-    assert any(re.search(words, note) for note in writer.notes(zckpt.open(FIXTURES / name)))
+    assert any(re.search(words, note) for note in writer.lay_out(zckpt.open(FIXTURES / name))[1])
 
 
 @pytest.mark.nightly
@@ -202,7 +202,7 @@ def test_a_rank_that_holds_nothing_of_a_group_stops(made, tmp_path):
 @pytest.mark.parametrize("training", [ROUND_ROBIN, UNPADDED], ids=lambda one: one.name)
 def test_a_training_with_round_robin_takes_parameters_for_one_another(training, made, tmp_path):
     folder = made(training)
-    assert any("round_robin_gradients" in note for note in writer.notes(zckpt.open(folder)))
+    assert any("round_robin_gradients" in note for note in writer.lay_out(zckpt.open(folder))[1])
     assert resume_universal(written(folder, tmp_path), training.at(3), folder).slots != []
 
 

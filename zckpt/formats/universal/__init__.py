@@ -46,17 +46,14 @@ class Universal(Strippable):
         from zckpt.engine.targets import TargetFile
         from zckpt.formats.deepspeed.foreign import as_engines_group, groups_left_out
         from zckpt.formats.registry import find_format
-        from zckpt.formats.universal.writer import lay_out, notes
+        from zckpt.formats.universal.writer import lay_out
 
         checkpoint = as_engines_group(job.checkpoint)
         own = find_format(job.checkpoint.format)
         version = job.checkpoint.format_version if own is not None and own.family == self.family else None
+        files, notes = lay_out(checkpoint, version)
         outside = [TargetFile.of(LATEST_NAME, job.target.name.encode())]
-        return TargetFiles(
-            lay_out(checkpoint, version),
-            outside=outside,
-            notes=[*groups_left_out(job.checkpoint, checkpoint), *notes(checkpoint)],
-        )
+        return TargetFiles(files, outside=outside, notes=[*groups_left_out(job.checkpoint, checkpoint), *notes])
 
     def survey(self, search: Search, found: Found | None) -> Survey:
         """Read every file; an error about one in a folder is about the parameter of that name."""

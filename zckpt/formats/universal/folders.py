@@ -22,7 +22,7 @@ training slices it again (`merge_tp_slices` of DeepSpeed 0.19; the patterns are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from zckpt.formats.deepspeed.values import implied, refuse_to_begin, weight_or_m
 from zckpt.formats.lost import stand_in, tensor_of
 from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, value_node, view
-from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX, parameter_file
+from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX
 from zckpt.immutable import immutable, mutable
 from zckpt.state import (
     MASTER,
@@ -168,41 +168,14 @@ TAKEN = (MASTER_STEM, WEIGHT, MASTER)
 """Names that a slot of an optimizer cannot have here."""
 
 
-@mutable
+@immutable
 class Folder:
     """The folder of one parameter."""
 
     name: str
-    files: Values = field(default_factory=dict)  # content of each file, by its stem
-    values: Values = field(default_factory=dict)
-    """State that is neither tensor nor step, which no file here can hold."""
-    filled: list[str] = field(default_factory=list)  # stems of files that the source has nothing for
-
-
-@mutable
-class Folders:
-    """What is to be known of all folders before they are written: how many files, their stems, what is in none.
-
-    `filled` and `values`: of the folders that have any. Raises UnsupportedError: a name cannot be a file's.
-    """
-
-    count: int = 0
-    trained: set[str] = field(default_factory=set)
-    filled: dict[str, list[str]] = field(default_factory=dict)
-    values: dict[str, Values] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Folders:
-        """Go through the folders of a checkpoint."""
-        found = cls()
-        for one in folders(checkpoint):
-            names = [parameter_file(one.name, stem) for stem in one.files]
-            found.count += len(names)
-            if checkpoint.parameters[one.name].group is not None:
-                found.trained.update(one.files)
-            found.filled |= {one.name: one.filled} if one.filled else {}
-            found.values |= {one.name: one.values} if one.values else {}
-        return found
+    files: Values  # content of each file, by its stem
+    values: Values = field(default_factory=dict)  # state that is neither tensor nor step, which no file here can hold
+    filled: Sequence[str] = ()  # stems of files that the source has nothing for
 
 
 def folders(checkpoint: Checkpoint) -> Iterator[Folder]:
@@ -243,40 +216,34 @@ def folders(checkpoint: Checkpoint) -> Iterator[Folder]:
 
 
 def _trained(parameter: Parameter, state: Values, needed: Values, keys: Values) -> Folder:
+    name, numel, values = parameter.name, parameter.numel, Values()
+
+    def tensor(slot: Slot, stem: str, dtype: str) -> Values:
+        label = f"{stem}/{name}"
+        if parameter.shape == () and slot.numel == 1:  # DeepSpeed's loader cuts a dimension: there is one more
+            one = view(new_storage(dtype, 1, [SlotContent(0, slot, label)]), (1, *slot.shape))
+            return {**keys, "param": one}
+        return {**keys, "param": SlotTensor(slot, dtype, label)}
+
     master = parameter.master or weight_or_master(parameter)
     dtype = "float32" if not parameter.master and is_floating(master.dtype) else master.dtype
-    folder = Folder(parameter.name)
-    folder.files[MASTER_STEM] = {**keys, "param": _tensor(parameter, MASTER_STEM, master, dtype)}
-    for key, value in state.items():
-        if key == STEP_STEM and isinstance(value, (Slot, Scalar, int, float)):
-            folder.files[key] = _single(value, f"{key}/{parameter.name}")
+    files: Values = {MASTER_STEM: tensor(master, MASTER_STEM, dtype)}
+    missing = [key for key in needed if key not in state]
+    refuse_to_begin(parameter, missing)
+    for key, value in {**state, **{key: needed[key] for key in missing}}.items():
+        if key == STEP_STEM and isinstance(value, Slot):
+            files[key] = SlotTensor(value, value.dtype, f"{key}/{name}")
+        elif key == STEP_STEM and (key in missing or isinstance(value, (Scalar, int, float))):
+            files[key] = value_node(value)
         elif isinstance(value, Slot):
-            folder.files[key] = {**keys, "param": _tensor(parameter, key, value, value.dtype)}
+            files[key] = tensor(value, key, value.dtype)
         elif isinstance(value, Scalar):
-            folder.files[key] = {"param": _single(value, key)}
+            files[key] = {"param": value_node(value)}
+        elif key in missing:
+            files[key] = {**keys, "param": view(new_storage(str(value), numel), parameter.shape or (1,))}
         else:
-            folder.values[key] = value
-    refuse_to_begin(parameter, needed.keys() - folder.files.keys() - folder.values.keys())
-    for key, value in needed.items():
-        if key not in folder.files and key not in folder.values:
-            folder.filled.append(key)
-            if key == STEP_STEM:
-                folder.files[key] = _single(value, key)
-                continue
-            zeros = view(new_storage(str(value), parameter.numel), parameter.shape or (1,))
-            folder.files[key] = {**keys, "param": zeros}
-    return folder
-
-
-def _tensor(parameter: Parameter, key: str, slot: Slot, dtype: str) -> object:
-    label = f"{key}/{parameter.name}"
-    if parameter.shape == () and slot.numel == 1:  # DeepSpeed's loader cuts a dimension: there is one more
-        return view(new_storage(dtype, 1, [SlotContent(0, slot, label)]), (1, *slot.shape))
-    return SlotTensor(slot, dtype, label)
-
-
-def _single(value: object, label: str) -> object:
-    return SlotTensor(value, value.dtype, label) if isinstance(value, Slot) else value_node(value)
+            values[key] = value
+    return Folder(name, files, values, missing)
 
 
 class Slices:

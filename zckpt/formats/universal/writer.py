@@ -16,6 +16,7 @@ module; the whole weights are there for those who want the model by itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import field
 
 from zckpt.compare.logical import parameter_values
 from zckpt.engine.targets import Lazily, TargetFile
@@ -43,7 +44,8 @@ from zckpt.formats.universal.directory import (
     ZERO3_MODEL_NAME,
     parameter_file,
 )
-from zckpt.formats.universal.folders import Folders, Slices, Values, folders
+from zckpt.formats.universal.folders import Slices, Values, folders
+from zckpt.immutable import mutable
 from zckpt.state import WEIGHT, Checkpoint, Scalar, Slot, dict_of, without
 from zckpt.state.partition import flat_partition_numel
 from zckpt.torchfile import OrderedMapping, alike, node_of, plain
@@ -61,8 +63,44 @@ ZERO3_STEMS = (MASTER_STEM, "exp_avg", "exp_avg_sq")
 """What DeepSpeed's ZeRO-3 loads of a parameter, and all it loads."""
 
 
-def lay_out(checkpoint: Checkpoint, version: str | None = None) -> Lazily[TargetFile]:
-    """Return the files of a universal checkpoint.
+@mutable
+class Whole:
+    """What is to be known of all folders before they are written.
+
+    `hindrance`: why DeepSpeed's ZeRO-3 could not load the state rightly; None if it can; `step`: that all param groups
+    have, or have in all of their parameters; None: there is no such one; `filled` and `values`: of the folders that
+    have any. Raises UnsupportedError: a name cannot be a file's.
+    """
+
+    step: object
+    hindrance: str | None = None
+    count: int = 0  # of files
+    filled: dict[str, Sequence[str]] = field(default_factory=dict)
+    values: dict[str, Values] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Whole:
+        """Go through the folders of a checkpoint."""
+        groups = [group for group in checkpoint.param_groups if group.parameters]
+        steps = [group_values(checkpoint, group, {STEP_STEM}).get(STEP_STEM) for group in groups]
+        found = cls(steps[0] if steps and all(one is not None and same(one, steps[0]) for one in steps) else None)
+        trained = set[str]()
+        for one in folders(checkpoint):
+            found.count += len([parameter_file(one.name, stem) for stem in one.files])
+            if checkpoint.parameters[one.name].group is not None:
+                trained.update(one.files)
+            found.filled |= {one.name: one.filled} if one.filled else {}
+            found.values |= {one.name: one.values} if one.values else {}
+        if trained - {STEP_STEM} != set(ZERO3_STEMS):
+            slots = ", ".join(sorted(trained - {STEP_STEM, MASTER_STEM})) or "no state"
+            found.hindrance = f"it loads exp_avg and exp_avg_sq, and the optimizer has {slots}"
+        elif found.step is None:
+            found.hindrance = "it has one step for all parameters, but here they differ, or there is none"
+        return found
+
+
+def lay_out(checkpoint: Checkpoint, version: str | None = None) -> tuple[Lazily[TargetFile], list[str]]:
+    """Return the files of a universal checkpoint, and what DeepSpeed's own loader will not take of them.
 
     Parameters
     ----------
@@ -83,37 +121,36 @@ def lay_out(checkpoint: Checkpoint, version: str | None = None) -> Lazily[Target
             "has no optimizer; without its param groups, DeepSpeed cannot load a universal checkpoint",
             advice="`zckpt consolidate` writes only the model",
         )
-    every = Folders.of(checkpoint)
+    whole = Whole.of(checkpoint)
 
     def one_by_one() -> Iterator[TargetFile]:
         yield torch_writer.lay_out(MODEL_NAME, model_tree(checkpoint, version, parameterwise=False))
         yield torch_writer.lay_out(ZERO3_MODEL_NAME, model_tree(checkpoint, version, parameterwise=True))
-        yield torch_writer.lay_out(f"{FOLDER}/{OPTIMIZER_NAME}", optimizer_tree(checkpoint, version, every))
+        yield torch_writer.lay_out(f"{FOLDER}/{OPTIMIZER_NAME}", optimizer_tree(checkpoint, version, whole))
         for one in folders(checkpoint):
             for stem, tree in one.files.items():
                 yield torch_writer.lay_out(parameter_file(one.name, stem), tree)
 
-    return Lazily(one_by_one, 3 + every.count)
+    return Lazily(one_by_one, 3 + whole.count), list(_notes(checkpoint, whole))
 
 
-def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
+def _notes(checkpoint: Checkpoint, whole: Whole) -> Iterator[str]:
     """Say what DeepSpeed's own loader will not take of the files, where that depends on the checkpoint."""
-    found, (single, unread) = [], _not_loaded(checkpoint)
-    hindrance = zero3_hindrance(checkpoint, Folders.of(checkpoint))
+    single, unread = _not_loaded(checkpoint)
     if single:
-        found.append(
+        yield (
             f"DeepSpeed's universal loader stops at {', '.join(single)}, with one value per parameter: it expects "
             "one per element; `zckpt reshard` and `convert --to deepspeed` write what it loads"
         )
-    elif hindrance is not None:
-        found.append(f"DeepSpeed loads this at ZeRO-1 and 2; its ZeRO-3 loader stops: {hindrance}")
-    elif isinstance(_one_step(checkpoint), Scalar):
-        found.append(
+    elif whole.hindrance is not None:
+        yield f"DeepSpeed loads this at ZeRO-1 and 2; its ZeRO-3 loader stops: {whole.hindrance}"
+    elif isinstance(whole.step, Scalar):
+        yield (
             "DeepSpeed's universal loader at ZeRO-3 lets all sub-groups count up one step that is a tensor: give each "
             "a copy of it after loading (docs/formats.md), or use `zckpt convert --to deepspeed --stage 3`"
         )
     if unread:
-        found.append(
+        yield (
             f"DeepSpeed's universal loader does not load {', '.join(unread)}, which are no tensors; "
             "`zckpt reshard` and `convert --to deepspeed` write what it loads"
         )
@@ -122,30 +159,36 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     starved = [i for i, n in enumerate(numels) if (ranks - 1) * flat_partition_numel(n, ranks) >= n > 0]
     if starved:
         numbers = ", ".join(map(str, starved))
-        found.append(
+        yield (
             f"at {ranks} ranks some hold nothing of param group {numbers}, and DeepSpeed's universal "
             f"loader at ZeRO-1 and 2 then stops with an IndexError"
         )
     untrained = [p for p in checkpoint.tensors() if p.group is None and p.tied_to is None]
     if untrained:
-        found.append(f"DeepSpeed's universal loader does not load the {len(untrained)} frozen parameters and buffers")
+        yield f"DeepSpeed's universal loader does not load the {len(untrained)} frozen parameters and buffers"
     if any(map(is_expert, checkpoint.parameters)):
-        found.append("DeepSpeed's universal loader looks experts up by their local numbers: if they are spread over "
-            "several ranks, all ranks get the first rank's; load it with ep_size=1, or use `zckpt convert --to "
-            "deepspeed --expert-parallel-size E`")  # fmt: skip
+        yield (
+            "DeepSpeed's universal loader looks experts up by their local numbers: if they are spread over several "
+            "ranks, all ranks get the first rank's; load it with ep_size=1, or use `zckpt convert --to deepspeed "
+            "--expert-parallel-size E`"
+        )
     shared = unknown_order(checkpoint.metadata, Slices(checkpoint).info, checkpoint.parameters, checkpoint.source)
     if shared is not None and arguments_in(checkpoint.metadata) is not None:
-        found.append(f"DeepSpeed's universal loader cuts {shared} as one block of rows, which is only right for one "
-            "tensor-parallel rank: its rules cannot say where keys begin that several heads share")  # fmt: skip
+        yield (
+            f"DeepSpeed's universal loader cuts {shared} as one block of rows, which is only right for one "
+            "tensor-parallel rank: its rules cannot say where keys begin that several heads share"
+        )
     if of_auto_ep(checkpoint) and not expert_counts(checkpoint):
-        found.append("AutoEP's experts are whole, without the marks by which DeepSpeed's universal loader gives each "
-                     "rank its own: their layers are not listed under these names")  # fmt: skip
+        yield (
+            "AutoEP's experts are whole, without the marks by which DeepSpeed's universal loader gives each rank its "
+            "own: their layers are not listed under these names"
+        )
     config = plain(node_of(checkpoint.metadata.get("ds_config")))
-    zero = section(dict_of(config), "zero_optimization")
-    if zero.get("round_robin_gradients"):
-        found.append("with round_robin_gradients DeepSpeed's universal loader takes parameters for one another, except "
-                     "in param groups that parameter_alignment pads; switch it off")  # fmt: skip
-    return tuple(found)
+    if section(dict_of(config), "zero_optimization").get("round_robin_gradients"):
+        yield (
+            "with round_robin_gradients DeepSpeed's universal loader takes parameters for one another, except in param "
+            "groups that parameter_alignment pads; switch it off"
+        )
 
 
 def _not_loaded(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
@@ -206,7 +249,7 @@ def model_tree(checkpoint: Checkpoint, version: str | None, *, parameterwise: bo
     }
 
 
-def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Folders) -> Values:
+def optimizer_tree(checkpoint: Checkpoint, version: str | None, whole: Whole) -> Values:
     """Return the content of the file."""
     groups = checkpoint.param_groups
     tree: Values = without(checkpoint.optimizer_metadata, *OWN_KEYS)
@@ -214,10 +257,9 @@ def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Folders
         tree["zero_stage"] = checkpoint.zero_stage
     tree["ds_version"] = version or VERSION
     tree["param_groups"] = [_group(group.hyperparameters, [number]) for number, group in enumerate(groups)]
-    if zero3_hindrance(checkpoint, folders) is None:
-        step = value_node(_one_step(checkpoint))
+    if whole.hindrance is None:
         tree["optimizer_state_dict"] = {
-            "state": {0: {STEP_STEM: step}},
+            "state": {0: {STEP_STEM: value_node(whole.step)}},
             "param_groups": [_group(shared([group.hyperparameters for group in groups]), [])],
         }
     tree[KEY] = {  # what neither the folders nor the rest of DeepSpeed's files can hold
@@ -228,28 +270,10 @@ def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Folders
         "without_master": [p.name for p in checkpoint.parameters.values() if p.group is not None and not p.master],
         "groups": [list(group.parameters) for group in groups],
         "filled_in": list(filled_in(checkpoint)),
-        "made": folders.filled,
-        "values": folders.values,
+        "made": whole.filled,
+        "values": whole.values,
     }
     return tree
-
-
-def zero3_hindrance(checkpoint: Checkpoint, folders: Folders) -> str | None:
-    """Say why DeepSpeed's ZeRO-3 could not load the state rightly; None if it can."""
-    found = folders.trained - {STEP_STEM}
-    if found != set(ZERO3_STEMS):
-        slots = sorted(found - {MASTER_STEM})
-        return f"it loads exp_avg and exp_avg_sq, and the optimizer has {', '.join(slots) or 'no state'}"
-    if _one_step(checkpoint) is None:
-        return "it has one step for all parameters, but here they differ, or there is none"
-    return None
-
-
-def _one_step(checkpoint: Checkpoint) -> object:
-    """Return the step that all param groups have, or have in all of their parameters; None: there is no such one."""
-    groups = [group for group in checkpoint.param_groups if group.parameters]
-    steps = [group_values(checkpoint, group, {STEP_STEM}).get(STEP_STEM) for group in groups]
-    return steps[0] if steps and all(step is not None and same(step, steps[0]) for step in steps) else None
 
 
 def shared(several: Sequence[Mapping[str, object]]) -> Values:
