@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import zckpt
 from tests.formats.deepspeed.contents import cut, tag_of
@@ -84,6 +85,38 @@ def test_a_key_may_be_in_full_in_some_groups_only(tmp_path):
     edit(optimizer_file(tag_of(run), 0), lambda content: state_in(content)[0].update(exp_avg=torch.zeros(5)))
     with refusing(zckpt.LayoutError, "rank 0, group 0: exp_avg does not have one value per element"):
         zckpt.open(run)
+
+
+def test_factored_state_of_slices_is_left_out(tmp_path):
+    """Without ZeRO each tensor-parallel rank has its own; of what all have whole, it is the same on all."""
+    whole = {"gate.weight": torch.rand(6, 8), "column.weight": torch.rand(12, 5), "row.weight": torch.rand(4, 10)}
+    dims = {"column.weight": 0, "row.weight": 1}
+    rules = {"tp_replicated_parameter_patterns": ["gate"], "parameter_with_row_parallelism_patterns": ["row"]}
+    for rank in range(2):
+        module = {
+            name: value.chunk(2, dims[name])[rank].clone() if name in dims else value for name, value in whole.items()
+        }
+        state = {
+            number: {"step": torch.tensor(5.0), "exp_avg_sq_row": value.mean(1), "exp_avg_sq_col": value.mean(0)}
+            for number, value in enumerate(module.values())
+        }
+        content = {
+            "module": module, "buffer_names": [], "dp_world_size": 1, "mp_world_size": 2, "global_steps": 5,
+            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 2}, "universal_checkpoint_info": rules,
+            "ds_config": {"zero_optimization": {"stage": 0}},
+            "optimizer": {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}]},
+        }  # fmt: skip
+        torch.save(content, tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
+    opened = zckpt.open(tmp_path)
+    assert opened.parameters["gate.weight"].slots["exp_avg_sq_col"].shape == (8,)
+    assert [[*opened.parameters[name].slots] for name in dims] == [["weight", "step"]] * 2
+    [warning] = opened.warnings
+    assert warning.startswith("exp_avg_sq_row of column.weight, exp_avg_sq_col of column.weight")
+    zckpt.consolidate(tmp_path, tmp_path / "model.safetensors", drop=["mp_rank_0*"])
+    found = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in whole.items())
+    with refusing(zckpt.LeftOutError, "things in it would be lost"):
+        zckpt.convert(tmp_path, tmp_path / "written", to="zckpt")
 
 
 def _strided(content):

@@ -41,7 +41,7 @@ from zckpt.formats.deepspeed.ranks import check_slices_alike
 from zckpt.formats.deepspeed.rare.quantised import of_slices
 from zckpt.formats.deepspeed.values import copies_of, viewed
 from zckpt.immutable import immutable
-from zckpt.state import Checkpoint, Duplicate, PaddingSpan, Parameter, Slot, list_of
+from zckpt.state import Checkpoint, Duplicate, PaddingSpan, Parameter, Slot, list_of, stated
 from zckpt.state.views import concat, narrow, placed
 from zckpt.torchfile import plain
 
@@ -76,6 +76,7 @@ def merge(states: Sequence[Rank], rules: Rules | None, *, padded: bool = False) 
     groups = [replace(group) for group in first.param_groups]
     merged = gathered(states, buffers=first.buffers, param_groups=groups, degrees=first.degrees, lanes=first.lanes,
                       whole=first.whole, tied=first.tied)  # fmt: skip
+    apart: list[str] = []
     for name, own in first.parameters.items():
         merged.parameters[name] = replace(own)
         is_cut = len(states) > 1 or (not padded and rules.is_vocabulary(name))
@@ -83,10 +84,14 @@ def merge(states: Sequence[Rank], rules: Rules | None, *, padded: bool = False) 
             slices = [state.parameters[name] for state in states]
             rule = rules.rule(name, [one.shape for one in slices], padded=padded)
             slots = {key: _merge_slot(key, slices, rule) for key in own.slots}
-            merged.parameters[name] = replace(own, shape=rule.shape, slots=slots)
+            merged.parameters[name] = replace(own, shape=rule.shape, slots=stated(slots))
+            apart += [f"{key} of {name}" for key, slot in slots.items() if slot is None]
     if not padded:
         merged.padding_spans.insert(0, VocabularyPadding(states, rules))
     complete_aliases(merged.parameters)
+    if apart:
+        merged.warnings.append(f"{listed(apart)}: left out, for it does not have one value per element: what each "
+                               "tensor-parallel rank has is of its slice alone")  # fmt: skip
     merged.warnings = list(dict.fromkeys(merged.warnings))
     merged.duplicates += _copies(states, merged, rules)
     return merged
@@ -107,8 +112,11 @@ class VocabularyPadding:
             rule = self.rules.rule(name, [state.parameters[name].shape for state in self.states], padded=False)
             for state, shares in zip(self.states, rule.shares, strict=False):
                 size = sum(share.size for share in shares)  # of a vocabulary's slice the first rows
-                for key, slot in state.parameters[name].slots.items():
-                    for span in narrow(slot, 0, size, slot.shape[0] - size).spans if slot.shape else ():
+                own = state.parameters[name]
+                for key, slot in own.slots.items():
+                    if not slot.shape or slot.shape != own.shape:
+                        continue
+                    for span in narrow(slot, 0, size, own.shape[0] - size).spans:
                         low, high = span.reach
                         yield PaddingSpan(key, span.path, low, high - low)
 
@@ -149,21 +157,20 @@ def without_rules(names: Sequence[str], what: str, option: str = "--tp-rules") -
     )
 
 
-def _merge_slot(key: str, slices: Sequence[Parameter], rule: Rule) -> Slot:
+def _merge_slot(key: str, slices: Sequence[Parameter], rule: Rule) -> Slot | None:
+    """Return what slices have of a slot as one; None where it is no value for each element, of which there are more."""
     slots = [one.slots[key] for one in slices if key in one.slots]
     first, what = slots[0], f"{key} of {slices[0].name}"
     if len(slots) != len(slices):
         raise LayoutError(f"{what} is missing on some tensor-parallel ranks")
-    if not first.shape and rule.shape:  # a step that each parameter has by itself, without ZeRO
-        return first
+    if rule.kind not in (AVERAGED, SLICED) or (not first.shape and rule.shape):
+        return first  # the same on all ranks; or a step that each parameter has by itself, without ZeRO
     if any(isinstance(slot, Computed) for slot in slots):
-        if rule.kind in (AVERAGED, SLICED):
-            raise of_slices(what)
-        return first
+        raise of_slices(what)
     if rule.kind == AVERAGED:
-        return Slot(first.name, first.dtype, rule.shape, first.spans, tuple(s.spans for s in slots[1:]))
-    if rule.kind != SLICED:
-        return Slot(first.name, first.dtype, rule.shape, first.spans)
+        return replace(first, replicas=tuple(slot.spans for slot in slots[1:]))
+    if any(slot.shape != one.shape for slot, one in zip(slots, slices, strict=True)):
+        return None
     parts = [
         (tuple(target * (dim == rule.dim) for dim in range(len(rule.shape))), narrow(slot, rule.dim, source, size))
         for slot, own in zip(slots, rule.read, strict=True)
