@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
@@ -53,8 +54,10 @@ from zckpt.state import (
     Topology,
     are_distinct,
     are_sizes,
+    by_key,
     dict_of,
     differ,
+    list_of,
     positions,
     without,
 )
@@ -65,8 +68,7 @@ from zckpt.torchfile import Tensor, TorchFile, is_leaf, read_torchfile, value_at
 Order = list[list[str]]
 """For each param group, the names of its parameters."""
 
-
-Shares = list[list[list[int]]]
+Shares = Sequence[Sequence[Sequence[int]]]
 """For each rank and each group, indices of the group's parameters."""
 
 
@@ -126,14 +128,19 @@ def attach_ranks(checkpoint: Checkpoint, ranks: Sequence[RankFile], order: Order
     `held`: for each rank and each group, which of the group's parameters it has; by default as torch assigns them, or
     else fairscale. Raises LayoutError: a rank's share is another one, by number or by shape.
     """
+
+    def named(shares: Shares) -> list[Order]:
+        return [[[order[group][at] for at in its] for group, its in enumerate(groups)] for groups in shares]
+
     if held is None:
-        shapes = [[checkpoint.parameters[name].shape for name in group] for group in order]
-        numels = [list(map(math.prod, group)) for group in shapes]
-        ways = [greedy_partition(numels, len(ranks), largest_first=first) for first in (True, False)]
-        held = next((one for one in ways if _fits(one, ranks, shapes)), ways[0])
+        numels = [[checkpoint.parameters[name].numel for name in group] for group in order]
+        ways = [named(greedy_partition(numels, len(ranks), largest_first=first)) for first in (True, False)]
+        names = next((way for way in ways if all(map(partial(_fits, checkpoint), ranks, way))), ways[0])
+    else:
+        names = named(held)
     shares: list[list[ParamGroup]] = []
-    for rank, groups in zip(ranks, held, strict=True):
-        expected, found = (" + ".join(str(len(its)) for its in each) for each in (groups, rank.state.numbers))
+    for rank, theirs in zip(ranks, names, strict=True):
+        expected, found = (" + ".join(str(len(its)) for its in each) for each in (theirs, rank.state.numbers))
         if expected != found:
             raise LayoutError(
                 "does not hold the share of parameters that it was assigned",
@@ -142,31 +149,25 @@ def attach_ranks(checkpoint: Checkpoint, ranks: Sequence[RankFile], order: Order
                 found=found,
             )
         own = Checkpoint(checkpoint.source, checkpoint.format, parameters=checkpoint.parameters)
-        names = [order[group][index] for group, indices in enumerate(groups) for index in indices]
-        attach_named(own, rank.state, rank.file.path, names)
+        attach_named(own, rank.state, rank.file.path, list(chain(*theirs)))
         shares.append(own.param_groups)
-    for number, group in enumerate(order):
+    for number, (group, its) in enumerate(zip(order, zip(*shares, strict=True), strict=True)):
         states = [
-            share[number].state
-            for rank, share in zip(ranks, shares, strict=True)
+            share.state
+            for rank, share in zip(ranks, its, strict=True)
             if any(own in rank.state.state for own in rank.state.numbers[number])
         ]
         if differ([repr(state["step"]) for state in states if "step" in state]):
             checkpoint.warnings.append(f"ranks have different steps for param group {number}")
-        hyperparameters = shares[0][number].hyperparameters
-        checkpoint.param_groups.append(ParamGroup(hyperparameters, list(group), shared_values(states)))
+        checkpoint.param_groups.append(ParamGroup(its[0].hyperparameters, list(group), shared_values(states)))
 
 
-def _fits(held: Shares, ranks: Sequence[RankFile], shapes: Sequence[Sequence[Shape]]) -> bool:
-    """Tell whether ranks have parameters of the shapes that these shares have, as far as their state shows it."""
-    for rank, groups in zip(ranks, held, strict=True):
-        theirs = [[known[index] for index in its] for its, known in zip(groups, shapes, strict=True)]
-        if list(map(len, theirs)) != list(map(len, rank.state.numbers)):
-            return False
-        pairs = zip(rank.state.every_number, chain(*theirs), strict=True)
-        if any(rank.state.shape(number) not in (None, shape) for number, shape in pairs):
-            return False
-    return True
+def _fits(checkpoint: Checkpoint, rank: RankFile, names: Order) -> bool:
+    """Tell whether a rank has parameters of the shapes that these have, as far as its state shows it."""
+    if list(map(len, names)) != list(map(len, rank.state.numbers)):
+        return False
+    pairs = zip(rank.state.every_number, chain(*names), strict=True)
+    return all(rank.state.shape(number) in (None, checkpoint.parameters[name].shape) for number, name in pairs)
 
 
 def attach_named(checkpoint: Checkpoint, state: OptimizerState, path: str, names: Sequence[str]) -> None:
@@ -199,9 +200,9 @@ def order_by_model(ranks: Sequence[OptimizerState], checkpoint: Checkpoint) -> O
     parameters. Raises LayoutError: the ranks' shares are not those that torch assigns; UnsupportedError: a parameter
     has no state that tells its size, or several of the model's tensors fit.
     """
-    candidates = [p.name for p in checkpoint.owners]
-    if all(len(state.groups) == 1 for state in ranks) and sum(len(s.numbers[0]) for s in ranks) == len(candidates):
-        return [candidates]
+    owners = checkpoint.owners
+    if all(len(state.groups) == 1 for state in ranks) and sum(len(s.numbers[0]) for s in ranks) == len(owners):
+        return [[p.name for p in owners]]
     shapes = [
         [[_shape(state, number, rank) for number in group] for group in state.numbers]
         for rank, state in enumerate(ranks)
@@ -212,16 +213,13 @@ def order_by_model(ranks: Sequence[OptimizerState], checkpoint: Checkpoint) -> O
         raise LayoutError(error.message, found=error.found, advice=NAMES_ADVICE) from error
     of = {(group, at): shapes[rank][group][position]
           for group, order in enumerate(assigned) for at, (rank, position) in enumerate(order)}  # fmt: skip
-    by_size: dict[int, tuple[list[list[tuple[int, int]]], dict[str, Shape]]] = {}  # of one size the order is kept
-    for (group, at), shape in of.items():
-        by_size.setdefault(math.prod(shape), ([[] for _ in assigned], {}))[0][group].append((group, at))
-    for name in candidates:
-        one = checkpoint.parameters[name]
-        if one.numel in by_size:
-            by_size[one.numel][1][name] = one.shape
     names: dict[tuple[int, int], str] = {}
-    for numbers, fitting in by_size.values():
-        names |= Evidence(numbers, fitting, of).certain(in_order)
+    fitting = by_key((p.numel, p) for p in owners)
+    for numel, places in by_key(
+        (math.prod(shape), place) for place, shape in of.items()
+    ).items():  # whose order is kept
+        numbers = [[place for place in places if place[0] == group] for group in range(len(assigned))]
+        names |= Evidence(numbers, {p.name: p.shape for p in fitting.get(numel, ())}, of).certain(in_order)
     for (group, at), shape in of.items():
         if (group, at) not in names:
             rank, position = assigned[group][at]
@@ -326,9 +324,9 @@ def read_foreign(directory: Directory, names: GivenNames) -> Checkpoint:
     states = [rank.state for rank in ranks]
     if (total := sum(len(state.every_number) for state in states)) > (owned := len(checkpoint.owners)):
         shapes = [[state.shape(number) for number in state.every_number] for state in states]
-        unlike = Counter(shape for shape in shapes[0] if shape) - Counter(one.shape for one in checkpoint.owners)
+        others = Counter(shape for shape in shapes[0] if shape) - Counter(one.shape for one in checkpoint.owners)
         sums = {tuple(sorted(one.crc32 for one in rank.file.records if "/data/" in one.name)) for rank in ranks}
-        if (unlike and len(sums) > 1) or differ(shapes):
+        if (others and len(sums) > 1) or differ(shapes):
             raise UnsupportedError(
                 "each rank has pieces of the optimizer's state, as FSDP1's optimizer and optimizers that cut rows have "
                 "them, and no file says where they lie",
@@ -376,10 +374,10 @@ def _note_ranks(checkpoint: Checkpoint, directory: Directory) -> None:
     own = Checkpoint(checkpoint.source, FORMAT, parameters=bare)
     try:
         ranks = read_ranks(own, directory.ranks)
-        held = [slot for p in known.values() for slot in p.slots.values() if slot.name != WEIGHT]
-        states = [state for rank in ranks for state in rank.state.state.values()]
-        theirs = [(key, one) for state in states for key, one in state.items() if isinstance(one, Tensor)]
-        if Counter((one.name, one.shape, one.dtype) for one in held) != Counter(
+        slots = (slot for p in known.values() for slot in p.slots.values() if slot.name != WEIGHT)
+        states = (state for rank in ranks for state in rank.state.state.values())
+        theirs = ((key, one) for state in states for key, one in state.items() if isinstance(one, Tensor))
+        if Counter((one.name, one.shape, one.dtype) for one in slots) != Counter(
             (key, one.shape, one.dtype) for key, one in theirs
         ):
             checkpoint.warnings.append("the rank files hold other state than the consolidated file")
@@ -422,31 +420,28 @@ def _model(directory: Directory, names: GivenNames) -> Checkpoint:
             found=", ".join(Path(one.source).name for one in found),
         )
     if found:
-        checkpoint = found[0]
-    else:  # the model of a rank's file, whose optimizer has only a share of the parameters
-        one = torch_reader.read(first)
-        if one.parameters and (why := unlike(first, others)):
-            raise UnsupportedError(
-                "each rank's file has a model of its own, as of pipeline stages, slices of tensor parallelism or "
-                "FSDP's local tensors, and no file says how they belong together",
-                path=directory.path,
-                expected="the whole model in each, or sharded tensors",
-                found=why,
-                advice="save it whole, or with torch.distributed.checkpoint, in its own program",
-            )
-        checkpoint = Checkpoint(one.source, FORMAT, buffers=one.buffers)
-        for name, p in one.parameters.items():
-            slots = {WEIGHT: p.weight} if p.weight else {}
-            checkpoint.parameters[name] = Parameter(name, p.shape, p.dtype, slots, tied_to=p.tied_to)
-        checkpoint.duplicates += _copies(checkpoint, others)
-    if not checkpoint.parameters:
+        return found[0]
+    one = torch_reader.read(first)  # the model of a rank's file, whose optimizer has only a share of the parameters
+    if not one.parameters:
         raise UnsupportedError(
             "rank files have their own numbers for parameters, and only the sizes of the model's parameters tell "
             "which is which",
             advice="put the model's state dict next to them, as model.pt",
         )
-    if not found:
-        checkpoint.warnings.append(f"the model is read from {first.name}")
+    if why := unlike(first, others):
+        raise UnsupportedError(
+            "each rank's file has a model of its own, as of pipeline stages, slices of tensor parallelism or "
+            "FSDP's local tensors, and no file says how they belong together",
+            path=directory.path,
+            expected="the whole model in each, or sharded tensors",
+            found=why,
+            advice="save it whole, or with torch.distributed.checkpoint, in its own program",
+        )
+    checkpoint = Checkpoint(one.source, FORMAT, buffers=one.buffers, warnings=[f"the model is read from {first.name}"])
+    for name, p in one.parameters.items():
+        slots = {WEIGHT: p.weight} if p.weight else {}
+        checkpoint.parameters[name] = Parameter(name, p.shape, p.dtype, slots, tied_to=p.tied_to)
+    checkpoint.duplicates += _copies(checkpoint, others)
     return checkpoint
 
 
@@ -465,10 +460,5 @@ def _copies(checkpoint: Checkpoint, others: Sequence[Path]) -> Iterator[Duplicat
 
 def _param_names(state: OptimizerState, lengths: Sequence[int]) -> list[str] | None:
     """Return the names of all ranks' parameters, which torch copies to every rank once it has loaded any."""
-    found: list[str] = []
-    for group, length in zip(state.groups, lengths, strict=True):
-        names = group.get("param_names")
-        if not isinstance(names, list) or len(names) != length:
-            return None
-        found += map(str, names)
-    return found
+    listed = [list_of(group.get("param_names")) for group in state.groups]
+    return list(map(str, chain(*listed))) if list(map(len, listed)) == list(lengths) else None
