@@ -649,6 +649,8 @@ def test_ranks_that_contradict_each_other_are_refused(change, error, message, tm
         (lambda about: about["names"].pop(), "optimizer_rank_0.pt: "),
         (lambda about: about.update(shapes=[]), "expected a dict"),
         (lambda about: about.update(shapes={"a": [-1]}), "the shape of a"),
+        (lambda about: about.update(held=[[[*range(len(about["names"][0]))]]]), "lists of parameters by rank"),
+        (lambda about: about.update(names=[about["names"][0][:1]], held=[[0]]), "lists of parameters by rank"),
         (lambda about: about.update(world_size=2), "expected 2 ranks, found 3 files"),
         (lambda about: about.update(world_size=10**15), "the file of rank 3 is missing"),
         (lambda about: about.update(world_size=0), "expected 0 ranks"),

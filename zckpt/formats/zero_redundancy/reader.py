@@ -266,7 +266,7 @@ def read_own(directory: Directory, metadata: TorchFile, names: GivenNames) -> Ch
     for model in directory.models:
         torch_reader.add_model(checkpoint, model, metadata.root)
     with about(metadata.path):
-        order, shapes, held, has_numbers = _numbering(metadata)
+        order, shapes, held, has_numbers = _numbering(metadata, len(directory.ranks))
     if names is not None and has_numbers:
         order = order_by_names(names, [len(group) for group in order], checkpoint)
     else:
@@ -287,7 +287,7 @@ def read_own(directory: Directory, metadata: TorchFile, names: GivenNames) -> Ch
     return checkpoint
 
 
-def _numbering(metadata: TorchFile) -> tuple[Order, dict[str, Shape], Shares | None, bool]:
+def _numbering(metadata: TorchFile, world_size: int) -> tuple[Order, dict[str, Shape], Shares | None, bool]:
     """Return the optimizer's order, shapes of what is not the model's, which rank has what, and whether names lack.
 
     What ranks have is said where it does not follow from sizes (parameters that were put on RPC workers).
@@ -303,10 +303,12 @@ def _numbering(metadata: TorchFile) -> tuple[Order, dict[str, Shape], Shares | N
             raise DamagedFileError("unexpected content", expected=f"the shape of {name}")
         shapes[str(name)] = tuple(shape)
     if held is not None:
-        if not isinstance(held, list) or not all(isinstance(one, list) and len(one) == len(order) for one in held):
+        by_rank = list(map(list_of, list_of(held)))
+        fits = all(len(one) == len(order) and all(isinstance(its, list) for its in one) for one in by_rank)
+        if not isinstance(held, list) or not fits or len(held) != (world_size or len(held)):
             raise DamagedFileError("unexpected content", expected="lists of parameters by rank")
         for number, group in enumerate(order):
-            found = [one for its in held for one in (its[number] if isinstance(its[number], list) else [its[number]])]
+            found = [one for its in by_rank for one in its[number]]
             if sorted(map(repr, found)) != sorted(map(repr, range(len(group)))):
                 raise DamagedFileError("ranks do not have every parameter exactly once")
     return order, shapes, held, bool(said.get("unnamed"))
