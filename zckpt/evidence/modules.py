@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from functools import cache
 
-from zckpt.immutable import immutable, mutable
+from zckpt.immutable import mutable
 from zckpt.state import positions
 from zckpt.state.names import is_number
 
@@ -28,9 +28,8 @@ MOST_ORDERS = 4096
 Offsets = tuple[int, ...]
 """How many parameters of each param group come before."""
 
-
 NOWHERE = 1 << 62, -1
-"""The reach of what has no place."""
+"""The reach of what has no place: it comes neither before nor after anything."""
 
 
 class TooManyOrdersError(Exception):
@@ -39,14 +38,15 @@ class TooManyOrdersError(Exception):
 
 @mutable(eq=False)
 class Module:
-    """A module: its parameters and modules by name, as yet in no order."""
+    """A module: its parameters and modules by name, as yet in no order; or a parameter, which has neither."""
 
-    path: str  # from the root, with `*` for numbers
-    own: dict[str, str] = field(default_factory=dict)  # the whole names of its parameters
+    path: str  # from the root, with `*` for numbers; of a parameter, its whole name
+    widths: list[int]  # parameters in it, by param group
+    is_parameter: bool = False
+    own: dict[str, Module] = field(default_factory=dict)  # its parameters
     children: dict[str, Module] = field(default_factory=dict)
-    widths: list[int] = field(default_factory=list)  # parameters in it, by param group
     reach: tuple[int, int] = NOWHERE
-    """The first and the last place that a file has for one of them; the first is larger where none is known."""
+    """The first and the last place that a file has for one of its parameters."""
 
 
 Siblings = Callable[[str, Sequence[str]], Sequence[str]]
@@ -60,32 +60,21 @@ def tree_of(group_of: Mapping[str, int], places: Mapping[str, int]) -> Module:
     with the smaller one comes first.
     """
     empty = [0] * (1 + max(group_of.values(), default=-1))
-    root = Module("", widths=[*empty])
+    root = Module("", [*empty])
     for name, group in group_of.items():
         *above, last = name.split(".")
         if len(above) > MOST_DEPTH:
             raise TooManyOrdersError
-        here = root
-        path: list[str] = []
-        for step in ["", *above]:
-            if step or here is not root:
-                path.append("*" if step.isdecimal() else step)
-                here = here.children.setdefault(step, Module(".".join(path), widths=[*empty]))
-            here.widths[group] += 1
+        way, path = [root], list[str]()
+        for step in above:
+            path.append("*" if step.isdecimal() else step)
+            way.append(way[-1].children.setdefault(step, Module(".".join(path), [*empty])))
+        parameter = way[-1].own[last] = Module(name, [*empty], is_parameter=True)
+        for one in (*way, parameter):
+            one.widths[group] += 1
             if name in places:
-                here.reach = min(here.reach[0], places[name]), max(here.reach[1], places[name])
-        here.own[last] = name
+                one.reach = min(one.reach[0], places[name]), max(one.reach[1], places[name])
     return root
-
-
-@immutable
-class _Item:
-    """A parameter or a module among its siblings."""
-
-    of: str | Module
-    widths: Offsets
-    before: int
-    """The siblings that come before it in every order, as bits."""
 
 
 def possible(
@@ -108,90 +97,78 @@ def possible(
     ------
     TooManyOrdersError
     """
-    items_of = cache(lambda module: _with_order(module, group_of, places, siblings))
+    ordered = cache(lambda module: _with_order(module, siblings))
 
     @cache
-    def orders(module: Module, offsets: Offsets) -> list[tuple[_Item, Offsets]] | None:
-        """Return which siblings may come where in a module, in some order that fits as a whole; None if none does."""
-
-        def may_stand(item: _Item, at: Offsets) -> bool:
-            if isinstance(item.of, Module):
-                return orders(item.of, at) is not None
-            group = group_of[item.of]
-            return fits(item.of, group, at[group])
-
-        return _arranged(items_of(module), offsets, may_stand)
+    def orders(one: Module, offsets: Offsets) -> list[tuple[Module, Offsets]] | None:
+        """Return what may come where in a module, in some order that fits as a whole; None if none does."""
+        if not one.is_parameter:
+            return _arranged(ordered(one), offsets, orders)
+        group = group_of[one.path]
+        return [] if fits(one.path, group, offsets[group]) else None
 
     root = tree_of(group_of, places)
     start = (root, tuple(0 for _ in root.widths))
     found: dict[tuple[int, int], set[str]] = {}
     waiting, seen = [start], {start}
     while waiting:
-        for item, at in orders(*waiting.pop()) or ():
-            if isinstance(item.of, str):
-                group = group_of[item.of]
-                found.setdefault((group, at[group]), set()).add(item.of)
-            elif (item.of, at) not in seen:
-                seen.add((item.of, at))
-                waiting.append((item.of, at))
+        one, offsets = waiting.pop()
+        if one.is_parameter:
+            group = group_of[one.path]
+            found.setdefault((group, offsets[group]), set()).add(one.path)
+        for inner in orders(one, offsets) or ():
+            if inner not in seen:
+                seen.add(inner)
+                waiting.append(inner)
     return found
 
 
 def _arranged(
-    items: Sequence[_Item], offsets: Offsets, may_stand: Callable[[_Item, Offsets], bool]
-) -> list[tuple[_Item, Offsets]] | None:
-    whole = (1 << len(items)) - 1
+    siblings: Sequence[tuple[Module, int]], offsets: Offsets, orders: Callable[[Module, Offsets], object | None]
+) -> list[tuple[Module, Offsets]] | None:
+    whole = (1 << len(siblings)) - 1
     at = {0: offsets}
-    edges: list[tuple[int, int, int]] = []
+    edges: list[tuple[int, int, Module]] = []
     level = [0]
     while level:
         following: dict[int, None] = {}
         for done in level:
-            for number, item in enumerate(items):
-                is_next = not done >> number & 1 and not item.before & ~done
-                if is_next and may_stand(item, at[done]):
+            for number, (one, before) in enumerate(siblings):
+                is_next = not done >> number & 1 and not before & ~done
+                if is_next and orders(one, at[done]) is not None:
                     after = done | 1 << number
-                    edges.append((done, after, number))
+                    edges.append((done, after, one))
                     following[after] = None
-                    at[after] = tuple(map(sum, zip(at[done], item.widths, strict=True)))
+                    at[after] = tuple(map(sum, zip(at[done], one.widths, strict=True)))
         if len(at) > MOST_ORDERS:
             raise TooManyOrdersError
         level = list(following)
     if whole not in at:
         return None
     useful, found = {whole}, []
-    for done, after, number in reversed(edges):  # an edge comes after all that lead to it
+    for done, after, one in reversed(edges):  # an edge comes after all that lead to it
         if after in useful:
             useful.add(done)
-            found.append((items[number], at[done]))
+            found.append((one, at[done]))
     return found
 
 
-def _with_order(
-    module: Module, group_of: Mapping[str, int], places: Mapping[str, int], siblings: Siblings
-) -> list[_Item]:
-    """Return what is in a module, with what has to come before it."""
-    if len(module.own) + len(module.children) > MOST_SIBLINGS:
+def _with_order(module: Module, siblings: Siblings) -> list[tuple[Module, int]]:
+    """Return what is in a module, each with those that come before it in every order, as bits."""
+    every = [*module.own.items(), *module.children.items()]
+    if len(every) > MOST_SIBLINGS:
         raise TooManyOrdersError
-    names = [*module.own, *module.children]
-    reaches = [(places[one],) * 2 if one in places else NOWHERE for one in module.own.values()]
-    reaches += [child.reach for child in module.children.values()]
-    known = positions(siblings(module.path, names))
-    own = len(module.own)
+    known = positions(siblings(module.path, [name for name, _ in every]))
     found = []
-    for i, name in enumerate(names):
+    for name, one in every:
         before = 0
-        for j, other in enumerate(names):
-            is_before = (j < own <= i) or (is_number(other) and is_number(name) and int(other) < int(name))
-            is_before = is_before or (other in known and name in known and known[other] < known[name])
-            (first, last), end = reaches[j], reaches[i][1]  # it cannot be after this one as a whole
-            is_before = is_before or (i != j and last >= 0 and end >= 0 and first < end)
-            before |= is_before << j
-        if i < own:
-            whole = module.own[name]
-            widths = tuple(int(group_of[whole] == group) for group in range(len(module.widths)))
-            found.append(_Item(whole, widths, before))
-        else:
-            child = module.children[name]
-            found.append(_Item(child, tuple(child.widths), before))
+        for number, (other, its) in enumerate(every):
+            is_before = (
+                (its.is_parameter and not one.is_parameter)
+                or (is_number(other) and is_number(name) and int(other) < int(name))
+                or (other in known and name in known and known[other] < known[name])
+                or (its is not one and its.reach[0] < one.reach[1])  # it cannot be after this one as a whole
+            )
+            before |= is_before << number
+        found.append((one, before))
     return found
