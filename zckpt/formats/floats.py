@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -44,9 +45,12 @@ def with_floats(*checkpoints: AnyCheckpoint, keeps_files: bool = False) -> list[
     return found
 
 
-def left_with_codes(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Say what `with_floats` leaves out that is no code, and no scale of one."""
+def dequantized(checkpoints: Sequence[AnyCheckpoint], wanted: bool) -> tuple[Sequence[AnyCheckpoint], tuple[str, ...]]:
+    """Return checkpoints as `with_floats` does, if that is wanted, and notes on what is left out and is no code's."""
+    if not wanted:
+        return checkpoints, ()
     from zckpt.formats.low_bit_floats import cache_scales
 
-    found = cache_scales(checkpoint) if codes_in(checkpoint) else []
-    return (f"{listed(found)}: scales of a cache in FP8, which no plain model has, are left out",) if found else ()
+    scales = [found for one in checkpoints if codes_in(one) and (found := cache_scales(one))]
+    notes = (f"{listed(one)}: scales of a cache in FP8, which no plain model has, are left out" for one in scales)
+    return with_floats(*checkpoints), tuple(notes)

@@ -24,7 +24,7 @@ from zckpt.engine.computed import Computed, Function
 from zckpt.engine.scan import SlotSet, refuse_endless
 from zckpt.engine.sums import Decayed, Mean
 from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.formats.floats import left_with_codes, with_floats
+from zckpt.formats.floats import dequantized
 from zckpt.formats.low_bit import codes_in
 from zckpt.immutable import immutable, mutable
 from zckpt.operations.consolidate import NUMBERS, Chosen, Consolidated, as_beside, write_computed
@@ -125,7 +125,7 @@ def average(
         )  # fmt: skip
     rule, shares = _rule(len(sources), weights, ema)
     chosen = Chosen.of(target, How.of("average", shared, weights=weights, ema=ema, from_last=from_last), shared)
-    found = _opened(sources, **shared)
+    found: Sequence[Checkpoint] = _opened(sources, **shared)
     dropped = check_nothing_lost(found, shared["drop"], of_model=not shared["slots"])
     settings = [one.details.get("adapter") for one in found]
     scales = [tuple(one.get(key) for key in SCALED_BY) if isinstance(one, dict) else None for one in settings]
@@ -137,9 +137,7 @@ def average(
                 expected=f"the same {', '.join(SCALED_BY)}",
                 advice="merge each one with `zckpt merge-adapter`, and average the models",
             )
-    left_out = [note for one in found for note in left_with_codes(one)] if chosen.dequantize else []
-    if chosen.dequantize:
-        found = with_floats(*found)
+    found, left_out = dequantized(found, chosen.dequantize)
     for one in found:
         if codes := codes_in(one):
             raise UnsupportedError(f"{listed(codes)}: low-bit codes have no mean", path=one.named,

@@ -25,7 +25,7 @@ from zckpt.formats.adapters import MAXIMUM_CONFIG_NBYTES, has_live_adapter, name
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter, stem_of
 from zckpt.formats.consolidated.model import Tensors, model_tensors, optimizer_slots
 from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_hyperparameters
-from zckpt.formats.floats import left_with_codes, with_floats
+from zckpt.formats.floats import dequantized
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.low_bit import codes_in
 from zckpt.formats.safetensors import layout as safetensors_layout
@@ -270,14 +270,11 @@ def consolidate(
         found = one_model(found, shared["model"])
     left = salvage(found, shared, of_optimizer=bool(slots))
     found = left.checkpoint
-    left_out: tuple[str, ...] = ()
-    if chosen.dequantize:
-        if not slots and not codes_in(found):
-            raise UsageError(
-                "--dequantize applies to the optimizer's slots, which are not written", advice="add --slots=all"
-            )
-        left_out = left_with_codes(found)
-        [found] = with_floats(found)
+    if chosen.dequantize and not slots and not codes_in(found):
+        raise UsageError(
+            "--dequantize applies to the optimizer's slots, which are not written", advice="add --slots=all"
+        )
+    [found], left_out = dequantized([found], chosen.dequantize)
     if hyperparameters is not None:
         if not (slots and found.is_bare):
             raise UsageError(

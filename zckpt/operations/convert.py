@@ -11,7 +11,7 @@ from zckpt.errors import UnsupportedError, UsageError, about, listed
 from zckpt.evidence import refuse_ungrouped
 from zckpt.formats.assets import CONFIG_NAME, find_assets, is_adapter
 from zckpt.formats.consolidated.model import optimizer_slots
-from zckpt.formats.floats import left_with_codes, with_floats
+from zckpt.formats.floats import dequantized
 from zckpt.formats.format import Format, Job, TargetFiles
 from zckpt.formats.low_bit import codes_in
 from zckpt.formats.options import choose
@@ -100,11 +100,7 @@ def convert(
     dropped = (*values, *check_nothing_lost([whole], drop))
     left = salvage(found, given, of_optimizer=True)
     left.refuse()
-    found = left.checkpoint
-    left_out: tuple[str, ...] = ()
-    if given["dequantize"]:
-        left_out = left_with_codes(found)
-        [found] = with_floats(found)
+    [found], left_out = dequantized([left.checkpoint], given["dequantize"])
     checkpoint, notes = _as_expected(found, written, naming)
     path = Path(target)
     with about(checkpoint.source):

@@ -16,7 +16,7 @@ from zckpt.engine.sums import KEPT_NBYTES, LowRank, Norms, Sum
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, listed
 from zckpt.formats.adapters import CONFIG_NAME, Adapter, Product, holds_adapter, read_adapter, without_adapters
 from zckpt.formats.assets import CONFIG_NAME as MODEL_CONFIG
-from zckpt.formats.floats import left_with_codes, with_floats
+from zckpt.formats.floats import dequantized
 from zckpt.formats.low_bit import codes_in, settings_of
 from zckpt.formats.low_bit_floats import weights_as_floats
 from zckpt.immutable import immutable
@@ -113,8 +113,7 @@ def merge_adapter(
         sources.append(opened(path))
         return weights_as_floats(sources[-1]) if chosen.dequantize else sources[-1]
 
-    left_out = left_with_codes(sources[0]) if chosen.dequantize else ()
-    [plain] = with_floats(sources[0]) if chosen.dequantize else sources
+    [plain], left_out = dequantized(sources, chosen.dequantize)
     settings = None if adapter_config is None else Path(adapter_config)
     added = read_adapter(Path(adapter), read, settings, adapter_name)
     dropped = check_nothing_lost(sources, shared["drop"], of_model=True)
