@@ -224,7 +224,14 @@ def _without_bad(root: object, name: str, file: FileRange | None, removed: list[
                 else:
                     node[key] = kept
         elif isinstance(node, (list, tuple, set, frozenset)):
-            node = members(node, place)
+            every = [(one, clean(one, (*place, number))) for number, one in enumerate(node)]
+            if any(now is not one for one, now in every):
+                has_places = isinstance(node, (list, tuple))
+                left = [None if now is GONE else now for _, now in every if has_places or now is not GONE]
+                if isinstance(node, list):
+                    node[:] = left
+                else:
+                    node = type(node)(left)
         if isinstance(node, Tensor) and node.subclass is not None and (bad := _worst([node.subclass])) is not None:
             tell(bad, place)
             node.subclass = None
@@ -240,19 +247,6 @@ def _without_bad(root: object, name: str, file: FileRange | None, removed: list[
             if kept is not part:
                 setattr(node, field, None if kept is GONE else kept)
         return node
-
-    def members(
-        node: list[object] | tuple[object, ...] | set[object] | frozenset[object], place: tuple[object, ...]
-    ) -> object:
-        kept, changed = [], False
-        for number, one in enumerate(node):
-            now = clean(one, (*place, number))
-            changed |= now is not one
-            if now is not GONE or isinstance(node, (list, tuple)):
-                kept.append(None if now is GONE else now)
-        if changed and isinstance(node, list):
-            node[:] = kept
-        return type(node)(kept) if changed and not isinstance(node, list) else node
 
     return clean(root, ())
 

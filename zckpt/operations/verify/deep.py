@@ -42,19 +42,7 @@ from zckpt.engine.copy import read_extent
 from zckpt.engine.workers import Portions, Workers, batched, budget, threads_for
 from zckpt.errors import LayoutError, SourceError, UnsupportedError, listed
 from zckpt.immutable import immutable, mutable
-from zckpt.operations.verify.inventory import (
-    BUFFER,
-    Block,
-    Inventory,
-    Piece,
-    Scattered,
-    Subject,
-    Work,
-    blocks,
-)
-from zckpt.operations.verify.inventory import (
-    PADDING as PADDING_KIND,
-)
+from zckpt.operations.verify.inventory import BUFFER, PADDED, Block, Inventory, Piece, Scattered, Subject, Work, blocks
 from zckpt.operations.verify.structure import Finding
 from zckpt.state import Checkpoint, Duplicate, Extent, Slot, Span, Spans, by_key, is_floating, itemsize, nbytes_of
 from zckpt.state.boxes import SpanIndex
@@ -104,7 +92,7 @@ class Tally(NamedTuple):
 
 def tally(values: Array, dtype: str, subject: Subject, first: int) -> Tally:
     """Return what is wrong with elements: flat, in the machine's byte order, the first of them with index `first`."""
-    if subject.kind == PADDING_KIND:
+    if subject.kind == PADDED:
         wrong = values.view(np.uint8) != 0
         return Tally(nonzero=int(np.count_nonzero(wrong)), first=first + int(np.argmax(wrong)))
     odd = not_finite(values, dtype)
@@ -355,7 +343,7 @@ FEWEST = 3
 COUNTED = {PADDING: ("nonzero",), NEGATIVE: ("negative",), BUFFER_NAN: ("nan",), NOT_FINITE: ("nan", "inf")}
 """What of a tally a finding counts."""
 
-_OF_KINDS = {PADDING_KIND: PADDING, BUFFER: BUFFER_NAN}
+_OF_KINDS = {PADDED: PADDING, BUFFER: BUFFER_NAN}
 
 
 def weight_findings(compared: Iterable[Comparison]) -> Iterator[Finding]:

@@ -46,7 +46,7 @@ from zckpt.state import (
 from zckpt.state.boxes import Box, Range, merge, row_major, without
 from zckpt.state.cuts import Cuts
 
-PARAMETER, BUFFER, PADDING = "parameter", "buffer", "padding"
+PARAMETER, BUFFER, PADDED = "parameter", "buffer", "padding"
 
 
 class Subject(NamedTuple):
@@ -188,7 +188,7 @@ def take_inventory(checkpoint: Checkpoint, checks: Checks) -> Inventory:
                 found.pieces.setdefault(span.path, []).append(piece)
     rules.put(found.pieces)
     for one in (one for padding in checkpoint.padding for one in padding.zeros):
-        subject = Subject(next(numbers), PADDING, "", one.slot)
+        subject = Subject(next(numbers), PADDED, "", one.slot)
         piece = Piece(subject, one.path, one.offset, one.nbytes, "uint8", "little", 0)
         found.pieces.setdefault(one.path, []).append(piece)
     for number, duplicate in enumerate(checkpoint.duplicates):
