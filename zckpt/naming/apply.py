@@ -140,19 +140,17 @@ def _is_complete(templates: Sequence[Template], shared: Sequence[str], tensors: 
 class Arrangement:
     """A tensor as a box of all letters of a rule."""
 
-    letters: tuple[str, ...]  # in one order for all tensors of the rule
-    low: Shape  # the box, by letter
+    low: Shape  # the box, by letter, in one order for all tensors of the rule
     sizes: Shape
     axes: tuple[Shape, ...]  # the letters of each dimension, by number
 
     @classmethod
-    def of(cls, letters: tuple[str, ...], template: Template, indices: Mapping[str, int], sizes: Sizes) -> Arrangement:
+    def of(cls, letters: Sequence[str], template: Template, indices: Mapping[str, int], sizes: Sizes) -> Arrangement:
         """Return the arrangement of one tensor of a rule."""
         bounds = {letter: (indices[letter], indices[letter] + 1) for letter in letters if letter in indices}
         bounds |= {factor.name: sizes.bounds(factor) for factor in template.factors}
         number = positions(letters)
         return cls(
-            letters,
             tuple(bounds[letter][0] for letter in letters),
             tuple(bounds[letter][1] - bounds[letter][0] for letter in letters),
             tuple(tuple(number[factor.name] for factor in axis) for axis in template.axes or ()),
@@ -167,7 +165,7 @@ class Arrangement:
     def order(self) -> list[int]:
         """All letters in the order in which the tensor has them, those that it has not first."""
         own = [letter for axis in self.axes for letter in axis]
-        return [letter for letter in range(len(self.letters)) if letter not in own] + own
+        return [letter for letter in range(len(self.sizes)) if letter not in own] + own
 
     @property
     def seen(self) -> tuple[object, ...]:

@@ -76,8 +76,8 @@ def parse_axes(text: str) -> Axes:
     malformed = UsageError(
         f"the arrangement {text!r} is malformed", expected="letters, (a b) for one dimension, a[low:high]"
     )
-    axes: list[tuple[Factor, ...]] = []
-    inside: list[Factor] | None = None
+    axes: list[list[Factor]] = []
+    inside = False
     at, end = 0, len(text.rstrip())
     while at < end:
         match = _TOKEN.match(text, at)
@@ -85,27 +85,20 @@ def parse_axes(text: str) -> Axes:
             raise malformed
         at = match.end()
         mark, name, values, _ = match.groups()
+        if mark and (mark == "(") == inside:
+            raise malformed
+        if mark != ")" and not inside:
+            axes.append([])
         if mark:
-            if (mark == "(") != (inside is None):
-                raise malformed
-            if inside is not None:
-                axes.append(tuple(inside))
-            inside = [] if inside is None else None
-            continue
-        own: list[Factor] = []
-        if name is not None and values is None:
-            own = [Factor(name)]
-        elif name is not None:
+            inside = not inside
+        elif values is not None:
             low, colon, high = map(str.strip, values.partition(":"))
-            own = [Factor(name, low or None, high or None) if colon else Factor(name, low, f"({low})+1")]
-        if inside is None:
-            axes.append(tuple(own))
-        else:
-            inside += own
-    names = [factor.name for axis in axes for factor in axis]
-    if inside is not None or not are_distinct(names):
+            axes[-1].append(Factor(name, low or None, high or None) if colon else Factor(name, low, f"({low})+1"))
+        elif name is not None:
+            axes[-1].append(Factor(name))
+    if inside or not are_distinct([factor.name for axis in axes for factor in axis]):
         raise malformed
-    return tuple(axes)
+    return tuple(map(tuple, axes))
 
 
 Known = Callable[[str], int | None]
