@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from zckpt.compare.logical import single
@@ -211,67 +211,60 @@ def compare_settings(a: Checkpoint, b: Checkpoint, matches: Matches, *, memory: 
     return [one for one in found if not any(its.follows(one.key, (one.a, one.b), (a, b)) for its in every)]
 
 
-def _groups(a: Checkpoint, b: Checkpoint, matches: Matches) -> list[Setting]:
+def _groups(a: Checkpoint, b: Checkpoint, matches: Matches) -> Iterator[Setting]:
     if len(a.param_groups) != len(b.param_groups):
-        return [Setting("param_groups", f"{len(a.param_groups)} groups", f"{len(b.param_groups)} groups")]
-    found = []
+        yield Setting("param_groups", f"{len(a.param_groups)} groups", f"{len(b.param_groups)} groups")
+        return
     sides = [{parameter.name: name for name, parameter in side.items()} for side in (matches.ours, matches.theirs)]
     for index, groups in enumerate(zip(a.param_groups, b.param_groups, strict=True)):
         key, (ours, theirs) = f"param_groups[{index}]", groups
         # the names that torch puts among hyperparameters are members, which are compared as such
-        found += _leaves(key, *(leaves(without(its.hyperparameters, "param_names")) for its in groups))
+        yield from _leaves(key, *(leaves(without(its.hyperparameters, "param_names")) for its in groups))
         if ours.optimizer != theirs.optimizer:
-            found.append(Setting(f"{key}.optimizer", ours.optimizer, theirs.optimizer))
+            yield Setting(f"{key}.optimizer", ours.optimizer, theirs.optimizer)
         x, y = ([names.get(one, one) for one in its.parameters] for names, its in zip(sides, groups, strict=True))
-        if sorted(x) == sorted(y):
-            at = next((i for i, (one, other) in enumerate(zip(x, y, strict=True)) if one != other), None)
-            if at is not None:
-                found.append(Setting(f"{key}.params", f"{x[at]} at {at}", f"{y[at]} at {at}"))
-        else:
+        if sorted(x) != sorted(y):
             alone = ([name for name in own if name not in other] for own, other in ((x, set(y)), (y, set(x))))
-            found.append(Setting(f"{key}.params", *(listed(names, most=SHOWN_NAMES) or "none" for names in alone)))
-    return found
+            yield Setting(f"{key}.params", *(listed(names, most=SHOWN_NAMES) or "none" for names in alone))
+        elif x != y:
+            at = next(i for i, (one, other) in enumerate(zip(x, y, strict=True)) if one != other)
+            yield Setting(f"{key}.params", f"{x[at]} at {at}", f"{y[at]} at {at}")
 
 
-def _leaves(key: str, a: Mapping[str, Leaf], b: Mapping[str, Leaf]) -> list[Setting]:
-    found = []
+def _leaves(key: str, a: Mapping[str, Leaf], b: Mapping[str, Leaf]) -> Iterator[Setting]:
     for path in dict.fromkeys([*a, *b]):
         x, y = (side[path].value if path in side else None for side in (a, b))
         if x != y or (path in a) != (path in b):
-            found.append(Setting(f"{key}.{path}" if path else key, x, y))
-    return found
+            yield Setting(f"{key}.{path}" if path else key, x, y)
 
 
-def _state(matches: Matches) -> list[Setting]:
-    """Return single values of parameters that differ; what all of a group have alike comes once."""
+def _state(matches: Matches) -> Iterator[Setting]:
+    """Yield single values of parameters that differ; what all of a group have alike comes once."""
     ours = matches.ours
     groups = by_key(
         ((ours[name].group if name in ours else None, key), (name, x, y)) for name, key, x, y in matches.singles
     )
-    found = []
     sizes = Counter(parameter.group for parameter in ours.values() if parameter.tied_to is None)
     for (group, key), values in groups.items():
         if group is not None and len(values) == sizes[group] and len({repr(value[1:]) for value in values}) == 1:
-            found.append(Setting(f"param_groups[{group}].state.{key}", *values[0][1:]))
+            yield Setting(f"param_groups[{group}].state.{key}", *values[0][1:])
         else:
-            found += [Setting(f"state[{name}].{key}", x, y) for name, x, y in values]
-    return found
+            yield from (Setting(f"state[{name}].{key}", x, y) for name, x, y in values)
 
 
-def _carried(key: str, a: Mapping[str, object], b: Mapping[str, object], memory: int) -> list[Setting]:
+def _carried(key: str, a: Mapping[str, object], b: Mapping[str, object], memory: int) -> Iterator[Setting]:
     """Compare trees, and the tensors in them."""
     ours, theirs = (
         _apart((f"{name}.{path}" if path else name, leaf) for name in side for path, leaf in leaves(side[name]).items())
         for side in (a, b)
     )
-    found = _leaves(key, ours, theirs)
+    yield from _leaves(key, ours, theirs)
+    both = ((path, ours[path], theirs[path]) for path in ours if path in theirs)
     pairs = [
         pair(f"{key}.{path}", one.slot, other.slot)
-        for path, one in ours.items()
-        for other in [theirs.get(path)]
-        if other is not None and one.value == other.value and one.slot is not None and other.slot is not None
+        for path, one, other in both
+        if one.value == other.value and one.slot is not None and other.slot is not None
     ]
     for one in differences(pairs, memory=memory):
         text = str(ours[one.label.removeprefix(f"{key}.")].value)
-        found.append(Setting(one.label, text, f"differs in {one.figures.num_different} of {one.figures.numel}"))
-    return found
+        yield Setting(one.label, text, f"differs in {one.figures.num_different} of {one.figures.numel}")
