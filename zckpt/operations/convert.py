@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -127,8 +127,8 @@ def convert(
         Written, found, laid, path, how, owns=written.owns, inside=[checkpoint.source], proof=proof, dropped=dropped,
         sources=left.sources(found), missing=left.missing, filled=left.filled,
     )  # fmt: skip
-    notes = _of_optimizers(checkpoint, written, laid, getattr(chosen, "dtype", None))
-    return replace(done, notes=(*done.notes, *notes))
+    told = _of_optimizers(checkpoint, written, laid, getattr(chosen, "dtype", None))
+    return replace(done, notes=(*done.notes, *told))
 
 
 def as_converted(found: Checkpoint, written: Format, naming: Naming = AS_IT_IS) -> Checkpoint:
@@ -140,31 +140,30 @@ def as_converted(found: Checkpoint, written: Format, naming: Naming = AS_IT_IS) 
     return _as_expected(found, written, naming)[0]
 
 
-def _of_optimizers(checkpoint: Checkpoint, written: Format, laid: TargetFiles, dtype: str | None) -> tuple[str, ...]:
+def _of_optimizers(checkpoint: Checkpoint, written: Format, laid: TargetFiles, dtype: str | None) -> Iterator[str]:
     """Say what becomes of several optimizers, of masters, and of no hyperparameters, in formats of other programs."""
-    notes, names = [], checkpoint.optimizers()
+    names = checkpoint.optimizers()
     if dtype not in (None, "float32") and MASTER in optimizer_slots(checkpoint, dtype):
         reader = ", and zckpt.dcp.Reader reads them from here" if written.name == "dcp" else ""
-        notes.append(
+        yield (
             f"other programs read the weights, and not the masters, which the optimizer's state holds: "
             f"--dtype float32 writes the masters as the weights{reader}"
         )
     if checkpoint.is_bare and written.name != checkpoint.format:
-        notes.append(
+        yield (
             "the source has no hyperparameters for its param groups, so the target has none; torch's optimizers "
             "load its state, but cannot step; zckpt.load keeps the live optimizer's own"
         )
     if keeps_beside(checkpoint) and written.name != checkpoint.format and not laid.keeps_rest:
-        notes.append(
+        yield (
             "only zckpt.load restores what the optimizer kept in addition to parameter state: its own "
             "program does not see it"
         )
     if names and not written.keeps_optimizers:
-        notes.append(
+        yield (
             f"the param groups of {listed(names, by=' and ')} are written one after another as those of one optimizer; "
             "only zckpt's metadata says which is whose"
         )
-    return tuple(notes)
 
 
 def _as_expected(found: Checkpoint, written: Format, naming: Naming) -> tuple[Checkpoint, tuple[str, ...]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -177,62 +177,47 @@ def _examined(
         try:
             others = [opened(one.path / state.relative_to(unit.path)) for state in unit.states]
             for before, after in zip(others, checkpoints, strict=True):
-                findings += _odd(before, after, factor, shared)
+                findings += [*_odd(before, after, factor, shared)]
         except SourceError:
             continue
         return Appeared(record, findings, str(one.path))
     return Appeared(record, findings, None)
 
 
-def _odd(before: Checkpoint, after: Checkpoint, factor: float, shared: dict[str, Any]) -> list[Finding]:
-    """Return what is odd of a checkpoint beside the one before."""
-    found = []
+def _odd(before: Checkpoint, after: Checkpoint, factor: float, shared: dict[str, Any]) -> Iterator[Finding]:
+    """Yield what is odd of a checkpoint beside the one before."""
     if before.step is not None and after.step is not None and after.step <= before.step:
         said = f"its files say that it is of step {after.step}, and those of the one before of {before.step}"
-        found.append(Finding(NOT_ADVANCED, said, after.source, (), f"beyond {before.step}", str(after.step)))
+        yield Finding(NOT_ADVANCED, said, after.source, (), f"beyond {before.step}", str(after.step))
+
+    def by_slot(code: str, said: str, keys: Iterable[tuple[str, str]]) -> Iterator[Finding]:
+        """Yield a finding for each slot of those in which something is wrong."""
+        for slot, its in by_key((slot, name) for name, slot in keys).items():
+            yield Finding(code, said.format(slot=slot, names=listed(its, most=SHOWN)), after.source, tuple(its))
+
     was, now = named(before), named(after)
     a, b = (
         {key: slot for key, slot in slots_of(one, Filter()).items() if slot.shape and key[0] not in set(one.buffers)}
         for one in (before, after)
     )
-    found += _by_slot(
-        LOST,
-        "{slot} of {names} is not there, or has another shape, and the one before has it",
-        [key for key, slot in a.items() if key not in b or b[key].shape != slot.shape],
-        after,
-    )
+    lost = "{slot} of {names} is not there, or has another shape, and the one before has it"
+    yield from by_slot(LOST, lost, (key for key, slot in a.items() if key not in b or b[key].shape != slot.shape))
     figures = measured(a, b, memory=shared["memory"], direct=shared["direct"])
-    odd = [key for key, one in figures.items() if one.nan_b or one.inf_b]
-    found += _by_slot(NOT_FINITE, "{slot} of {names} holds NaN or Inf", odd, after)
+    odd = (key for key, one in figures.items() if one.nan_b or one.inf_b)
+    yield from by_slot(NOT_FINITE, "{slot} of {names} holds NaN or Inf", odd)
     values = {key: one for key, one in figures.items() if key[1] in (WEIGHT, MASTER) and one.numel}
     frozen = {key for key in values if now[key[0]].frozen and was[key[0]].frozen}
     moved = [key for key, one in values.items() if one.num_different]
-    found += _by_slot(
-        FROZEN_MOVED, "{slot} of {names} has moved, and is frozen", [k for k in moved if k in frozen], after
-    )
+    yield from by_slot(FROZEN_MOVED, "{slot} of {names} has moved, and is frozen", (k for k in moved if k in frozen))
     if not set(moved) - frozen and values.keys() - frozen:
-        found.append(
-            Finding(UNMOVED, "no weight or master that is trained has moved since the one before", after.source)
-        )
+        yield Finding(UNMOVED, "no weight or master that is trained has moved since the one before", after.source)
     for slot in dict.fromkeys(key for _, key in figures):  # norms that have changed by a factor
         its = {key: one for key, one in figures.items() if key[1] == slot}
         low, high = (math.sqrt(sum(getattr(one, side) for one in its.values())) for side in ("squares_a", "squares_b"))
         limit = factor if slot in (WEIGHT, MASTER) else factor**2
         if low > 0 and not low / limit <= high <= low * limit:
             said = f"the norm of {slot} of all parameters is {high:.3g}, and was {low:.3g}"
-            found.append(
-                Finding(JUMPED, said, after.source, (), f"{low / limit:.3g} to {low * limit:.3g}", f"{high:.3g}")
-            )
+            yield Finding(JUMPED, said, after.source, (), f"{low / limit:.3g} to {low * limit:.3g}", f"{high:.3g}")
             continue
-        grown = [k for k, one in its.items() if one.norm_b > max(one.norm_a * limit, high * SHARE) and one.norm_a > 0]
-        said = f"the norm of {{slot}} of {{names}} has grown to more than {limit:g} times"
-        found += _by_slot(JUMPED, said, grown, after)
-    return found
-
-
-def _by_slot(code: str, said: str, keys: Sequence[tuple[str, str]], after: Checkpoint) -> list[Finding]:
-    """Return a finding for each slot of those in which something is wrong."""
-    return [
-        Finding(code, said.format(slot=slot, names=listed(its, most=SHOWN)), after.source, tuple(its))
-        for slot, its in by_key((slot, name) for name, slot in keys).items()
-    ]
+        grown = (k for k, one in its.items() if one.norm_b > max(one.norm_a * limit, high * SHARE) and one.norm_a > 0)
+        yield from by_slot(JUMPED, f"the norm of {{slot}} of {{names}} has grown to more than {limit:g} times", grown)
