@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import accumulate
 from typing import Any
 
 from zckpt.engine.targets import TargetFile
@@ -13,7 +14,7 @@ from zckpt.errors import UnsupportedError
 from zckpt.formats.native.document import FORMAT, VERSION, encode
 from zckpt.formats.native.files import DOCUMENT_NAME, SECTIONS, rank_name
 from zckpt.formats.native.nodes import NodeWriter
-from zckpt.formats.native.rank_file import Cut, Entry, Listed, Pieces, listed, slot_entry, storage_key
+from zckpt.formats.native.rank_file import Cut, Entry, Listed, listed, slot_entry, storage_key
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.tensors import slot_of_storage
@@ -27,6 +28,9 @@ IDENTITY_NBYTES = 16
 Layout = tuple[tuple[tuple[str, object], ...], ...]
 """The pieces of a slot as members of JSON objects."""
 
+Part = tuple[int, Extent, Slot]
+"""Which file has some elements of a slot, which they are, and the slot that has them."""
+
 
 def lay_out(checkpoint: Checkpoint, *, world_size: int = 1) -> list[TargetFile]:
     """Return the files of a checkpoint.
@@ -36,10 +40,10 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int = 1) -> list[TargetFile]:
     """
     check_world_size(world_size)
 
-    def evenly(slots: Sequence[Slot], before: int) -> Iterator[Pieces]:
+    def evenly(slots: Sequence[Slot], before: int) -> Iterator[Sequence[Part]]:
         sizes = [(slot.numel, itemsize(slot.dtype)) for slot in slots]
         for slot, extents in zip(slots, even_extents(sizes, world_size, before=before), strict=True):
-            yield tuple((one.file, slot.flat(one.start, one.numel)) for one in extents)
+            yield [(one.file, slot.flat(one.start, one.numel), slot) for one in extents]
 
     return _lay_out(_cut(checkpoint, world_size, evenly))
 
@@ -71,50 +75,33 @@ def by_rank(checkpoint: Checkpoint, rank_of: Callable[[str], int], world_size: i
     ranks, each of which writes one file. Raises UnsupportedError: a rank has elements of a slot that do not follow each
     other, or values are means over ranks; or something that the format has no way to say.
     """
-    held: dict[int, dict[int, Slot]] = {}
-
-    def as_ranks_have_them(slots: Sequence[Slot], _: int) -> Iterator[Pieces]:
-        for slot in slots:
-            pieces = _pieces_of_ranks(slot, rank_of)
-            held[id(slot)] = {rank: replace(slot, spans=spans) for rank, _, spans in pieces}
-            yield tuple((rank, extent) for rank, extent, _ in pieces)
-
-    return _cut(checkpoint, world_size, as_ranks_have_them, lambda slot, rank: held[id(slot)][rank])
+    return _cut(checkpoint, world_size, lambda slots, _: (_parts_of_ranks(slot, rank_of) for slot in slots))
 
 
-def _pieces_of_ranks(slot: Slot, rank_of: Callable[[str], int]) -> list[tuple[int, Extent, tuple[Span, ...]]]:
-    """Return which elements of a slot each rank has, and where; a file has one tensor of a slot."""
+def _parts_of_ranks(slot: Slot, rank_of: Callable[[str], int]) -> list[Part]:
+    """Return which elements of a slot each rank has; a file has one tensor of a slot."""
     if slot.replicas:
         raise UnsupportedError(f"{slot.name}: each rank has its own values, and their mean is read")
-    found: list[tuple[int, Extent, tuple[Span, ...]]] = []
+    held: dict[int, list[Span]] = {}
+    rank = 0
     for span in slot.spans:
-        last = found[-1] if found else None
-        rank = rank_of(span.path) if span.path != ZEROS else 0 if last is None else last[0]
-        if (
-            last is not None
-            and last[0] == rank
-            and span.extent == replace(last[1], start=last[1].start + last[1].numel, numel=span.extent.numel)
-        ):
-            whole = replace(last[1], numel=last[1].numel + span.extent.numel)
-            found[-1] = (rank, whole, (*last[2], span))
-        else:
-            found.append((rank, span.extent, (span,)))
-    if len({rank for rank, _, _ in found}) < len(found):
-        raise UnsupportedError(f"{slot.name}: a rank's elements of it are not contiguous")
+        rank = rank if span.path == ZEROS else rank_of(span.path)
+        held.setdefault(rank, []).append(span)
+    found: list[Part] = []
+    for rank, spans in held.items():
+        extents = [span.extent for span in spans]
+        whole = replace(extents[0], numel=sum(one.numel for one in extents))
+        starts = accumulate((one.numel for one in extents), initial=whole.start)
+        if any(one != replace(whole, start=at, numel=one.numel) for at, one in zip(starts, extents, strict=False)):
+            raise UnsupportedError(f"{slot.name}: a rank's elements of it are not contiguous")
+        found.append((rank, whole, replace(slot, spans=tuple(spans))))
     return found
 
 
 def _cut(
-    checkpoint: Checkpoint,
-    world_size: int,
-    cut: Callable[[Sequence[Slot], int], Iterable[Pieces]],
-    part: Callable[[Slot, int], Slot] = lambda slot, _: slot,
+    checkpoint: Checkpoint, world_size: int, cut: Callable[[Sequence[Slot], int], Iterable[Sequence[Part]]]
 ) -> ByRank:
-    """Return what is in each file.
-
-    `cut`: says of all slots, and the bytes before them, which file has which elements; `part`: what of a slot a file
-    has.
-    """
+    """Return what is in each file; `cut` says of all slots, and the bytes before them, which has what."""
     members, storages = describe(checkpoint)
     stored = []
     for number, one in enumerate(storages):  # all the bytes of each, little-endian
@@ -125,14 +112,14 @@ def _cut(
     assigned = cut([slot for *_, slot in slots], nbytes_of(stored))
     placed = []
     entries = [stored, *([] for _ in range(world_size - 1))]
-    for (name, parameter, slot), pieces in zip(slots, assigned, strict=True):
+    for (name, parameter, slot), parts in zip(slots, assigned, strict=True):
         key = f"{name}/{parameter}"
         while key in used:  # no two tensors of the files have the same name
             key += "'"
         used.add(key)
-        placed.append(Cut(name, key, slot.dtype, slot.shape, pieces))
-        for file, extent in pieces:
-            entries[file].append(slot_entry(key, part(slot, file), extent))
+        placed.append(Cut(name, key, slot.dtype, slot.shape, [(file, extent) for file, extent, _ in parts]))
+        for file, extent, part in parts:
+            entries[file].append(slot_entry(key, part, extent))
     return ByRank(place(checkpoint, members, placed), entries)
 
 
