@@ -43,7 +43,6 @@ def _both(*fronts: str) -> list[str]:
 
 
 _PROJ, _QKV_NORM = "self_attention.linear_proj.", "self_attention.linear_qkv.layer_norm_"
-_EXPERTS = "mlp.experts"
 _REST = [
     *_both(
         "self_attention.linear_qkv.",
@@ -63,19 +62,38 @@ _REST = [
         "mlp.linear_fc1.",
         "mlp.linear_fc2.",
     ),
-    _EXPERTS,
+    "mlp.experts",
     "mlp.shared_experts.gate_weight",
     *_both("mlp.shared_experts.linear_fc1.", "mlp.shared_experts.linear_fc2."),
 ]
-_SPECS = ([*_both("input_layernorm.", _QKV_NORM, _PROJ), *_REST], [*_both(_PROJ, _QKV_NORM), *_REST])
-"""What a layer has, in its order: others', and Transformer Engine's."""
-
 _IN_EXPERT = _both("linear_fc1.", "linear_fc2.")
 
 _EMBEDDINGS = [f"embedding.{kind}_embeddings.weight" for kind in ("word", "position", "tokentype")]
-_NORM, _OUTPUT = _both("decoder.final_layernorm."), _both("output_layer.")
-_BEFORE, _BEHIND = [*_both("enorm.", "hnorm."), "eh_proj.weight"], _both("final_layernorm.")
-"""What a layer that predicts further tokens has before its transformer layer, and behind it."""
+_OUTSIDE = {
+    name: (part, at)
+    for part, names in ((0, _EMBEDDINGS), (2, _both("decoder.final_layernorm.")), (4, _both("output_layer.")))
+    for at, name in enumerate(names)
+}
+"""The place of what is in no layer: before the layers, behind them, and behind those of further tokens."""
+
+_LAYERS, _FURTHER = "decoder.layers", "mtp.layers"
+_INSIDE = {_LAYERS: 1, _FURTHER: 3}
+"""That of layers."""
+
+Spec = Mapping[str, Sequence[str]]
+"""What a layer of each block has, in its order."""
+
+
+def _spec(*first: str) -> Spec:
+    """Return what layers have that begin with some modules."""
+    layer = [*_both(*first), *_REST]
+    inner = [f"{module}.{one}" for module in ("transformer_layer", "mtp_model_layer") for one in layer]
+    before, behind = [*_both("enorm.", "hnorm."), "eh_proj.weight"], _both("final_layernorm.")
+    return {_LAYERS: layer, _FURTHER: [*before, *inner, *behind]}
+
+
+_SPECS = _spec("input_layernorm.", _QKV_NORM, _PROJ), _spec(_PROJ, _QKV_NORM)
+"""Others' layers, and Transformer Engine's."""
 
 Place = tuple[int, ...]
 
@@ -106,7 +124,7 @@ def order_of(names: Iterable[str], *, engine: bool) -> list[str] | None:
     return first_of(_ordered(every, spec, grouped=False) for spec in (reversed(_SPECS) if engine else _SPECS))
 
 
-def _ordered(names: Sequence[str], spec: list[str], *, grouped: bool) -> list[str] | None:
+def _ordered(names: Sequence[str], spec: Spec, *, grouped: bool) -> list[str] | None:
     """Return names in the order that a specification of layers gives; None where it lacks one."""
     places = {name: _place(name, spec, grouped=grouped) for name in names}
     layers = {place[1] for place in places.values() if place is not None and place[0] == 1}
@@ -115,41 +133,22 @@ def _ordered(names: Sequence[str], spec: list[str], *, grouped: bool) -> list[st
     return sorted(names, key=lambda name: places[name] or ())
 
 
-def _place(text: str, spec: list[str], *, grouped: bool) -> Place | None:
+def _place(text: str, spec: Spec, *, grouped: bool) -> Place | None:
     """Return where a name is: before the layers, in one, behind them, in one of further tokens', or at the end."""
-    for part, its in ((0, _EMBEDDINGS), (2, _NORM), (4, _OUTPUT)):
-        if text in its:
-            return part, its.index(text)
     name = Name.of(text)
-    if name.layer is None:
-        return None
-    if name.block == "decoder.layers":
-        inside = _in_layer(name, name.front, spec, grouped=grouped)
-        return None if inside is None else (1, name.layer, *inside)
-    if name.block != "mtp.layers":
-        return None
-    for part, its in ((0, _BEFORE), (2, _BEHIND)):
-        if name.front in its:
-            return 3, name.layer, part, its.index(name.front)
-    module, _, front = name.front.partition(".")
-    known = module in ("transformer_layer", "mtp_model_layer")
-    inside = _in_layer(name, front, spec, grouped=grouped) if known else None
-    return None if inside is None else (3, name.layer, 1, *inside)
-
-
-def _in_layer(name: Name, front: str, spec: list[str], *, grouped: bool) -> Place | None:
+    if text in _OUTSIDE or name.layer is None or name.block not in spec:
+        return _OUTSIDE.get(text)
+    layer, place = spec[name.block], (_INSIDE[name.block], name.layer)
     if name.expert is None:
-        return (spec.index(front),) if front in spec else None
-    module, _, last = front.partition(".experts.")
-    first = spec.index(_EXPERTS)
-    if module != "mlp":
-        return None
+        return (*place, layer.index(name.front)) if name.front in layer else None
+    module, _, last = name.front.partition(".experts.")
     is_module = last == "local_experts."
-    kind = name.rest.removeprefix(".") if is_module else last + name.rest
-    if kind not in _IN_EXPERT:
+    kind, experts = name.rest.removeprefix(".") if is_module else last + name.rest, f"{module}.experts"
+    if experts not in layer or kind not in _IN_EXPERT:
         return None
     at = _IN_EXPERT.index(kind)
-    return (first, name.expert, at) if is_module and not grouped else (first, at // 2, name.expert, at % 2)
+    own = (name.expert, at) if is_module and not grouped else (at // 2, name.expert, at % 2)
+    return (*place, layer.index(experts), *own)
 
 
 _FRONT = re.compile(r"(?:language_model\.)?embedding\..+")
