@@ -118,10 +118,11 @@ class Product:
 
 @mutable
 class Adapter:
-    """An adapter that was read."""
+    """An adapter: what its tensors are to a model, as its configuration says."""
 
     checkpoint: Checkpoint  # its tensors
-    reading: _Reading  # knows its configuration
+    settings: Mapping[str, Any]  # its configuration
+    path: Path  # the file of that
     products: list[Product] = field(default_factory=list)
     replaced: dict[str, Parameter] = field(default_factory=dict)
     """What takes the place of tensors of the model, by their names there."""
@@ -131,7 +132,120 @@ class Adapter:
     """Rows that take the place of those of a weight, by its name."""
     saved: frozenset[str] = frozenset()
     """Those of `replaced` that belong to modules of their own, which the model may not have."""
-    fan_in_fan_out: bool = False  # whether the configuration says that weights lie as (in, out)
+    patterns: Patterns = field(default_factory=Patterns)  # of the configuration
+
+    @property
+    def fan_in_fan_out(self) -> bool:
+        """Whether weights lie as (in, out)."""
+        return bool(self.settings.get("fan_in_fan_out"))
+
+    def read(self, chosen: str | None) -> None:
+        """Say what each tensor is to the model, those of the `chosen` one of several adapters."""
+        for setting, kind in (("rank_pattern", dict), ("alpha_pattern", dict), ("modules_to_save", list)):
+            if not isinstance(self.settings.get(setting) or kind(), kind):
+                raise DamagedFileError(f"unusable {setting}", path=self.path, found=brief(self.settings[setting]),
+                                       expected="an object" if kind is dict else "a list")  # fmt: skip
+        names = _plain(self.checkpoint.names)
+        kinds = _FACTOR, _TOKENS, _SAVED
+        of = {name: next((one for kind in kinds if (one := kind.fullmatch(name))), None) for name in names.values()}
+        adapters = {match["adapter"] or UNNAMED for match in of.values() if match}
+        unlike = {match["adapter"] for match in of.values() if match and match.re is not _SAVED}
+        several = listed(sorted(adapters))
+        if chosen is not None and adapters - {UNNAMED} and chosen not in adapters:
+            raise UsageError(f"no adapter is called {chosen}", expected=several)
+        if chosen is None and (len(unlike) > 1 or len(adapters - {UNNAMED}) > 1):
+            raise UnsupportedError(f"holds several adapters: {several}", advice="select one with --adapter")
+        read = {
+            filed: (name, match) for filed, name in names.items() for match in (of[name],)
+            if chosen is None or match is None or match["adapter"] in (chosen, None)
+        }  # fmt: skip
+        self._add(read)
+        if not self.products and not self.experts and not self.replaced and not self.tokens:
+            raise UsageError("holds no adapter", expected="tensors called lora_A, lora_B")
+
+    def _add(self, read: Mapping[str, tuple[str, re.Match[str] | None]]) -> None:
+        more = {one for key, one in _OF_SETTINGS.items() if self.settings.get(key)}
+        modules = self.settings.get("modules_to_save") or []
+        ensured = bool(modules and self.settings.get("ensure_weight_tying"))  # then heads are saved, too
+        factors: dict[str, dict[int, dict[str, Slot]]] = {}
+        tokens: dict[str, list[str]] = {}
+        saved, strange = set[str](), list[str]()
+        for filed, (name, match) in read.items():
+            owner = self.checkpoint.owner(filed)
+            if match and match.re is _FACTOR:
+                factor = _FACTORS.get(match["factor"] + (match["of"] or ""), "")
+                if factor in {"", *_OF_SETTINGS.values()} - more:
+                    strange.append(name)
+                own = factors.setdefault(match["module"], {}).setdefault(match["inner"].count("."), {})
+                own[factor] = owner.master or owner.slots[WEIGHT]
+            elif match and match.re is _TOKENS:
+                tokens.setdefault(owner.name, []).append(match["module"])
+            elif not match and _ADDED.search(f".{name}"):
+                strange.append(name)
+            elif match or ".original_module." not in name:
+                plain = f"{match['module']}.{match['name']}" if match else _unwrapped(name)
+                if plain in self.replaced:
+                    raise DamagedFileError(f"has {plain} twice", found=name)
+                self.replaced[plain] = owner
+                if match or ensured or any(f".{one}." in f".{plain}" for one in modules):
+                    saved.add(plain)
+        if strange:
+            raise UnsupportedError(
+                f"{listed(strange)}: cannot be added to weights as B @ A",
+                advice="merge it with PEFT's merge_and_unload",
+            )
+        for filed, every in tokens.items():
+            rows = self._rows(every, self.checkpoint.owner(filed).shape)
+            self.tokens |= {f"{module}.weight": (self.checkpoint.owner(filed), rows) for module in every}
+        self.saved = frozenset(saved)
+        self._add_products(factors, more)
+
+    def _rows(self, modules: Sequence[str], shape: Shape) -> list[int]:
+        """Return which rows were trained of the weight of modules, which are tied."""
+        stated = found = self.settings.get("trainable_token_indices")
+        if isinstance(stated, dict):
+            every = [rows for name, rows in stated.items() if any(f".{one}".endswith(f".{name}") for one in modules)]
+            found = every[0] if len(every) == 1 else None
+        if not isinstance(found, list) or not are_sizes(found) or not len(set(found)) == len(found) == shape[0]:
+            raise DamagedFileError("unusable trainable_token_indices", path=self.path, found=brief(stated),
+                                   expected=f"{shape[0]} different rows of {listed(modules)}")  # fmt: skip
+        return found
+
+    def _add_products(self, factors: Mapping[str, Mapping[int, Mapping[str, Slot]]], more: Collection[str]) -> None:
+        wanted = [{f"lora_{kind}A", f"lora_{kind}B", *more} for kind in ("", "embedding_")]
+        for module, depths in factors.items():
+            for own in depths.values():
+                if own.keys() not in wanted:
+                    raise DamagedFileError(
+                        f"{module} has only {listed(sorted(own))}", expected=listed(sorted(wanted[0]))
+                    )
+            if sorted(depths) != list(range(len(depths))):
+                raise DamagedFileError(f"{module} lacks one of its nested adapters")
+            embedding = "lora_embedding_A" in depths[0]
+            if self._is_of_parameters(module, is_embedding=embedding, depth=len(depths)):
+                self.experts[module] = [
+                    (depths[n]["lora_A"], depths[n]["lora_B"]) for n in sorted(depths, reverse=True)
+                ]
+            else:
+                self.products.append(self._product(module, embedding, depths[0]))
+
+    def _is_of_parameters(self, module: str, *, is_embedding: bool, depth: int) -> bool:
+        """Tell factors of `target_parameters` from those of a module; raise UnsupportedError: both at once."""
+        targets = self.settings.get("target_parameters") or []
+        if not isinstance(targets, list) or not are_texts(targets):
+            raise DamagedFileError(
+                "unusable target_parameters", path=self.path, expected="a list of names", found=brief(targets)
+            )
+        parents = [one.rpartition(".")[0] for one in targets]
+        fits = not is_embedding and any(not one or f".{module}".endswith(f".{one}") for one in parents)
+        modules = self.settings.get("target_modules")
+        if depth > 1 and not fits:
+            expected = f"its target_parameters in {self.path.name}"
+            raise DamagedFileError(f"{module} has {depth} nested adapters", expected=expected)
+        if fits and modules is not None and self._is_target(module, modules):
+            raise UnsupportedError(f"{module} is in both target_modules and target_parameters", path=self.path,
+                                   advice="merge it with PEFT's merge_and_unload")  # fmt: skip
+        return fits
 
     def of_parameters(self, shapes: Mapping[str, Shape]) -> list[Product]:
         """Return what is added to `target_parameters` of a model, whose parameters have these shapes.
@@ -139,7 +253,7 @@ class Adapter:
         Raises UsageError: the model has no such parameters; UnsupportedError: several that the factors fit.
         """
         found: list[Product] = []
-        targets = self.reading.settings["target_parameters"] if self.experts else []
+        targets = self.settings["target_parameters"] if self.experts else []
         for module, factors in self.experts.items():
             names = [
                 name for name in shapes if name.rpartition(".")[0] == module
@@ -149,7 +263,7 @@ class Adapter:
             if len(names) == len(factors) <= MOST_PARAMETERS:
                 for order in permutations(names):
                     pairs = zip(order, factors, strict=True)
-                    every = [self.reading.of_parameter(name, *both, shapes[name]) for name, both in pairs]
+                    every = [self._of_parameter(name, *both, shapes[name]) for name, both in pairs]
                     fitting += [[one for one in every if one]] if all(every) else []
             if len(fitting) != 1:
                 ends = "fit its parameters in several orders" if fitting else "do not fit the model's parameters"
@@ -167,6 +281,70 @@ class Adapter:
                 )
             found += fitting[0]
         return found
+
+    def _of_parameter(self, name: str, a: Slot, b: Slot, shape: Shape) -> Product | None:
+        """Return what is added to a parameter, of one matrix or of each expert's; None if the factors do not fit it."""
+        module, num_experts = name.rpartition(".")[0], shape[0] if len(shape) == 3 else None
+        rank = self._number("r", name, "rank_pattern")
+        rows = rank * (num_experts or 1)
+        if len(a.shape) != 2 or len(b.shape) != 2 or not a.shape[0] == b.shape[1] == rows:
+            return None
+        straight = (b.shape[0], a.shape[1])
+        if shape[-2:] != straight and (num_experts is None or shape[-2:] != straight[::-1]):
+            return None
+        return Product(module, a, b, self._scale(name, rank), False, name, num_experts)
+
+    def _product(self, module: str, is_embedding: bool, factors: Mapping[str, Slot]) -> Product:
+        targets = self.settings.get("target_modules")
+        if not self._is_target(module, targets):
+            if self.settings.get("ensure_weight_tying"):
+                raise UnsupportedError(f"{module} is tied to another module, and both have an adapter", path=self.path,
+                                       advice="merge it with PEFT's merge_and_unload")  # fmt: skip
+            raise DamagedFileError(f"{module} is not in target_modules", path=self.path, expected=str(targets))
+        a, b = (factors[f"lora_{'embedding_' * is_embedding}{one}"] for one in "AB")
+        rank = self._number("r", module, "rank_pattern")
+        if len(a.shape) < 2 or len(b.shape) < 2 or not a.shape[0] == b.shape[1] == rank:
+            raise DamagedFileError(
+                f"the factors of {module} do not fit",
+                expected=f"a rank of {rank:g}, as {self.path.name} says",
+                found=f"A {a.shape}, B {b.shape}",
+                advice="ungathered partitions of ZeRO-3 or FSDP look like this" if 0 in a.shape else None,
+            )
+        magnitude, bias = (factors.get(one) for one in _OF_SETTINGS.values())
+        name, scale = f"{module}.weight", self._scale(module, rank)
+        return Product(module, a, b, scale, is_embedding, name, magnitude=magnitude, bias=bias)
+
+    def _scale(self, name: str, rank: float) -> float:
+        alpha = self._number("lora_alpha", name, "alpha_pattern")
+        return alpha / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
+
+    def _number(self, key: str, module: str, patterns: str) -> float:
+        """Return the rank or alpha of a module: that of the first pattern that its name ends in, or the common one."""
+        values = self.settings.get(patterns) or {}
+        common = values.get(module, self.settings.get(key, 8))
+        ends = (value for pattern, value in values.items() if self._matches(rf"(?:.*\.)?(?:{pattern})", module))
+        found: float = next(ends, common)
+        if type(found) not in (int, float) or not -MOST <= found <= MOST:
+            raise DamagedFileError(
+                f"unusable {key}", path=self.path, expected="a number of float32", found=brief(found)
+            )
+        if not found or (key == "r" and found < 0):  # verl's merger wrote an alpha of 0, by which nothing is added
+            raise DamagedFileError(f"unusable {key}", path=self.path, expected="a number above 0", found=found)
+        return found
+
+    def _is_target(self, module: str, targets: object) -> bool:
+        """Tell whether a module is one that was to get an adapter; a text is a pattern of whole names."""
+        if targets is None or targets == "all-linear":
+            return True
+        if isinstance(targets, str):
+            return self._matches(targets, module)
+        return isinstance(targets, list) and any(module == one or module.endswith(f".{one}") for one in targets)
+
+    def _matches(self, pattern: str, name: str) -> bool:
+        try:
+            return self.patterns.match(pattern, name)
+        except ValueError as error:
+            raise SourceError(f"unusable pattern, {error}", path=self.path, found=brief(pattern)) from error
 
 
 def holds_adapter(path: Path) -> bool:
@@ -224,9 +402,10 @@ def read_adapter(path: Path, opened: Callable[[Path], Checkpoint], config: Path 
             path=where.parent,
             advice="give it with --adapter-config",
         )
-    reading = _Reading(checkpoint, _settings(where), where)
+    adapter = Adapter(checkpoint, _settings(where), where)
     with about(checkpoint.source):
-        return reading.read(name)
+        adapter.read(name)
+    return adapter
 
 
 def has_live_adapter(names: Iterable[str]) -> bool:
@@ -304,190 +483,3 @@ def _settings(path: Path) -> dict[str, Any]:
             advice="save it with PEFT's path_initial_model_for_weight_conversion",
         )
     return found
-
-
-@mutable
-class _Reading:
-    checkpoint: Checkpoint
-    settings: Mapping[str, Any]
-    path: Path
-    patterns: Patterns = field(default_factory=Patterns)
-
-    def read(self, chosen: str | None) -> Adapter:
-        for setting, kind in (("rank_pattern", dict), ("alpha_pattern", dict), ("modules_to_save", list)):
-            if not isinstance(self.settings.get(setting) or kind(), kind):
-                raise DamagedFileError(f"unusable {setting}", path=self.path, found=brief(self.settings[setting]),
-                                       expected="an object" if kind is dict else "a list")  # fmt: skip
-        names = _plain(self.checkpoint.names)
-        kinds = _FACTOR, _TOKENS, _SAVED
-        of = {name: next((one for kind in kinds if (one := kind.fullmatch(name))), None) for name in names.values()}
-        adapters = {match["adapter"] or UNNAMED for match in of.values() if match}
-        unlike = {match["adapter"] for match in of.values() if match and match.re is not _SAVED}
-        several = listed(sorted(adapters))
-        if chosen is not None and adapters - {UNNAMED} and chosen not in adapters:
-            raise UsageError(f"no adapter is called {chosen}", expected=several)
-        if chosen is None and (len(unlike) > 1 or len(adapters - {UNNAMED}) > 1):
-            raise UnsupportedError(f"holds several adapters: {several}", advice="select one with --adapter")
-        found = Adapter(self.checkpoint, self, fan_in_fan_out=bool(self.settings.get("fan_in_fan_out")))
-        read = {
-            filed: (name, match) for filed, name in names.items() for match in (of[name],)
-            if chosen is None or match is None or match["adapter"] in (chosen, None)
-        }  # fmt: skip
-        self._add(found, read)
-        if not found.products and not found.experts and not found.replaced and not found.tokens:
-            raise UsageError("holds no adapter", expected="tensors called lora_A, lora_B")
-        return found
-
-    def _add(self, found: Adapter, read: Mapping[str, tuple[str, re.Match[str] | None]]) -> None:
-        more = {one for key, one in _OF_SETTINGS.items() if self.settings.get(key)}
-        modules = self.settings.get("modules_to_save") or []
-        ensured = bool(modules and self.settings.get("ensure_weight_tying"))  # then heads are saved, too
-        factors: dict[str, dict[int, dict[str, Slot]]] = {}
-        tokens: dict[str, list[str]] = {}
-        saved, strange = set[str](), list[str]()
-        for filed, (name, match) in read.items():
-            owner = self.checkpoint.owner(filed)
-            if match and match.re is _FACTOR:
-                factor = _FACTORS.get(match["factor"] + (match["of"] or ""), "")
-                if factor in {"", *_OF_SETTINGS.values()} - more:
-                    strange.append(name)
-                own = factors.setdefault(match["module"], {}).setdefault(match["inner"].count("."), {})
-                own[factor] = owner.master or owner.slots[WEIGHT]
-            elif match and match.re is _TOKENS:
-                tokens.setdefault(owner.name, []).append(match["module"])
-            elif not match and _ADDED.search(f".{name}"):
-                strange.append(name)
-            elif match or ".original_module." not in name:
-                plain = f"{match['module']}.{match['name']}" if match else _unwrapped(name)
-                if plain in found.replaced:
-                    raise DamagedFileError(f"has {plain} twice", found=name)
-                found.replaced[plain] = owner
-                if match or ensured or any(f".{one}." in f".{plain}" for one in modules):
-                    saved.add(plain)
-        if strange:
-            raise UnsupportedError(
-                f"{listed(strange)}: cannot be added to weights as B @ A",
-                advice="merge it with PEFT's merge_and_unload",
-            )
-        for filed, every in tokens.items():
-            rows = self._rows(every, self.checkpoint.owner(filed).shape)
-            found.tokens |= {f"{module}.weight": (self.checkpoint.owner(filed), rows) for module in every}
-        found.saved = frozenset(saved)
-        self._add_products(found, factors, more)
-
-    def _rows(self, modules: Sequence[str], shape: Shape) -> list[int]:
-        """Return which rows were trained of the weight of modules, which are tied."""
-        stated = found = self.settings.get("trainable_token_indices")
-        if isinstance(stated, dict):
-            every = [rows for name, rows in stated.items() if any(f".{one}".endswith(f".{name}") for one in modules)]
-            found = every[0] if len(every) == 1 else None
-        usable = isinstance(found, list) and are_sizes(found)
-        if not isinstance(found, list) or not usable or not len(set(found)) == len(found) == shape[0]:
-            raise DamagedFileError("unusable trainable_token_indices", path=self.path, found=brief(stated),
-                                   expected=f"{shape[0]} different rows of {listed(modules)}")  # fmt: skip
-        return found
-
-    def _add_products(
-        self, found: Adapter, factors: Mapping[str, Mapping[int, Mapping[str, Slot]]], more: Collection[str]
-    ) -> None:
-        wanted = [{f"lora_{kind}A", f"lora_{kind}B", *more} for kind in ("", "embedding_")]
-        for module, depths in factors.items():
-            for own in depths.values():
-                if own.keys() not in wanted:
-                    raise DamagedFileError(
-                        f"{module} has only {listed(sorted(own))}", expected=listed(sorted(wanted[0]))
-                    )
-            if sorted(depths) != list(range(len(depths))):
-                raise DamagedFileError(f"{module} lacks one of its nested adapters")
-            embedding = "lora_embedding_A" in depths[0]
-            if self._is_of_parameters(module, is_embedding=embedding, depth=len(depths)):
-                found.experts[module] = [
-                    (depths[n]["lora_A"], depths[n]["lora_B"]) for n in sorted(depths, reverse=True)
-                ]
-            else:
-                found.products.append(self._product(module, embedding, depths[0]))
-
-    def _is_of_parameters(self, module: str, *, is_embedding: bool, depth: int) -> bool:
-        """Tell factors of `target_parameters` from those of a module; raise UnsupportedError: both at once."""
-        targets = self.settings.get("target_parameters") or []
-        if not isinstance(targets, list) or not are_texts(targets):
-            raise DamagedFileError(
-                "unusable target_parameters", path=self.path, expected="a list of names", found=brief(targets)
-            )
-        parents = [one.rpartition(".")[0] for one in targets]
-        fits = not is_embedding and any(not one or f".{module}".endswith(f".{one}") for one in parents)
-        modules = self.settings.get("target_modules")
-        of_module = modules is not None and self._is_target(module, modules) if targets else True
-        if depth > 1 and not fits:
-            expected = f"its target_parameters in {self.path.name}"
-            raise DamagedFileError(f"{module} has {depth} nested adapters", expected=expected)
-        if fits and of_module:
-            raise UnsupportedError(f"{module} is in both target_modules and target_parameters", path=self.path,
-                                   advice="merge it with PEFT's merge_and_unload")  # fmt: skip
-        return fits
-
-    def of_parameter(self, name: str, a: Slot, b: Slot, shape: Shape) -> Product | None:
-        """Return what is added to a parameter, of one matrix or of each expert's; None if the factors do not fit it."""
-        module, num_experts = name.rpartition(".")[0], shape[0] if len(shape) == 3 else None
-        rank = self._number("r", name, "rank_pattern")
-        rows = rank * (num_experts or 1)
-        if len(a.shape) != 2 or len(b.shape) != 2 or not a.shape[0] == b.shape[1] == rows:
-            return None
-        straight = (b.shape[0], a.shape[1])
-        if shape[-2:] != straight and (num_experts is None or shape[-2:] != straight[::-1]):
-            return None
-        return Product(module, a, b, self._scale(name, rank), False, name, num_experts)
-
-    def _product(self, module: str, is_embedding: bool, factors: Mapping[str, Slot]) -> Product:
-        targets = self.settings.get("target_modules")
-        if not self._is_target(module, targets):
-            if self.settings.get("ensure_weight_tying"):
-                raise UnsupportedError(f"{module} is tied to another module, and both have an adapter", path=self.path,
-                                       advice="merge it with PEFT's merge_and_unload")  # fmt: skip
-            raise DamagedFileError(f"{module} is not in target_modules", path=self.path, expected=str(targets))
-        a, b = (factors[f"lora_{'embedding_' * is_embedding}{one}"] for one in "AB")
-        rank = self._number("r", module, "rank_pattern")
-        if len(a.shape) < 2 or len(b.shape) < 2 or not a.shape[0] == b.shape[1] == rank:
-            raise DamagedFileError(
-                f"the factors of {module} do not fit",
-                expected=f"a rank of {rank:g}, as {self.path.name} says",
-                found=f"A {a.shape}, B {b.shape}",
-                advice="ungathered partitions of ZeRO-3 or FSDP look like this" if 0 in a.shape else None,
-            )
-        magnitude, bias = (factors.get(one) for one in _OF_SETTINGS.values())
-        name, scale = f"{module}.weight", self._scale(module, rank)
-        return Product(module, a, b, scale, is_embedding, name, magnitude=magnitude, bias=bias)
-
-    def _scale(self, name: str, rank: float) -> float:
-        alpha = self._number("lora_alpha", name, "alpha_pattern")
-        return alpha / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
-
-    def _number(self, key: str, module: str, patterns: str) -> float:
-        """Return the rank or alpha of a module: that of the first pattern that its name ends in, or the common one."""
-        values = self.settings.get(patterns) or {}
-        found = values.get(module, self.settings.get(key, 8))
-        for pattern, value in values.items():
-            if self._matches(rf"(?:.*\.)?(?:{pattern})", module):
-                found = value
-                break
-        if isinstance(found, bool) or not isinstance(found, (int, float)) or not -MOST <= found <= MOST:
-            raise DamagedFileError(
-                f"unusable {key}", path=self.path, expected="a number of float32", found=brief(found)
-            )
-        if not found or (key == "r" and found < 0):  # verl's merger wrote an alpha of 0, by which nothing is added
-            raise DamagedFileError(f"unusable {key}", path=self.path, expected="a number above 0", found=found)
-        return found
-
-    def _is_target(self, module: str, targets: object) -> bool:
-        """Tell whether a module is one that was to get an adapter; a text is a pattern of whole names."""
-        if targets is None or targets == "all-linear":
-            return True
-        if isinstance(targets, str):
-            return self._matches(targets, module)
-        return isinstance(targets, list) and any(module == one or module.endswith(f".{one}") for one in targets)
-
-    def _matches(self, pattern: str, name: str) -> bool:
-        try:
-            return self.patterns.match(pattern, name)
-        except ValueError as error:
-            raise SourceError(f"unusable pattern, {error}", path=self.path, found=brief(pattern)) from error

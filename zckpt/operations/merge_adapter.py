@@ -227,7 +227,7 @@ class _Merging:
             return self._copy_of(_values(saved), ()) is not None
         others = [one for its, one in self.adapter.replaced.items() if its in every and one.shape == saved.shape]
         pairs = [[pair(one.name, _values(saved), _values(one))] for one in others]
-        ensured = bool(self.adapter.reading.settings.get("ensure_weight_tying"))
+        ensured = bool(self.adapter.settings.get("ensure_weight_tying"))
         return ensured and any(not differences(one) for one in pairs)
 
     def _copy_of(self, slot: Slot, but: Collection[str]) -> Parameter | None:
@@ -245,7 +245,7 @@ class _Merging:
         """
         adapter, size = self.adapter, self.config.get("vocab_size")
         own = [name for name in sorted(adapter.saved) if adapter.replaced[name].shape[:1] == (size,)]
-        stated = adapter.reading.settings
+        stated = adapter.settings
         if not own or self.config.get("tie_word_embeddings") is False or stated.get("ensure_weight_tying"):
             return {}
         shape = adapter.replaced[own[0]].shape
