@@ -316,42 +316,37 @@ def lay_out_items(found: Sequence[Item], world_size: int) -> list[TargetFile]:
 
 
 def _spread(found: Sequence[Item], world_size: int, archives: Archives) -> list[list[Piece]]:
-    """Return the pieces of each item: large tensors cut for all ranks, the rest given to the rank with the least.
+    """Return the pieces of each item: those of one that is cut for the ranks in turn, others for that with the least.
 
     Source: torch.chunk, with which FSDP2 shards dimension 0: pieces of ceil(n / world size) rows.
     """
-    cut: list[list[object]] = []
-    for item in found:
-        value = item.value
-        if not isinstance(value, SlotTensor):
-            cut.append([value])
-            continue
-        shape, is_cut = value.slot.shape, world_size > 1 and item.whole_of is None
-        if not is_cut or not shape or value.slot.nbytes <= CUT_NBYTES:
-            cut.append([TensorPiece(value, (0,) * len(shape), shape)])
-            continue
-        step = -(-shape[0] // world_size)
-        boxes = [
-            ((at, *(0 for _ in shape[1:])), (min(step, shape[0] - at), *shape[1:])) for at in range(0, shape[0], step)
-        ]
-        cut.append([TensorPiece(value, *box) for box in boxes])
-    sizes = [[archives.nbytes(value) for value in pieces] for pieces in cut]
+    spread = [list(enumerate(_pieces(item, world_size))) for item in found]
     loads = [0] * world_size
-    for nbytes in sizes:
-        if len(nbytes) > 1:
-            for rank, size in enumerate(nbytes):
-                loads[rank] += size
+    for pieces in spread:
+        for rank, piece in pieces if len(pieces) > 1 else ():
+            loads[rank] += archives.nbytes(piece)
     least = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(least)
-    ranks = [0] * len(found)
-    whole = (index for index, pieces in enumerate(cut) if len(pieces) == 1)
-    for index in sorted(whole, key=lambda index: -sizes[index][0]):
-        load, ranks[index] = least[0]
-        heapq.heapreplace(least, (load + sizes[index][0], ranks[index]))
-    return [
-        list(enumerate(pieces)) if len(pieces) > 1 else [(rank, pieces[0])]
-        for rank, pieces in zip(ranks, cut, strict=True)
-    ]
+    whole = [(archives.nbytes(pieces[0][1]), pieces) for pieces in spread if len(pieces) == 1]
+    for nbytes, pieces in sorted(whole, key=lambda one: -one[0]):
+        load, rank = least[0]
+        pieces[0] = rank, pieces[0][1]
+        heapq.heapreplace(least, (load + nbytes, rank))
+    return spread
+
+
+def _pieces(item: Item, world_size: int) -> list[object]:
+    """Return an item cut for all ranks, if it is a large tensor; of any other the one piece that it is."""
+    value = item.value
+    if not isinstance(value, SlotTensor):
+        return [value]
+    shape = value.slot.shape
+    if world_size == 1 or item.whole_of is not None or not shape or value.slot.nbytes <= CUT_NBYTES:
+        return [TensorPiece(value, (0,) * len(shape), shape)]
+    rows, *others = shape
+    step = -(-rows // world_size)
+    firsts = range(0, rows, step)
+    return [TensorPiece(value, (at, *(0 for _ in others)), (min(step, rows - at), *others)) for at in firsts]
 
 
 @immutable
