@@ -250,15 +250,13 @@ class FileAccount:
             if inside in _RECORDS or inside.startswith("data/"):
                 self._add(RECORD, IMPLIED, "records of the archive", (inside,), nbytes)
             else:
-                self._lose(RECORD, "no file of torch.save has such a record", (inside,), nbytes)
+                self._add(RECORD, LEFT_OUT, "no file of torch.save has such a record", (inside,), nbytes)
         tree, fit = self.file.tree, fit_of(self.file.rules)
-        if isinstance(tree, LazyTree):
-            self._walk(tree.held, (), fit)
-            for steps, tensor in tree.tensors:
-                self._walk(tensor, steps, reduce(Fit.after, steps, fit))
-        elif tree is not None:
-            self._walk(tree, (), fit)
-        if isinstance(tree, LazyTree) and not self._sums and not self._lost:
+        held, tensors = (tree.held, tree.tensors) if isinstance(tree, LazyTree) else (tree, ())
+        self._walk(held, (), fit)
+        for steps, tensor in tensors:
+            self._walk(tensor, steps, reduce(Fit.after, steps, fit))
+        if held is not tree and not self._sums and not self._lost:
             self._add(TENSOR, IMPLIED, "tensors without elements", ())
         sums = [
             Item(self.shown, one.place, kind, fate, about, one.nbytes, one.count)
@@ -270,24 +268,21 @@ class FileAccount:
         """Go through a tree in its order, each object once; nothing recurses."""
         seen: set[int] = set()
         steps = list(above)
-        fits = [fit]
-        levels: list[Below] = [self._below(root, steps, fit, seen)]
+        levels = [(self._below(root, steps, fit, seen), fit)]
         while levels:
-            fit = fits[-1]
-            for step, child in levels[-1]:
+            below, fit = levels[-1]
+            for step, child in below:
                 inner = fit.after(step)
                 steps.append(step)
                 if type(child) in LEAVES:
                     self._value(child, steps, inner.rule)
                 elif id(child) not in seen:
-                    fits.append(inner)
-                    levels.append(self._below(child, steps, inner, seen))
+                    levels.append((self._below(child, steps, inner, seen), inner))
                     break
                 steps.pop()
             else:
                 levels.pop()
-                fits.pop()
-                if fits:
+                if levels:
                     steps.pop()
 
     def _below(self, node: object, steps: Steps, fit: Fit, seen: set[int]) -> Below:
@@ -349,10 +344,8 @@ class FileAccount:
         below = each(node, lambda one: [child for _, child in children(one) if type(child) not in LEAVES])
         ranges = [_range(one) for one in below if isinstance(one, Tensor)]
         self.ranges[fate] += ranges
-        if fate == LEFT_OUT:
-            self._lose(TENSOR, about, steps, total(ranges))
-        else:
-            self._add(TENSOR if isinstance(node, Tensor) else VALUE, fate, about, steps, total(ranges))
+        kind = TENSOR if fate == LEFT_OUT or isinstance(node, Tensor) else VALUE
+        self._add(kind, fate, about, steps, total(ranges))
         return True
 
     def _tensor(self, tensor: Tensor, steps: Steps, rule: Rule | None) -> None:
@@ -382,7 +375,7 @@ class FileAccount:
             reason = "nothing has read it" if lost == nbytes else f"{lost} of {nbytes} bytes are in no parameter"
             if tensor is not None and tensor.subclass is not None:
                 reason += f"; it is a {tensor.subclass.qualified}"
-            self._lose(TENSOR, reason, steps, lost)
+            self._add(TENSOR, LEFT_OUT, reason, steps, lost)
             return
         fate = next(iter(found))
         slots = dict.fromkeys(slot for low, high in ranges for slot in self.known.slots(fate, low, high))
@@ -400,22 +393,20 @@ class FileAccount:
             return True
         if not nbytes:
             reason = "nothing has read it" if rule is None else "no parameter and no param group has it"
-            self._lose(VALUE, reason, steps)
+            self._add(VALUE, LEFT_OUT, reason, steps)
         return False
 
     def _add(self, kind: str, fate: str, about: str, steps: Steps, nbytes: int = 0) -> None:
+        """Count what has some fate; what is left out is an item by itself."""
         if fate == LEFT_OUT:
-            self._lose(kind, about, steps, nbytes)
+            trained = kind == TENSOR and self.file.role in TRAINED_ROLES
+            self._lost.append(Item(self.shown, place_of(steps), kind, fate, about, nbytes, trained=trained))
             return
         one = self._sums.get((kind, fate, about))
         if one is None:
             one = self._sums[kind, fate, about] = _Sum(place_of(steps))
         one.nbytes += nbytes
         one.count += 1
-
-    def _lose(self, kind: str, reason: str, steps: Steps, nbytes: int = 0) -> None:
-        trained = kind == TENSOR and self.file.role in TRAINED_ROLES
-        self._lost.append(Item(self.shown, place_of(steps), kind, LEFT_OUT, reason, nbytes, trained=trained))
 
 
 _RECORDS = frozenset({"data.pkl", "version", "byteorder", ".format_version", ".storage_alignment",
