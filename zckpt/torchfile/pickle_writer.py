@@ -37,6 +37,7 @@ MAX_STRING = (1 << 32) - 1
 """Bytes of a string in protocol 2."""
 
 Parts = Iterator[object]
+Entries = Iterable[tuple[object, object]]
 StandFor = Callable[[object], object]
 """From a node that the writer does not know to one that it does; None where there is none."""
 
@@ -146,16 +147,6 @@ class Writer:
         """Push what is in the memo."""
         self.out += bytes((0x68, number)) if number < 256 else b"j" + struct.pack("<I", number)
 
-    def keep(self, node: object) -> bool:
-        """Put what is on top of the stack in the memo as a node; False where a cycle has written the node meanwhile."""
-        known = self.memo.get(id(node))
-        if known is None:
-            self.memo[id(node)] = (self.put(), node)
-            return True
-        self.out += b"0"
-        self.get(known[0])
-        return False
-
     def text(self, value: str) -> None:
         """Write a string; the same one again is one of the memo."""
         known = self.texts.get(value)
@@ -206,11 +197,11 @@ class Writer:
             self.out += b"c" + f"{module}\n{name}\n".encode("utf-8", "surrogatepass")
         self.globals[module, name] = self.put()
 
-    def reduce(self, node: object, module: str, name: str, args: Iterable[object]) -> Parts:
-        """Write a call that returns `node`."""
+    def reduce(self, node: object, module: str, name: str, args: Iterable[object], state: object = None) -> Parts:
+        """Write a call that returns `node`, and the state that is given to it then."""
         self.function(module, name)
         yield from self.call(args)
-        self.keep(node)
+        yield from self.made(node, state=state)
 
     def call(self, args: Iterable[object]) -> Parts:
         """Write the arguments of what is on top of the stack, and the call."""
@@ -218,11 +209,38 @@ class Writer:
         yield from args
         self.out += b"tR"
 
-    def built(self, state: object, *, is_set: bool | None = None) -> Parts:
-        """Write the state of what is on top of the stack, by default if it is not None."""
+    def made(
+        self, node: object, *, items: Iterable[object] = (), entries: Entries | None = None, state: object = None,
+        is_set: bool | None = None,
+    ) -> Parts:  # fmt: skip
+        """Put what is on top of the stack in the memo as a node, and write what it gets; nothing of what it has got.
+
+        That is what is appended to it, what is set in it, and its state, by default if it is not None. Where a cycle
+        has written the node meanwhile, that takes the place of what is on top of the stack.
+        """
+        known = self.memo.get(id(node))
+        if known is not None:
+            self.out += b"0"
+            self.get(known[0])
+            return
+        self.memo[id(node)] = (self.put(), node)
+        if items:
+            self.out += b"("
+            yield from items
+            self.out += b"e"
+        if entries is not None:
+            yield from self.entered(entries)
         if state is not None if is_set is None else is_set:
             yield state
             self.out += b"b"
+
+    def entered(self, entries: Entries) -> Parts:
+        """Write what is set in the dict on top of the stack."""
+        self.out += b"("
+        for key, value in entries:
+            yield key
+            yield value
+        self.out += b"u"
 
     def mention(self, storage: Storage, byteorder: str, dtype: str | None) -> None:
         """Write a storage's persistent id.
@@ -311,23 +329,21 @@ def tuple_of(writer: Writer, value: tuple[object, ...]) -> Parts:
     writer.out += b"(" if len(value) > 3 else b""
     yield from value
     writer.out += (b"\x85", b"\x86", b"\x87", b"t")[min(len(value), 4) - 1]
-    writer.keep(value)
+    yield from writer.made(value)
 
 
 @nested(list)
 def list_of(writer: Writer, value: list[object]) -> Parts:
     """Write a list."""
     writer.out += b"]"
-    writer.keep(value)
-    yield from appended(writer, value)
+    return writer.made(value, items=value)
 
 
 @nested(dict)
 def dict_of(writer: Writer, value: dict[object, object]) -> Parts:
     """Write a dict."""
     writer.out += b"}"
-    writer.keep(value)
-    yield from entered(writer, value.items())
+    return writer.made(value, entries=value.items())
 
 
 def in_order(members: Iterable[object]) -> list[object]:
@@ -348,23 +364,6 @@ def _sort_key(member: object) -> tuple[str, str]:
     return type(member).__name__, hex(member) if isinstance(member, int) else repr(member)
 
 
-def appended(writer: Writer, items: list[object]) -> Parts:
-    """Write what is appended to the list on top of the stack."""
-    if items:
-        writer.out += b"("
-        yield from items
-        writer.out += b"e"
-
-
-def entered(writer: Writer, entries: Iterable[tuple[object, object]]) -> Parts:
-    """Write what is set in the dict on top of the stack."""
-    writer.out += b"("
-    for key, value in entries:
-        yield key
-        yield value
-    writer.out += b"u"
-
-
 COPYREG = "copy_reg"
 """The name of `copyreg` in protocol 2."""
 
@@ -383,10 +382,7 @@ def mapping(writer: Writer, node: nodes.OrderedMapping | nodes.DefaultMapping) -
     factory = node.factory if isinstance(node, nodes.DefaultMapping) else None
     writer.function("collections", "OrderedDict" if isinstance(node, nodes.OrderedMapping) else "defaultdict")
     yield from writer.call(() if factory is None else (factory,))
-    if writer.keep(node):
-        if node:
-            yield from entered(writer, node.items())
-        yield from writer.built(node.state)
+    yield from writer.made(node, entries=node.items() or None, state=node.state)
 
 
 @nested(nodes.Namespace)
@@ -394,9 +390,9 @@ def namespace(writer: Writer, node: nodes.Namespace) -> Parts:
     """Write an `argparse.Namespace`, whose attributes are its state."""
     yield NAMESPACE
     writer.out += b")\x81"
-    writer.keep(node)
+    yield from writer.made(node)
     writer.out += b"}"
-    yield from entered(writer, node.items())
+    yield from writer.entered(node.items())
     writer.out += b"b"
 
 
@@ -419,14 +415,11 @@ def object_of(writer: Writer, node: nodes.Object) -> Parts:
         writer.out += b"("
         yield from node.args
         writer.out += b"t\x81" if node.how == "newobj" else b"tR"
-    if writer.keep(node):
-        yield from appended(writer, node.items)
-        if node.entries:
-            yield from entered(writer, node.entries)
-        yield from writer.built(node.state, is_set=node.has_state)
+    yield from writer.made(
+        node, items=node.items, entries=node.entries or None, state=node.state, is_set=node.has_state
+    )
 
 
-DTYPE = nodes.Global("numpy", "dtype")
 NDARRAY = nodes.Global("numpy", "ndarray")
 
 STATE_VERSION = 3
@@ -436,18 +429,15 @@ ARRAY_VERSION = 1
 """First part of an array's state."""
 
 
-def numpy_function(writer: Writer, name: str) -> None:
-    """Write one of numpy's own functions, under the name that the file it is from has for them."""
-    writer.function(f"{writer.source.numpy if writer.source else NUMPY[0]}.multiarray", name)
+def multiarray(writer: Writer) -> str:
+    """Return the module of numpy's own functions, under the name that the file that is written from has for it."""
+    return f"{writer.source.numpy if writer.source else NUMPY[0]}.multiarray"
 
 
 @nested(NumpyDType)
 def dtype(writer: Writer, node: NumpyDType) -> Parts:
     """Write a dtype and its state."""
-    yield DTYPE
-    yield from writer.call((node.code, *node.flags))
-    if writer.keep(node):
-        yield from writer.built(node.state)
+    return writer.reduce(node, "numpy", "dtype", (node.code, *node.flags), node.state)
 
 
 @nested(NumpyScalar)
@@ -467,20 +457,16 @@ def scalar(writer: Writer, node: NumpyScalar) -> Parts:
     if order != "|" or size == 1 or code[0] in "SV":
         sizes = {"U": (size, 4), "S": (size, 1), "V": (size, 1)}.get(code[0], (-1, -1))
         dtype.state = (STATE_VERSION, "<" if code[0] == "U" and order == "|" else order, None, None, None, *sizes, 0)
-    numpy_function(writer, "scalar")
-    yield from writer.call((dtype, node.data))
-    writer.keep(node)
+    return writer.reduce(node, multiarray(writer), "scalar", (dtype, node.data))
 
 
 @nested(NumpyArray)
 def array(writer: Writer, node: NumpyArray) -> Parts:
     """Write an array: an empty one, and then its shape, dtype and data as its state."""
-    numpy_function(writer, "_reconstruct")
-    yield from writer.call((node.cls or NDARRAY, (0,), b"b"))
     contents = node.data if node.items is None else node.items
     state = (ARRAY_VERSION, node.shape, node.dtype_node, node.fortran_order, contents)
-    if writer.keep(node):
-        yield from writer.built(state, is_set=node.dtype_node is not None)
+    args = (node.cls or NDARRAY, (0,), b"b")
+    return writer.reduce(node, multiarray(writer), "_reconstruct", args, None if node.dtype_node is None else state)
 
 
 UTILS = "torch._utils"
@@ -513,8 +499,7 @@ def tensor(writer: Writer, node: nodes.Tensor) -> Parts:
         if with_state:
             yield state
         writer.out += b"tR"
-    if writer.keep(node):
-        yield from writer.built(node.state if not wrapped or node.attributes is not None else None)
+    yield from writer.made(node, state=node.state if not wrapped or node.attributes is not None else None)
 
 
 def wrapping(node: nodes.Tensor | nodes.MetaTensor) -> tuple[bool, object]:
@@ -572,28 +557,23 @@ def quantized(writer: Writer, node: nodes.QuantizedTensor) -> Parts:
     yield node.tensor.requires_grad
     yield from hooks(writer, node.tensor.hooks)
     writer.out += b"tR"
-    writer.keep(node)
+    yield from writer.made(node)
 
 
 @nested(nodes.MetaTensor)
 def meta(writer: Writer, node: nodes.MetaTensor) -> Parts:
     """Write a tensor of the meta device, or the shell of a wrapper subclass."""
     gradient, (wrapped, state) = node.requires_grad, wrapping(node)
+    args: Args
+    name, args = "_rebuild_meta_tensor_no_storage", (nodes.DType(node.dtype), node.shape, node.strides)
     if isinstance(node.layout, nodes.Layout):
-        function = nodes.Global(UTILS, "_rebuild_wrapper_subclass")
-        rest = (node.storage_offset, node.layout, node.device, gradient)
-        args: Args = (node.subclass, nodes.DType(node.dtype), node.shape, node.strides, *rest)
-        wrapped = state is not None
-    else:
-        function = nodes.Global(UTILS, "_rebuild_meta_tensor_no_storage")
-        args = (nodes.DType(node.dtype), node.shape, node.strides, gradient)
-    if wrapped:
-        args = (function, node.subclass or TENSOR, args, state)
-        function = nodes.Global("torch._tensor", "_rebuild_from_type_v2")
-    yield function
-    yield from writer.call(args)
-    if writer.keep(node):
-        yield from writer.built(None if wrapped else node.state)
+        name, wrapped = "_rebuild_wrapper_subclass", state is not None
+        args = (node.subclass, *args, node.storage_offset, node.layout, node.device)
+    args = (*args, gradient)
+    if not wrapped:
+        return writer.reduce(node, UTILS, name, args, node.state)
+    args = (nodes.Global(UTILS, name), node.subclass or TENSOR, args, state)
+    return writer.reduce(node, "torch._tensor", "_rebuild_from_type_v2", args)
 
 
 def sparse_parts(node: nodes.SparseTensor) -> Args:
