@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -128,7 +129,13 @@ class PackedStore:
         return self.path / f"{number:06d}.chunks"
 
     def read_into(self, number: int, file: int, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer with bytes of a file. Raises DamagedFileError: some chunk that they are made of is damaged."""
+        """Fill a buffer with bytes of a file, or of what a patch is predicted from.
+
+        Raises DamagedFileError: some chunk that they are made of is damaged.
+        """
+        if number == GIVEN and self.given is not None:
+            buffer[:] = self.given(file, offset, len(buffer)).data
+            return
         done = 0
         for row, begin in self.index(number).rows_of(file, offset, len(buffer)):
             chunk = self.chunk(number, row, begin)
@@ -145,40 +152,28 @@ class PackedStore:
         found = self._kept.get((number, row))
         if found is not None:
             return found
-        found = self._original(number, row, begin)
-        if found is None:
+        index, place = self.index(number), self.originals.get(number)
+        about = index.row(row)
+        if place is not None:  # from where it was packed, if it is there as it was
+            path = place if index.is_file else place / index.files[about["file"]].name
+            with suppress(SourceError), opened(path) as file:
+                found = np.frombuffer(file.read(begin, about["nbytes"]), np.uint8)
+        if found is None or not _is_right(found, about):
             try:
-                found = self._decoded(number, row)
+                found = self._decoded(index, about)
             except (ValueError, OverflowError, IndexError, MemoryError, zstandard.ZstdError) as error:
                 raise self.damaged(number, row, begin, str(error)) from error
-            if not _is_right(found, self.index(number).row(row)):
+            if not _is_right(found, about):
                 raise self.damaged(number, row, begin, "another checksum")
         self._kept.put((number, row), found, len(found))
         return found
 
-    def _original(self, number: int, row: int, begin: int) -> Bytes | None:
-        """Return a chunk from where it was packed from, if it is there as it was."""
-        place = self.originals.get(number)
-        if place is None:
-            return None
-        index = self.index(number)
-        about = index.row(row)
-        path = place if index.is_file else place / index.files[about["file"]].name
-        try:
-            with opened(path) as file:
-                found = np.frombuffer(file.read(begin, about["nbytes"]), np.uint8)
-        except SourceError:
-            return None
-        return found if _is_right(found, about) else None
-
-    def _decoded(self, number: int, row: int) -> Bytes:
-        index = self.index(number)
-        about = index.row(row)
+    def _decoded(self, index: Index, about: Mapping[str, int]) -> Bytes:
         way = Way(about["op"], about["width"], about["cast"])
         nbytes, stored = about["nbytes"], b""
         if about["stored"]:
-            with opened(self.chunks_path(about["data"])) as file:
-                stored = file.read(about["offset"], about["stored"])
+            with opened(self.chunks_path(about["data"])) as chunks:
+                stored = chunks.read(about["offset"], about["stored"])
         if not about["count"]:
             return decode(stored, way, nbytes, None)
         ranges = index.ranges[about["first"] :][: about["count"]]
@@ -186,14 +181,11 @@ class PackedStore:
         if total != nbytes * (1 if way.cast == AS_IT_IS else 2):
             raise ValueError("a prediction of another size")
         prediction, at = np.empty(total, np.uint8), 0
-        for other, file_number, offset, count in ranges.tolist():
-            part = prediction[at : at + count]
-            if other == GIVEN and self.given is not None:
-                part[:] = self.given(file_number, offset, count)
-            else:
-                if self.index(other).depth(file_number, offset, count) >= about["depth"]:
-                    raise ValueError("predicted from data that does not precede it")
-                self.read_into(other, file_number, offset, part.data)
+        for other, file, offset, count in ranges.tolist():
+            is_given = other == GIVEN and self.given is not None
+            if not is_given and self.index(other).depth(file, offset, count) >= about["depth"]:
+                raise ValueError("predicted from data that does not precede it")
+            self.read_into(other, file, offset, prediction[at : at + count].data)
             at += count
         return decode(stored, way, nbytes, prediction)
 

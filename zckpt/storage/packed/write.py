@@ -331,8 +331,6 @@ class Packing:
             part = data[at : at + nbytes]
             if number == self.number:
                 part[:] = self._read(file, offset, nbytes)
-            elif number == GIVEN and self.store.given is not None:
-                part[:] = self.store.given(file, offset, nbytes)
             else:
                 self.store.read_into(number, file, offset, part.data)
             at += nbytes
