@@ -35,6 +35,7 @@ from zckpt.optim.tensors import Future, GradBucket, Hook, end_to_end, reduced_gr
 from zckpt.optim.zero.flat import FlatOptimizer
 from zckpt.optim.zero.reduction import Bucket, Reducer, ShardedGradient, ShardedGradients, fill
 from zckpt.optim.zero.stepping import Scaler, model_rank
+from zckpt.state import by_key
 
 
 class WindowFailedError(RuntimeError):
@@ -143,8 +144,7 @@ class BackwardOptimizer(FlatOptimizer):
         model.register_comm_hook(self, _on_bucket)
         self._inner = None if hook is None else (hook, state)
         self.is_attached = True
-        for group in self.groups:
-            group.take_weights()
+        self.adopt_weights()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Scale the loss, run its backward and reduce the gradients, as far as the stage reduces them then.
@@ -479,9 +479,8 @@ class BackwardOptimizer(FlatOptimizer):
         pairs = list(zip(given.parameters(), given.gradients(), strict=True))
         if reduces:
             self._launch([(p, g) for p, g in pairs if p in self._place])
-        others = [g for p, g in pairs if p not in self._place]
-        for dtype in sorted({gradient.dtype for gradient in others}, key=str):  # averaged in place, as DDP would
-            alike = [gradient for gradient in others if gradient.dtype == dtype]
+        others = by_key((str(g.dtype), g) for p, g in pairs if p not in self._place)
+        for _, alike in sorted(others.items()):  # averaged in place, as DDP would
             wire = torch.cat([gradient.reshape(-1) for gradient in alike]).div_(dist.get_world_size(self.process_group))
             dist.all_reduce(wire, group=self.process_group)
             for gradient, found in end_to_end(wire, alike):

@@ -305,6 +305,11 @@ class FlatOptimizer(ShardedOptimizer):
             self.optim.add_param_group(_local_group(group, flat))
             self._from_local()
 
+    def adopt_weights(self) -> None:
+        """Copy weights that were set since the last step into the masters, as the next step would; others stay."""
+        for group in self.groups:
+            group.take_weights()
+
     # --- names
 
     @cached_property

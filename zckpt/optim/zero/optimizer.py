@@ -346,11 +346,6 @@ class ZeroOptimizer(BackwardOptimizer):
             raise ValueError(f"{name} has no {slot}, only {', '.join(held)}")
         return held[slot]
 
-    def adopt_weights(self) -> None:
-        """Copy weights that were set since the last step into the masters, as the next step would; others stay."""
-        for group in self.groups:
-            group.take_weights()
-
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """Set all masters from the weights, including those that round to their weights."""

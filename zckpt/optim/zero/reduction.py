@@ -29,6 +29,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -37,6 +38,7 @@ import torch.distributed as dist
 from zckpt.engine.workers import batched
 from zckpt.optim.ranks import broadcast, wait_for
 from zckpt.optim.zero.flat import FlatGroup, FlatOptimizer, Member
+from zckpt.optim.zero.stepping import combined, powers
 from zckpt.state import by_key, positions
 from zckpt.state.partition import FlatShare
 
@@ -145,10 +147,8 @@ class ShardedGradient(torch.Tensor):
         order = float(order)
         if order not in (2.0, math.inf, 1.0):
             raise RuntimeError(_ELSEWHERE)
-        norms = [torch.linalg.vector_norm(one, ord=order, dtype=torch.float64) for one in self._owned()]
-        mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
-        found = (mine.max() if math.isinf(order) else mine.pow(order).sum()).to(group.flat.device, torch.float32)
-        dist.all_reduce(found, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group.process_group)
+        found = powers(self._owned(), order).to(group.flat.device, torch.float32)
+        dist.all_reduce(found, combined(order), group.process_group)
         whole: torch.Tensor = (found if math.isinf(order) else found.pow(1.0 / order)) / optimizer.loss_scale
         return whole
 
@@ -193,11 +193,15 @@ class Extent(NamedTuple):
     member: Member
     owner: int
     share: FlatShare
-    offset: int = 0
+    offset: int
 
 
-Kind = tuple[int, torch.dtype, torch.device]
-"""What messages have in common that can be sent from the same memory; the first is the id of a process group."""
+class Kind(NamedTuple):
+    """What messages have in common that can be sent from the same memory; `group`: the id of a process group."""
+
+    group: int
+    dtype: torch.dtype
+    device: torch.device
 
 
 class Message:
@@ -207,7 +211,7 @@ class Message:
     ----------
     members : sequence of Member
         Of groups that have the same ranks.
-    dtype : torch.dtype
+    kind : Kind
         What is sent.
     by_owner : bool
         Whether only owners get the result, and not all ranks.
@@ -222,32 +226,27 @@ class Message:
         For each owner its offset and number of elements, where they are by owner.
     """
 
-    def __init__(self, members: Sequence[Member], dtype: torch.dtype, device: torch.device, *, by_owner: bool) -> None:
-        self.members, self.group, self.dtype, self.device = members, members[0].group, dtype, device
-        every = [Extent(one, owner, share) for one in members for owner, share in one.group.extents[one.position]]
+    def __init__(self, members: Sequence[Member], kind: Kind, *, by_owner: bool) -> None:
+        self.members, self.kind, self.by_owner, self.group = members, kind, by_owner, members[0].group
+        every = [(owner, share, one) for one in members for owner, share in one.group.extents[one.position]]
         if by_owner:
-            every.sort(key=lambda extent: extent.owner)  # stable
+            every.sort(key=itemgetter(0))  # stable
         self.extents: list[Extent] = []
         self.owned: dict[int, tuple[int, int]] = {}
         self.numel = 0
-        for extent in every:
-            offset, numel = self.owned.get(extent.owner, (self.numel, 0))
-            self.owned[extent.owner] = offset, numel + extent.share.numel
-            self.extents.append(extent._replace(offset=self.numel))
-            self.numel += extent.share.numel
+        for owner, share, member in every:
+            offset, numel = self.owned.get(owner, (self.numel, 0))
+            self.owned[owner] = offset, numel + share.numel
+            self.extents.append(Extent(member, owner, share, self.numel))
+            self.numel += share.numel
         self.own = [one for one in self.extents if one.owner == self.group.rank]
 
-    @property
-    def kind(self) -> Kind:
-        """What messages have in common that can be sent from the same memory."""
-        return id(self.group.process_group), self.dtype, self.device
-
-    def send(self, wire: torch.Tensor, *, by_owner: bool) -> list[dist.Work]:
+    def send(self, wire: torch.Tensor) -> list[dist.Work]:
         """Begin to sum it over its ranks: each owner gets its own, or all ranks get all of it."""
         group = self.group.process_group
         if self.group.world_size == 1:
             return []
-        if not by_owner:
+        if not self.by_owner:
             return [dist.all_reduce(wire, group=group, async_op=True)]
         return [
             dist.reduce(wire[at : at + numel], dst=dist.get_global_rank(group, owner), group=group, async_op=True)
@@ -296,7 +295,8 @@ class Reducer:
     def forget(self) -> None:
         """Forget the order of gradients: param groups have changed."""
         self.members = list(self.optimizer._place.values())
-        self._buckets: list[Bucket] | None = None
+        self._buckets: list[Bucket] = []
+        """In the order in which all ranks reduce them; empty before that is known."""
         self._times: dict[torch.Tensor, int] = {}
         self._late: set[torch.Tensor] = set()
         self._ready: set[torch.Tensor] = set()
@@ -310,13 +310,13 @@ class Reducer:
 
         Raises RuntimeError: the gradient has been reduced already in this backward.
         """
-        if self._buckets is None:
+        if not self._buckets:
             self._times[parameter] = self._times.get(parameter, 0) + 1
             return
         if not self._while_backward or parameter in self._late or not parameter.numel():
             self._ready.add(parameter)
             return
-        if parameter in self._ready and self._next > self._bucket_of[parameter]:
+        if self._next > self._bucket_of[parameter]:
             raise RuntimeError(
                 "a parameter got a second gradient in one backward, after the first was reduced; in the very first "
                 "backward it got only one. Run such a backward under no_sync(), or run it first"
@@ -325,12 +325,11 @@ class Reducer:
         while self._next < len(self._buckets) and all(
             member.parameter in self._ready for member in self._buckets[self._next].members
         ):
-            self._launch_next(self._buckets)
+            self._launch_next()
 
     def finish(self) -> list[torch.Tensor]:
         """Reduce what is left and wait for all of it; return the parameters that had no gradient on this rank."""
-        buckets = self._buckets
-        if buckets is None:
+        if not self._buckets:
             # All ranks fill them as the gradients of this backward became ready on the first; the rest come last. What
             # came last, or twice, is reduced when backward has ended.
             early = [number for number, member in enumerate(self.members) if self._times.get(member.parameter) == 1]
@@ -345,18 +344,18 @@ class Reducer:
             members, size = [self.members[number] for number in order], self.optimizer.reduce_bucket_size
             self._late = {member.parameter for member in members[count:]}
             parts = members[:count], members[count:]
-            buckets = self._buckets = [self.bucket_of(its) for some in parts for its in fill(some, size)]
-            self._bucket_of = {m.parameter: index for index, bucket in enumerate(buckets) for m in bucket.members}
+            self._buckets = [self.bucket_of(its) for some in parts for its in fill(some, size)]
+            self._bucket_of = {one.parameter: at for at, bucket in enumerate(self._buckets) for one in bucket.members}
             self._ready |= self._times.keys()
             self._times.clear()
-        while self._next < len(buckets):
-            self._launch_next(buckets)
+        while self._next < len(self._buckets):
+            self._launch_next()
         self.drain()
         missing, self._missing = self._missing, []
         self._ready.clear()
         self._next = 0
         if len(self._late) == len(self.members):  # no backward has been seen
-            self._buckets = None
+            self._buckets = []
         return missing
 
     def end_window(self) -> None:
@@ -367,8 +366,8 @@ class Reducer:
             for group in self.groups:
                 group.gradient = None
 
-    def _launch_next(self, buckets: list[Bucket]) -> None:
-        bucket = buckets[self._next]
+    def _launch_next(self) -> None:
+        bucket = self._buckets[self._next]
         self._next += 1
         values = [self._take(member.parameter) for member in bucket.members]
         self._missing += [m.parameter for m, value in zip(bucket.members, values, strict=True) if value is None]
@@ -381,9 +380,10 @@ class Reducer:
         """Return a bucket of these parameters."""
         by_owner, sent = self.optimizer.reduce_scatter, self.optimizer.communication_data_type
         kinds = by_key(
-            ((id(one.group.process_group), sent or one.parameter.dtype, one.parameter.device), one) for one in members
+            (Kind(id(one.group.process_group), sent or one.parameter.dtype, one.parameter.device), one)
+            for one in members
         )
-        return Bucket(members, [Message(its, kind[1], kind[2], by_owner=by_owner) for kind, its in kinds.items()])
+        return Bucket(members, [Message(its, kind, by_owner=by_owner) for kind, its in kinds.items()])
 
     def launch(self, bucket: Bucket, gradients: Sequence[torch.Tensor | None], *, keep: bool) -> None:
         """Send gradients of a bucket's members; `drain` waits for the result. They are overwritten, or kept."""
@@ -396,7 +396,7 @@ class Reducer:
             for member, gradient in zip(bucket.members, gradients, strict=True)
         }
         sent = [(message, self._pack(message, values, keep=keep)) for message in bucket.messages]
-        handles = [one for message, wire in sent for one in message.send(wire, by_owner=self.optimizer.reduce_scatter)]
+        handles = [one for message, wire in sent for one in message.send(wire)]
         self._flights.append((bucket, sent, handles))
         if not overlap:
             self._land()
@@ -422,7 +422,7 @@ class Reducer:
     def _pack(self, message: Message, values: dict[torch.Tensor, torch.Tensor | None], *, keep: bool) -> torch.Tensor:
         """Return what is sent: gradients, divided as far as they are to be before the reduction."""
         alone = values[message.members[0].parameter] if len(message.members) == 1 and not keep else None
-        if alone is not None and alone.dtype == message.dtype:
+        if alone is not None and alone.dtype == message.kind.dtype:
             self._divide(alone, alone)
             return alone
         wire = self._buffer(message)
@@ -450,10 +450,10 @@ class Reducer:
         key = (self._turn, message.kind)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < message.numel:
-            every = [message, *(one for bucket in self._buckets or [] for one in bucket.messages)]
+            every = [message, *(one for bucket in self._buckets for one in bucket.messages)]
             numel = max(one.numel for one in every if one.kind == message.kind)
-            buffer = self._buffers[key] = torch.empty(numel, dtype=message.dtype, device=message.device)
-        self._deliveries.before_reuse(message.device)
+            buffer = self._buffers[key] = torch.empty(numel, dtype=message.kind.dtype, device=message.kind.device)
+        self._deliveries.before_reuse(message.kind.device)
         return buffer[: message.numel]
 
     def _land(self) -> None:

@@ -11,7 +11,7 @@ DeepSpeed's loss scalers (0.4 to 0.19), whose names the attributes have: they go
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -66,17 +66,13 @@ def global_norm(optimizer: FlatOptimizer, *, failed: bool) -> torch.Tensor:
     that share them.
     """
     groups, norm_type, model_parallel = optimizer.groups, optimizer.norm_type, optimizer.model_parallel
-    infinite = math.isinf(norm_type)
-    op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-    partial: list[torch.Tensor] = []  # this rank's: the largest magnitude of each group, or the sum of their powers
+    op, partial = combined(norm_type), list[torch.Tensor]()  # what this rank has of each group
     for group in groups:
-        counted = [one for one in group.own if is_counted(group.parameters[one.index], model_parallel)]
-        if group.gradient is None or not counted:
-            partial.append(torch.zeros((), dtype=torch.float32, device=group.flat.device))
-            continue
-        each = torch.stack([_norm(group.gradient[one.of_partition], norm_type) for one in counted])
-        found = each.max() if infinite else each.pow(norm_type).sum()
-        found = found.float().nan_to_num_(nan=math.inf, posinf=math.inf)  # a maximum may lose a NaN
+        gradient, own = group.gradient, group.own
+        counted = [] if gradient is None else [
+            gradient[one.of_partition] for one in own if is_counted(group.parameters[one.index], model_parallel)
+        ]  # fmt: skip
+        found = powers(counted, norm_type).float().nan_to_num_(nan=math.inf, posinf=math.inf)  # a maximum may lose NaN
         partial.append(found.to(group.flat.device))
     if failed:
         partial = [torch.full_like(one, math.inf) for one in partial]
@@ -84,7 +80,7 @@ def global_norm(optimizer: FlatOptimizer, *, failed: bool) -> torch.Tensor:
     if model_rank(model_parallel)[1] > 1:
         for one in partial:
             dist.all_reduce(one, op=op, group=model_parallel.get_model_parallel_group())
-    norms = partial if infinite else [one.pow(1.0 / norm_type) for one in partial]
+    norms = partial if math.isinf(norm_type) else [one.pow(1.0 / norm_type) for one in partial]
     for index, group in enumerate(groups):
         if group.is_expert:
             shared = norms[index] * 1.0 / group.world_size
@@ -92,6 +88,19 @@ def global_norm(optimizer: FlatOptimizer, *, failed: bool) -> torch.Tensor:
             norms[index] = shared
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), ord=norm_type)
     return total
+
+
+def combined(norm_type: float) -> Any:
+    """Return how ranks' `powers` become those of all."""
+    return dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+
+
+def powers(every: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the sum of the powers of all elements, or their largest magnitude, in float64; 0 if there are none."""
+    if not every:
+        return torch.zeros((), dtype=torch.float64, device="cpu")
+    each = torch.stack([_norm(one, norm_type) for one in every])
+    return each.max() if math.isinf(norm_type) else each.pow(norm_type).sum()
 
 
 def _norm(values: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -159,7 +168,12 @@ def _step_pieces(
             master.grad = _unscaled(gradient[where], master.dtype, divisor)
             optimizer.step()
             master.grad = None
-            _keep(optimizer.state.get(master, {}), flat, whole.shape, where)
+            for key, value in optimizer.state.get(master, {}).items():  # what the first piece has first, is new
+                is_new = start == 0 and key not in flat
+                if is_new and isinstance(value, torch.Tensor) and value.shape == master.shape:
+                    flat[key] = torch.zeros(whole.shape, dtype=value.dtype, device=value.device)
+                if key in flat and value.data_ptr() != flat[key][where].data_ptr():
+                    flat[key][where].copy_(value)
     except BaseException:  # never leave state of a piece for the whole master
         optimizer.state.pop(master, None)
         if known:
@@ -170,16 +184,6 @@ def _step_pieces(
             optimizer.state[master].update(flat)
     finally:
         master.data = whole
-
-
-def _keep(state: Mapping[str, Any], flat: dict[str, torch.Tensor], shape: torch.Size, where: slice) -> None:
-    """Put the state of a piece where it belongs in the whole; what the first piece has first, is new."""
-    numel = len(range(*where.indices(shape.numel())))
-    for key, value in state.items():
-        if where.start == 0 and key not in flat and isinstance(value, torch.Tensor) and value.shape == (numel,):
-            flat[key] = torch.zeros(shape, dtype=value.dtype, device=value.device)
-        if key in flat and value.data_ptr() != flat[key][where].data_ptr():
-            flat[key][where].copy_(value)
 
 
 # --- the loss scale
