@@ -23,7 +23,7 @@ from zckpt.optim.states.by_parameter import OptimizerState, Snapshot, is_trained
 from zckpt.optim.states.expected import check_keys, makes_state
 from zckpt.optim.tensors import Share
 from zckpt.optim.values import as_torch, read_numbers
-from zckpt.state import Parameter, Slot, number_of, positions
+from zckpt.state import Slot, number_of, positions
 
 
 class OfMembers(OptimizerState):
@@ -77,29 +77,15 @@ class OfMembers(OptimizerState):
         if parameter not in self.held:
             super()._add(number, parameter, group)
             return
+        # A slot is zeros where a parameter has none, and as padding, in a type that has the values of all; what is no
+        # slot is one value for all.
         its = self.held[parameter]
-        owners = {name: self.owner(name, tuple(one.shape), optional=not one.is_trained) for name, one in its}
-        state, lacking = self._flat_state(group, owners, [one for _, one in its], parameter)
-        if state:
-            self.loaded[number] = state
-            self.notes += [f"no state of {name}" for name in lacking]
-        elif parameter.numel() and makes_state(self.holder, group, parameter.dim()):
-            self.without += owners
-
-    def _flat_state(
-        self, group: Group, owners: Mapping[str, Parameter | None], members: Sequence[Member], of: torch.Tensor
-    ) -> tuple[dict[str, Any], list[str]]:
-        """Return room for the state of a tensor with elements of many parameters, and names of those without.
-
-        A slot is zeros where a parameter has none, and as padding, in a type that has the values of all; what is no
-        slot is one value for all. `group`: the settings that the optimizer will have. Raises UsageError: it cannot be
-        one's.
-        """
-        every = list(owners.values())
-        held = [{} if one is None else parameter_values(self.source.checkpoint, one) for one in every]
+        names = [name for name, _ in its]
+        owners = [self.owner(name, tuple(one.shape), optional=not one.is_trained) for name, one in its]
+        held = [{} if one is None else parameter_values(self.source.checkpoint, one) for one in owners]
         read_numbers(held, self._number_keys)
-        for name, values in zip(owners, held, strict=True):
-            check_keys(self.holder, group, name, of.dim(), values)
+        for name, values in zip(names, held, strict=True):
+            check_keys(self.holder, group, name, parameter.dim(), values)
         state: dict[str, Any] = {}
         for key in dict.fromkeys(key for values in held for key in values):
             found = [values[key] for values in held if key in values]
@@ -113,17 +99,21 @@ class OfMembers(OptimizerState):
                     advice=self.advice,
                 )
             if not slots:
-                state[key] = as_torch(found[0], f"{key} of {next(iter(owners))}")
+                state[key] = as_torch(found[0], f"{key} of {names[0]}")
                 continue
             dtype = reduce(torch.promote_types, (getattr(torch, one.dtype) for one in slots))
-            state[key] = torch.zeros(of.shape, dtype=dtype, device=of.device)
-            for values, owner, one in zip(held, every, members, strict=True):
+            state[key] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+            for values, owner, (_, one) in zip(held, owners, its, strict=True):
                 slot = values.get(key)
                 if owner is not None and isinstance(slot, Slot) and one.extent and one.extent.numel:
                     if slot.shape != owner.shape:
                         raise UsageError(f"{key} of {owner.name} does not have one value per element")
                     self.reads.append(TensorRead(slot, one.extent, one.within(state[key])))
-        return state, [name for name, values in zip(owners, held, strict=True) if not values]
+        if state:
+            self.loaded[number] = state
+            self.notes += [f"no state of {name}" for name, values in zip(names, held, strict=True) if not values]
+        elif parameter.numel() and makes_state(self.holder, group, parameter.dim()):
+            self.without += names
 
 
 class FlatState(OfMembers):
