@@ -29,7 +29,7 @@ from zckpt.optim.states.deepspeed import unpartition
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model, Share, Stateful
 from zckpt.optim.values import read_numbers, refuse_lossy, value_of
-from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Slot, by_key, number_of
+from zckpt.state import MASTER, WEIGHT, Extent, Slot, by_key, number_of
 from zckpt.training.live import TpRules
 from zckpt.training.loading import ROUND_NBYTES, Meeting, Restored, weight_like
 
@@ -261,19 +261,29 @@ class _Held(Meeting):
         self.stepped |= {*names} - masters
         self.published |= state.publishes
         for name, slot, share in snapshot.shares:
-            if name not in reshaped:
-                self._hold_slot(f"{slot} of {name}", owners.get(name), slot, share, expected.get(name, {}))
-        for name, values in snapshot.values.items():
-            for key, value in values.items() if name not in reshaped else ():
-                self._hold_value(name, key, expected.get(name, {}), value)
+            if name in reshaped:
+                continue
+            what, owner, its = f"{slot} of {name}", owners.get(name), expected.get(name, {})
+            slots = {} if owner is None else owner.slots
+            theirs = slots.get(MASTER) or slots.get(WEIGHT) if slot == MASTER else slots.get(slot)
+            if theirs is not None:
+                self.pair(what, theirs, share, may_round=self.allow_rounding)
+            elif slot in its and share.tensor.numel() == 1:
+                self._compare(what, its[slot], share.tensor.item())
+            elif share.tensor.count_nonzero():
+                self.differences.append(f"{what} is not in the checkpoint, but the optimizer has some")
+        told = [(name, one) for name, one in snapshot.values.items() if name not in reshaped]
+        told += [(name, one) for name, one in of_group.items() if expected.get(name)]  # of others, shares tell
+        for name, key, value in ((name, *one) for name, values in told for one in values.items()):
+            its = expected.get(name, {})
+            if key in its:
+                self._compare(f"{key} of {name}", its[key], value)
+            elif number_of(value):
+                self.differences.append(f"{key} of {name} is not in the checkpoint, but {number_of(value)!r} here")
         odd_state = beside.get("parameters", {})
         for name, values in odd_state.items():
             for key in values.keys() & expected.get(name, {}).keys():
                 self._compare(f"{key} of {name}", value_of(expected[name][key]), values[key])
-        for group in snapshot.groups:
-            for key, value in group.state.items():
-                for name in filter(expected.get, group.parameters):  # of others, shares tell
-                    self._hold_value(name, key, expected[name], value)
         for name, tensor in state.holding():
             if not state.is_here(tensor) or not expected.get(name):
                 continue
@@ -291,24 +301,6 @@ class _Held(Meeting):
         except UsageError as error:
             error.path = error.advice = None
             self.differences.append(str(error))
-
-    def _hold_slot(
-        self, what: str, owner: Parameter | None, slot: str, share: Share, expected: Mapping[str, object]
-    ) -> None:
-        slots = {} if owner is None else owner.slots
-        theirs = slots.get(MASTER) or slots.get(WEIGHT) if slot == MASTER else slots.get(slot)
-        if theirs is not None:
-            self.pair(what, theirs, share, may_round=self.allow_rounding)
-        elif slot in expected and share.tensor.numel() == 1:
-            self._compare(what, expected[slot], share.tensor.item())
-        elif share.tensor.count_nonzero():
-            self.differences.append(f"{what} is not in the checkpoint, but the optimizer has some")
-
-    def _hold_value(self, name: str, key: str, expected: Mapping[str, object], value: object) -> None:
-        if key in expected:
-            self._compare(f"{key} of {name}", expected[key], value)
-        elif number_of(value):
-            self.differences.append(f"{key} of {name} is not in the checkpoint, but {number_of(value)!r} here")
 
     def hold_others(self, scheduler: Stateful | None, grad_scaler: Stateful | None) -> None:
         """Compare what goes with a model and an optimizer."""
