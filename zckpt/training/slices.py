@@ -186,7 +186,25 @@ def read_slices(
         else:
             rules = Rules(read_rules(Path(given)), os.fspath(given))
         if cut_apart:
-            return _slices_of(rules, every, cut_apart[0], ranks.world_size)
+            only = cut_apart[0]
+            if len(every) > 1:
+                raise UnsupportedError(
+                    "tensor-parallel slices are saved and loaded with one optimizer", found=len(every)
+                )
+            if any(group.is_expert for group in only.groups):
+                raise UnsupportedError(
+                    "experts of a model in tensor-parallel slices are not saved or loaded by name",
+                    advice='save with format="deepspeed", and call load_state_dict() with this rank\'s file',
+                )
+            rank, degree = model_rank(only.model_parallel)
+            if only.world_size * degree != ranks.world_size:
+                raise UsageError(
+                    "slices of a model are saved and loaded by all ranks that have some of them",
+                    expected=f"{only.world_size * degree} ranks, {only.world_size} for each of {degree} slices",
+                    found=ranks.world_size,
+                    advice="leave process_group out, or give the group of all",
+                )
+            return Slices(rules, rank, degree, only.rank == 0)
         # ranks that are not the optimizer's may have other slices, of which it has not been told
         is_alone = any(one.model_parallel is None and one.world_size < dist.get_world_size() for one in of_zero)
         if is_alone or (ranks.world_size > 1 and not of_zero):
@@ -199,25 +217,6 @@ def read_slices(
         return None
 
     return ranks.do(found)  # a file may be missing on one rank
-
-
-def _slices_of(rules: Rules, every: Sequence[Optimizer], only: ZeroOptimizer, world_size: int) -> Slices:
-    if len(every) > 1:
-        raise UnsupportedError("tensor-parallel slices are saved and loaded with one optimizer", found=len(every))
-    if any(group.is_expert for group in only.groups):
-        raise UnsupportedError(
-            "experts of a model in tensor-parallel slices are not saved or loaded by name",
-            advice='save with format="deepspeed", and call load_state_dict() with this rank\'s file',
-        )
-    rank, degree = model_rank(only.model_parallel)
-    if only.world_size * degree != world_size:
-        raise UsageError(
-            "slices of a model are saved and loaded by all ranks that have some of them",
-            expected=f"{only.world_size * degree} ranks, {only.world_size} for each of {degree} slices",
-            found=world_size,
-            advice="leave process_group out, or give the group of all",
-        )
-    return Slices(rules, rank, degree, only.rank == 0)
 
 
 # --- what one rank collects
@@ -254,33 +253,23 @@ def collected(ranks: Ranks, own: Sliced) -> list[NamedShare]:
         loads[at] += math.prod(shape)
         held = dict(own.several[key].boxes) if key in own.several else {}
         whole = torch.empty(shape if ranks.rank == at else 0, dtype=getattr(torch, dtype), device="cpu")
-        _collect(ranks, at, whole, senders, held)
+        for box, sender in senders.items():
+            if ranks.rank not in (sender, at):
+                continue
+            is_sender = ranks.rank == sender
+            elements = held[box].cpu().contiguous() if is_sender else whole.new_empty(box[1])
+            if sender != at:
+                flat = as_bytes(elements)
+                with answering():
+                    if is_sender:
+                        dist.send(flat, ranks.members[at], group=ranks.group)
+                    else:
+                        dist.recv(flat, ranks.members[sender], group=ranks.group)
+            if ranks.rank == at:
+                whole[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))] = elements
         if ranks.rank == at:
             found.append((*key, Share(shape, Extent.whole(shape), whole, (world_rank(),))))
     return found
-
-
-def _collect(
-    ranks: Ranks, at: int, whole: torch.Tensor, senders: Mapping[Box, int], held: Mapping[Box, torch.Tensor]
-) -> None:
-    """Bring all boxes to the rank `at`, each from the rank that sends it, into the whole there."""
-    for box, sender in senders.items():
-        if ranks.rank not in (sender, at):
-            continue
-        elements = (
-            held[box].cpu().contiguous()
-            if ranks.rank == sender
-            else torch.empty(box[1], dtype=whole.dtype, device="cpu")
-        )
-        if sender != at:
-            flat = as_bytes(elements)
-            with answering():
-                if ranks.rank == sender:
-                    dist.send(flat, ranks.members[at], group=ranks.group)
-                else:
-                    dist.recv(flat, ranks.members[sender], group=ranks.group)
-        if ranks.rank == at:
-            whole[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))] = elements
 
 
 def _compare(told: Sequence[tuple[Any, Mapping[str, bytes], Mapping[str, bytes]]]) -> None:
