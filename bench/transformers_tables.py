@@ -13,7 +13,7 @@ zckpt/naming/transformers.json has the maps of their classes, for where transfor
 of a model of the default configuration says, with sizes that shapes tell. `rules`: of all classes, a name where it is
 the same;
 `classes`: for each the numbers of its rules, in the order of memory, and what else the trace tells; none where names
-are the same.
+are the same. `TYPE CLASS`: of a type that has the class of another's models (SARVAM of GLM's) and other names in files.
 `refused`: why a class has none.
 """
 
@@ -222,29 +222,41 @@ def map_without_sizes(model: PreTrainedModel) -> dict[str, Any]:
     return made
 
 
+def borrowed() -> Iterator[tuple[str, type[PreTrainedModel], type[PreTrainedConfig]]]:
+    """Yield `TYPE CLASS` of types whose models are of a class for another type's, that class and the configuration."""
+    kinds = [kind for kind in CONFIG_MAPPING if is_converted({"model_type": kind}, in_any_version=True)]
+    for kind, factory in itertools.product(kinds, (AutoModel, AutoModelForCausalLM)):
+        one = factory._model_mapping.get(config := CONFIG_MAPPING[kind], None)
+        if isinstance(one, type) and issubclass(one, PreTrainedModel) and one.config_class is not config:
+            yield f"{kind} {one.__name__}", one, config
+
+
 def maps() -> dict[str, Any]:
     """Return the maps of all classes of converted types."""
     rules: dict[str, int] = {}
     made: dict[str, Any] = {}
     refused: dict[str, str] = {}
-    for one in classes():
-        if one.__name__.endswith("PreTrainedModel") or one.config_class is None:
+    own = ((one.__name__, one, one.config_class) for one in classes())
+    for name, one, config_class in itertools.chain(own, borrowed()):
+        if name.endswith("PreTrainedModel") or config_class is None:
             continue
         for more in (True, False):
             try:
-                config = fewer_layers(one.config_class(), more=more)
+                config = fewer_layers(config_class(), more=more)
                 if not is_converted(config.to_dict(), in_any_version=True):
                     break
                 with torch.device("meta"):
                     found = map_without_sizes(one(config))
                 numbers = [rules.setdefault(json.dumps(rule), len(rules)) for rule in found["rules"]]
-                made[one.__name__] = {key: value for key, value in {**found, "rules": numbers}.items() if value}
-                refused.pop(one.__name__, None)
+                made[name] = {key: value for key, value in {**found, "rules": numbers}.items() if value}
+                refused.pop(name, None)
                 break
             except (NoMapError, ZckptError) as error:
-                refused[one.__name__] = str(error)
+                refused[name] = str(error)
             except Exception as error:  # noqa: BLE001  # a class that its configuration alone does not make
-                refused[one.__name__] = f"is not made: {str(error).strip().partition(chr(10))[0][:80]}"
+                refused[name] = f"is not made: {str(error).strip().partition(chr(10))[0][:80]}"
+    for name in [name for name in made if " " in name and made[name] == made.get(name.partition(" ")[2])]:
+        del made[name]
     every = [json.loads(rule) for rule in rules]
     short = [rule["file"] if rule["file"] == rule["memory"] else rule for rule in every]
     return {"transformers": transformers.__version__, "rules": short,

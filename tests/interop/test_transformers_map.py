@@ -180,6 +180,17 @@ def test_a_mean_and_a_model_with_its_adapter_have_the_names_of_files_too(tmp_pat
         assert all(torch.allclose(found[name], one, atol=1e-6) for name, one in wanted.items())
 
 
+@pytest.mark.usefixtures("without_transformers")
+def test_a_type_with_another_types_class_has_names_of_its_own():
+    """Transformers makes EXAONE of Llama's class, and Sarvam's experts of GLM's."""
+    made = installed.transformers_map({"model_type": "exaone", "architectures": ["LlamaForCausalLM"]})
+    assert made["rules"][0] == {"file": "transformer.wte.weight", "memory": "model.embed_tokens.weight"}
+    glm = {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"]}
+    assert installed.transformers_map(glm)["rules"]
+    with pytest.raises(UsageError, match="cuts into parts that only a configuration tells"):
+        installed.transformers_map({**glm, "model_type": "sarvam_moe"})
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", CONVERTED)
 @pytest.mark.usefixtures("without_transformers")

@@ -64,7 +64,10 @@ def _made(config: str) -> dict[str, Any]:
         raise UnsupportedError(f"--map=transformers: the model could not be made: {error}") from error
     if "No module named" in str(found.get("refused")):
         tables = json.loads(Path(__file__).with_name("transformers.json").read_text(encoding="utf-8"))
-        name = next(iter(json.loads(config).get("architectures") or []), "")
+        said = json.loads(config)
+        name = next(iter(said.get("architectures") or []), "")
+        borrowed = f"{said['model_type']} {name}"  # a type that has another's class, and other names in files
+        name = borrowed if borrowed in tables["classes"].keys() | tables["refused"].keys() else name
         if name in tables["classes"]:
             table = tables["classes"][name]
             rules = [tables["rules"][number] for number in table.get("rules", [])]
