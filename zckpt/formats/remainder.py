@@ -179,6 +179,10 @@ _OF_A_RANK = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank_\d+_)?mp_rank_\d+_mode
 """What keys of metadata begin with of which a rank has another value than the first: the stem of its file."""
 
 
+_OF_ANOTHER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_[1-9]|model_world_size_\d+_rank_[1-9]")
+"""Those of ranks that have the same modules as the first, which has nothing there: it is not the model's."""
+
+
 def of_modules(checkpoint: Checkpoint) -> tuple[dict[str, object], set[str]]:
     """Return what modules keep besides tensors, by its name in the model's state dict, and the metadata that are that.
 
@@ -199,7 +203,8 @@ def of_modules(checkpoint: Checkpoint) -> tuple[dict[str, object], set[str]]:
     found = by_key((known_as, one) for one in held if (known_as := _in_model(one[1], modules)) is not None)
     values: dict[str, object] = {}
     for known_as, several in found.items():
-        best = [one for one in several if one[0] == known_as or one[0].partition(".")[0] in _OF_MODEL] or several
+        best = [one for one in several if one[0] == known_as or one[0].partition(".")[0] in _OF_MODEL]
+        best = best or [one for one in several if _OF_ANOTHER.match(one[0]) is None]
         if len(best) == 1:
             [(key, _, values[known_as])] = best
             left[key] -= 1

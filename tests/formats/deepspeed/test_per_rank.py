@@ -217,3 +217,34 @@ def test_large_client_state_is_compared_where_files_state_no_checksums_too(case,
         found = zckpt.open(tag)
         assert [key for key in found.metadata if key.endswith((".large", ".other"))] == expected
         assert not take_inventory(found).left_out
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_tensor_parallel_ranks_have_theirs_again_too(stage, tmp_path):
+    tag = copy(f"tp2_s{stage}_bf16_dp2", tmp_path / "run")
+    for path in tag.glob("*mp_rank_*_model_states.pt"):
+        edit(path, lambda content, path=path: content.update(who=path.name, rng=torch.full((2,), len(path.name))))
+    zckpt.convert(tag, tmp_path / "out", to="zckpt")
+    zckpt.convert(
+        tmp_path / "out", tmp_path / "back", to="deepspeed", world_size=2, stage=stage, tensor_parallel_size=2
+    )
+    files = [*tag_of(tmp_path / "back").glob("*mp_rank_*_model_states.pt")]
+    assert len(files) == 2 * max(stage - 1, 1)
+    assert all(torch.load(path, weights_only=False)["who"] == path.name for path in files)
+    assert zckpt.diff(tag, tmp_path / "back").equal
+    zckpt.convert(
+        tmp_path / "out", tmp_path / "other", to="deepspeed", world_size=2, stage=4 - stage, tensor_parallel_size=2
+    )  # files of another kind keep them all
+    assert zckpt.diff(tag, tmp_path / "other").equal
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_a_module_keeps_on_another_rank_alone_is_not_the_models(rank, tmp_path):
+    tag, extra = copy("s3_bf16_dp3", tmp_path / "run"), "ln1._extra_state"
+    edit(model_file(tag, rank), lambda content: content["module"].update({extra: 7}))
+    zckpt.convert(tag, tmp_path / "out", to="dcp")
+    zckpt.convert(tmp_path / "out", tmp_path / "back", to="deepspeed", world_size=3, stage=3)
+    for one in range(3):
+        found = torch.load(model_file(tag_of(tmp_path / "back"), one), weights_only=False)
+        assert (extra in found["module"], extra in found) == (rank in (0, one), False)
+    assert zckpt.diff(tag, tmp_path / "back").equal

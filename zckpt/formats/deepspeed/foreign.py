@@ -29,6 +29,7 @@ from zckpt.formats.deepspeed.loss_scaling import scaling
 from zckpt.formats.deepspeed.nested import ordered
 from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard, model_of, section
+from zckpt.formats.deepspeed.target import Target
 from zckpt.formats.deepspeed.values import refuse_to_begin, weight_or_master
 from zckpt.formats.group_values import group_values, refuse_several, same
 from zckpt.formats.latest import is_name
@@ -47,16 +48,14 @@ KEPT_IF_KNOWN = ("global_samples", "sparse_tensor_module_names")
 """Keys that DeepSpeed does without: samples are counted from steps, and 0.19 has no modules of sparse gradients."""
 
 
-_OF_RANK = re.compile(r"zero_pp_rank_(\d{1,9})_mp_rank_00_model_states\.(.+)")
-"""Keys of metadata that a rank's model file of ZeRO-3 has otherwise than the first's."""
+_OF_RANK = re.compile(r"(?:zero_pp_rank_(\d{1,9})_)?mp_rank_(\d{2,9})_model_states\.(.+)")
+"""Keys of metadata that a rank's model file has otherwise than the first's."""
 
 
-def as_deepspeed(
-    checkpoint: Checkpoint, *, stage: int, world_size: int, staged: bool = False, bf16: bool
-) -> Checkpoint:
+def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf16: bool) -> Checkpoint:
     """Return the checkpoint with masters, group-wide values and an origin, so that it can be laid out.
 
-    `stage`: {1, 2, 3}, for so many ranks; `staged`: whether layers are to be dealt to stages of a pipeline; `bf16`:
+    `stage`: {1, 2, 3}; `staged`: whether layers are to be dealt to stages of a pipeline; `bf16`:
     whether its optimizer is to be BF16_Optimizer, of stage 1. Raises UnsupportedError: it has no optimizer, parameters
     without names, or state that a flat buffer cannot hold.
     """
@@ -91,10 +90,9 @@ def as_deepspeed(
     tag = origin(converted).get("tag")
     tag = tag if isinstance(tag, str) and is_name(tag) else f"global_step{_steps(converted)}"
     model = _model(converted, layers)
-    files = _of_ranks(model, world_size) if stage == 3 else [model]
     whole = Rank(
         converted.source, converted.format, parameters=parameters, buffers=converted.buffers, param_groups=groups,
-        model_files=files, members=[_optimizer(converted, stage, bf16=bf16)],
+        model_files=[model], members=[_optimizer(converted, stage, bf16=bf16)],
     )  # fmt: skip
     whole.degrees.extend(expert_degrees(whole))
     rules = known_rules(model.content, {name: p.shape for name, p in parameters.items()}, model.path)
@@ -232,26 +230,27 @@ def _model(checkpoint: Checkpoint, layers: Sequence[object]) -> ModelShard:
     return model_of(shard, _file(content))
 
 
-def _of_ranks(model: ModelShard, world_size: int) -> list[ModelShard]:
-    """Return model files of ZeRO-3's ranks: those with state of their own have it again, if they are there.
+def give_own(target: Target) -> None:
+    """Let ranks that had state of their own, the client's or what a module keeps, have it again, if they are there.
 
-    A key is the client's, or that of what a module keeps.
+    That is where the target has files of the same kind: one for each data-parallel rank, or for all of them.
     """
-    common: dict[str, object] = {}
-    client: dict[int, dict[str, object]] = {}
-    extra: dict[int, dict[str, object]] = {}
-    for key, value in model.content.items():
+    model = target.origin.model
+    common = dict(model.content)
+    own: dict[tuple[int, int], dict[str, object]] = {}
+    for key in model.content:
         match = _OF_RANK.fullmatch(key)
-        if match is not None and int(match[1]) < world_size:
-            own = extra if is_extra(match[2]) else client
-            own.setdefault(int(match[1]), {})[match[2]] = value
-        else:
-            common[key] = value
-    files = []
-    for rank in range(max([*client, *extra, 0]) + 1):
-        module = ordered([*section(common, "module").items(), *extra.get(rank, {}).items()])
-        files.append(model_of(model.shard, _file({**common, **client.get(rank, {}), "module": module})))
-    return files
+        rank, mp_rank = (int(match[1] or 0), int(match[2])) if match is not None else (0, 0)
+        is_there = mp_rank < len(target.ranks) and rank < target.world_size and not is_counted(key)
+        if match is not None and (match[1] is not None) == (target.stage == 3) and is_there:
+            own.setdefault((mp_rank, rank), {})[match[3]] = common.pop(key)
+    for mp in target.ranks:
+        mp.model_files = []
+        for rank in range(max([rank for _, rank in own], default=0) + 1):
+            its = own.get((mp.mp_rank, rank), {})
+            extra = {key: value for key, value in its.items() if is_extra(key)}
+            module = ordered([*section(common, "module").items(), *extra.items()])
+            mp.model_files.append(model_of(model.shard, _file({**common, **without(its, *extra), "module": module})))
 
 
 def is_counted(key: str) -> bool:

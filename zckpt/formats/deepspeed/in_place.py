@@ -143,10 +143,10 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
         if optimizer and found.is_bare:
             found = replace(found, param_groups=with_hyperparameters(found.param_groups, training.hyperparameters))
             notes += ("holds no hyperparameters, as DeepSpeed's elastic form does not: the engine's stay",)
-        found = foreign.as_deepspeed(
-            found, stage=options.stage or 1, world_size=training.world_size, bf16=training.bf16_optimizer
-        )
+        found = foreign.as_deepspeed(found, stage=options.stage or 1, bf16=training.bf16_optimizer)
     target = decide(found, options, sub_group_size=training.sub_group_size)
+    if target.origin.is_foreign:
+        foreign.give_own(target)
     own, trained = target.ranks[training.mp_rank].parameters, {name for names in training.groups for name in names}
     frozen = [own.get(names[0]) for names in training.names if names[0] not in trained]
     target = replace(target, lists_frozen=all(one is not None and one.slots for one in frozen))

@@ -299,9 +299,7 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
         checkpoint = replace(checkpoint, param_groups=with_hyperparameters(groups, given))
         options = replace(options, hyperparameters=None)
     keys = with_tied_keys(checkpoint, options)
-    converted = foreign.as_deepspeed(
-        checkpoint, stage=stage, world_size=options.world_size, staged=bool(stages_asked(options)), bf16=bf16
-    )
+    converted = foreign.as_deepspeed(checkpoint, stage=stage, staged=bool(stages_asked(options)), bf16=bf16)
     strange = without(checkpoint.optimizer_metadata, *loss_scaling.HANDLED)
     if strange:
         raise UnsupportedError(
@@ -313,6 +311,7 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
     if options.slice_rules is not None and made is not None:
         converted.origin = replace(made, rules=read_rules(Path(options.slice_rules)), rules_path=options.slice_rules)
     target = _decide(converted, _recut(options, options.world_size, stage))
+    foreign.give_own(target)
     notes = [*left_out, *foreign.notes(checkpoint, stage=stage), *keys, *stage_notes(target),
              *zenflow.notes(target.origin.model.config, stage)]  # fmt: skip
     if target.ranks[0].lanes > 1:
