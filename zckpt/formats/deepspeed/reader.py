@@ -6,7 +6,6 @@ What is true of a checkpoint as a whole, from the files of all its ranks: topolo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import repeat
 from pathlib import Path
 
@@ -61,7 +60,7 @@ from zckpt.formats.deepspeed.values import (
     shard_rules,
 )
 from zckpt.formats.torch_files.tensors import as_mapping, carried, describe
-from zckpt.state import WEIGHT, Checkpoint, GivenNames, Topology, as_float, dict_of
+from zckpt.state import WEIGHT, Checkpoint, GivenNames, SourceFile, Topology, as_float, dict_of
 from zckpt.state.inventory import LEFT_OUT, UNNAMED_STATE, Rule
 from zckpt.torchfile import Object, read_torchfile
 
@@ -114,7 +113,7 @@ def read(directory: TagDirectory, *, names: GivenNames = None, tp_rules: Path | 
     )  # fmt: skip
     checkpoint.warnings += state.warnings
     files.describe(state, origin)
-    files.keep_others(origin.members)
+    files.account(origin.members)
     checkpoint.warnings += reasons
     if files.optimizers:
         note_not_used(checkpoint, names, "the files have")
@@ -157,11 +156,6 @@ class _Files:
                     expected="{'optimizer': None}",
                     advice="if it is left over from a run without ZeRO, move it away",
                 )
-        of_ranks = [(one.shard, one.file) for one in (*self.models, *self.optimizers)]
-        describing = partial(describe, known={})
-        for shard, file in (*of_ranks, *self.experts, *self.layers, *self.of_experts):
-            rules = MODEL_RULES if shard.role in (MODEL, EXPERT_OPTIMIZER) else ()
-            self.checkpoint.files.append(describing(file, shard.role, shard.dp_rank, shard.mp_rank, rules=rules))
         for model in self.models:
             if not isinstance(model.content.get("module"), dict) and not self.layers:
                 raise UnknownFormatError("holds no model", path=model.path, expected="a dict `module`")
@@ -260,17 +254,19 @@ class _Files:
         configured = model.zero.get("stage")
         checkpoint.zero_stage = configured if isinstance(configured, int) else 1 if members else 0
         details["tag"] = self.directory.tag
-        for lead in members[:1]:
+        if members:
+            lead = members[0]
             if not lead.bf16_optimizer:
                 checkpoint.zero_stage = lead.stage
             scaler = lead.content.get("loss_scaler")
             checkpoint.loss_scale = as_float(scaler.get("cur_scale")) if isinstance(scaler, Object) else None
-
-            details["optimizer_form"] = "elastic" if lead.elastic else "rigid"
-            details["round_robin_gradients"] = model.zero_option("round_robin_gradients")
             pads = any(any(group) for group in lead.alignment_paddings or [])
-            details["parameter_alignment"] = pads or model.zero_option("parameter_alignment")
-            details["bf16_optimizer"] = lead.bf16_optimizer
+            details |= {
+                "optimizer_form": "elastic" if lead.elastic else "rigid",
+                "round_robin_gradients": model.zero_option("round_robin_gradients"),
+                "parameter_alignment": pads or model.zero_option("parameter_alignment"),
+                "bf16_optimizer": lead.bf16_optimizer,
+            }
             if model.uses_zenflow:
                 from zckpt.formats.deepspeed.rare.zenflow import DETAIL, WARNING
 
@@ -289,41 +285,42 @@ class _Files:
         if model.configuration is not None:
             checkpoint.metadata.setdefault("ds_config", carried(model.file, model.configuration))
 
-    def keep_others(self, members: Sequence[OptimizerShard]) -> None:
-        """Keep what ranks have of their own, and say of everything else in their files what it is."""
+    def account(self, members: Sequence[OptimizerShard]) -> None:
+        """Describe all files, and keep what ranks have of their own in them besides the state."""
         checkpoint, models = self.checkpoint, self.models
         keys: Iterable[str] = (key for m in models for key in m.content if key not in MODEL_KEYS or key in KEPT_KEYS)
-        found = keep_models(checkpoint, models, keys)
-        contents: list[Content]
+        rules = keep_models(checkpoint, models, keys)
+        first: FileRules = {}  # which come before all others
         if members:
             lead, where, keys = members[0], "optimizer_state_dict", OPTIMIZER_METADATA_KEYS
             every = [lead, *(one for one in self.optimizers if one is not lead)]
-            contents = [(one.file, one.content) for one in every]
-            found.append({one.path: shard_rules(first=one is lead) for one in every})
-            found.append(copies_of_optimizers(models, self.optimizers))
+            contents: list[Content] = [(one.file, one.content) for one in every]
+            rules.append({one.path: shard_rules(first=one is lead) for one in every})
+            rules.append(copies_of_optimizers(models, self.optimizers))
         else:
             from zckpt.formats.deepspeed.layouts.stage0 import STATE_KEYS
             from zckpt.formats.deepspeed.rare.one_bit import ONE_BIT_RULES, compresses
 
-            files = [m.file for m in models if self.of_experts or checkpoint.param_groups]
-
-            where = "optimizer"
-            held = ((file, dict_of(file.root).get(where)) for file in (*(file for _, file in self.of_experts), *files))
+            where, of_experts = "optimizer", [file for _, file in self.of_experts]
+            holders = of_experts + [m.file for m in models if of_experts or checkpoint.param_groups]
+            held = ((file, dict_of(file.root).get(where)) for file in holders)
             contents = [(file, one) for file, one in held if isinstance(one, dict)]
             keys = (str(key) for _, one in contents for key in one if key not in STATE_KEYS)
-            compressed = {m.path for m in models if compresses(m.content.get("optimizer"))}
             unread = not checkpoint.param_groups and not checkpoint.unnamed
-            rule = Rule((where, "**"), LEFT_OUT, UNNAMED_STATE, tensors=True)
-            numbered = {m.path for m in models if unread and m.optimizer is not None}
-            numbered |= {file.path for _, file in self.of_experts if unread}
-            for file in checkpoint.files:
-                own_rules = (rule,) * (file.path in numbered) + ONE_BIT_RULES * (file.path in compressed)
-                file.rules = (*own_rules, *file.rules)
+            left = (Rule((where, "**"), LEFT_OUT, UNNAMED_STATE, tensors=True),) * unread
+            first = dict.fromkeys((file.path for file in of_experts), left)
+            for m in models:
+                first[m.path] = left * (m.optimizer is not None) + ONE_BIT_RULES * compresses(m.optimizer)
         own, of_optimizers = keep_others(contents, keys, where)
         checkpoint.optimizer_metadata |= own
-        found.append(of_optimizers)
-        for file in checkpoint.files:
-            file.rules = (*file.rules, *(rule for rules in found for rule in rules.get(file.path, ())))
+        rules.append(of_optimizers)
+        known: dict[int, SourceFile] = {}
+        of_ranks = [(one.shard, one.file) for one in (*models, *self.optimizers)]
+        for shard, file in (*of_ranks, *self.experts, *self.layers, *self.of_experts):
+            of_role = MODEL_RULES if shard.role in (MODEL, EXPERT_OPTIMIZER) else ()
+            own_rules = [rule for one in (first, {file.path: of_role}, *rules) for rule in one.get(file.path, ())]
+            one = describe(file, shard.role, shard.dp_rank, shard.mp_rank, rules=own_rules, known=known)
+            checkpoint.files.append(one)
 
 
 def _layout(members: Sequence[OptimizerShard]) -> type[Layout]:
