@@ -19,6 +19,8 @@ from tests.live import save_both
 from tests.refusals import refusing
 from zckpt.compare.logical import parameter_values, single
 from zckpt.errors import UnsupportedError
+from zckpt.formats import open_checkpoint
+from zckpt.formats.deepspeed.in_place import Training, serve
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 from zckpt.torchfile import Object, plain
 
@@ -347,3 +349,22 @@ def test_tag_that_is_no_name_of_a_directory_is_not_taken(tag, tmp_path):
     change_document(tmp_path / "own", lambda document: document["origin"].update(tag=tag))
     zckpt.convert(tmp_path / "own", tmp_path / "out", to="deepspeed", world_size=1, stage=1)
     assert tag_of(tmp_path / "out").name == f"global_step{zckpt.open(tmp_path / 'own').step}"
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_engine_finds_a_tied_parameter_that_a_checkpoint_has_under_its_other_name(momentum, tmp_path):
+    model = torch.nn.ModuleDict({"head": torch.nn.Linear(4, 3, bias=False), "body": torch.nn.Linear(4, 4, bias=False)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    model["body"](model["head"].weight).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
+    checkpoint = open_checkpoint(tmp_path / "checkpoint.pt", names=["head.weight", "body.weight"])
+    training = Training(
+        world_size=1, rank=0, tensor_parallel=1, mp_rank=0, stage=1, round_robin=False, alignment=False,
+        bf16_optimizer=False, sub_group_size=1, dtype="float32", groups=[["embedding.weight", "body.weight"]],
+        stored=[{"embedding.weight": (3, 4), "body.weight": (4, 4)}], partitions=[28],
+        names=[["embedding.weight", "head.weight"], ["body.weight"]], hyperparameters=[{"lr": 0.1}],
+    )  # fmt: skip
+    served = serve(checkpoint, training, optimizer=True)
+    assert served.target.parts(served.target.ranks[0])[0].numel == 28
+    assert [p.name for p in served.target.ranks[0].groups[0].experts[0]] == ["head.weight", "body.weight"]

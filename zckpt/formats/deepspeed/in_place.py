@@ -29,7 +29,7 @@ from zckpt.formats.deepspeed.trees import form_of
 from zckpt.formats.deepspeed.writer import documents
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.immutable import immutable, mutable
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Shape, alias_of
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Shape, alias_of, first_of
 from zckpt.state.names import as_filed
 
 
@@ -224,23 +224,22 @@ def _like_the_engine(checkpoint: Checkpoint, training: Training, *, optimizer: b
         checkpoint = as_filed(checkpoint)
     parameters = dict(checkpoint.parameters)
     for names in training.names:
-        known = [parameters[name] for name in names if name in parameters]
-        for name in names if known else ():
+        known = first_of(parameters.get(name) for name in names)
+        if known is None:
+            continue
+        for name in names:
             if name not in parameters:
-                parameters[name] = alias_of(parameters[known[0].tied_to or known[0].name], name)
-        first = parameters.get(names[0])
-        if first is not None and first.tied_to is not None and names[0] not in wanted:  # DeepSpeed lists frozen ones so
+                parameters[name] = alias_of(parameters[known.tied_to or known.name], name)
+        first = parameters[names[0]]
+        if first.tied_to is not None and first.name not in wanted:  # DeepSpeed lists frozen ones so
             owner = first.tied_to
             parameters |= {n: replace(p, tied_to=first.name) for n, p in parameters.items() if p.tied_to == owner}
             parameters[first.name] = replace(parameters[owner], name=first.name)
             parameters[owner] = replace(first, name=owner, tied_to=first.name)
-    for name, one in parameters.items():
-        if _is_too_narrow(one, training.dtype):
-            weight = replace(one.slots[MASTER], name=WEIGHT)
-            parameters[name] = replace(one, dtype="float32", slots={**one.slots, WEIGHT: weight})
     owned = [[parameters[n].tied_to or n for n in names if n in parameters] for names in training.groups]
+    trained = [name for names in owned for name in names]
     if not optimizer:
-        groups = [ParamGroup({"lr": 0.0}, [name for names in owned for name in names])]
+        groups = [ParamGroup({"lr": 0.0}, trained)]
     else:
         absent = sorted(wanted - parameters.keys())
         if absent:
@@ -248,27 +247,26 @@ def _like_the_engine(checkpoint: Checkpoint, training: Training, *, optimizer: b
         groups = []
         for at, names in enumerate(owned):
             if names:
-                groups.append(_group_of(names, checkpoint, training))
+                groups.append(_group_of(names, checkpoint, set(trained)))
             else:  # files need not have one in which nothing is trained
                 own = training.hyperparameters[at] if at < len(training.hyperparameters) else {}
                 groups.append(ParamGroup(dict(own), []))
     group_of = {name: index for index, group in enumerate(groups) for name in group.parameters}
     for name, one in parameters.items():
-        parameters[name] = replace(one, group=group_of.get(name), frozen=one.tied_to is None and name not in group_of)
+        changed = replace(one, group=group_of.get(name), frozen=one.tied_to is None and name not in group_of)
+        if _is_too_narrow(one, training.dtype):
+            changed.dtype, weight = "float32", replace(one.slots[MASTER], name=WEIGHT)
+            changed.slots = {**one.slots, WEIGHT: weight}
+        parameters[name] = changed
     return replace(checkpoint, parameters=parameters, param_groups=groups, per_rank=[])
 
 
-def _group_of(names: Sequence[str], checkpoint: Checkpoint, training: Training) -> ParamGroup:
+def _group_of(names: Sequence[str], checkpoint: Checkpoint, trained: Collection[str]) -> ParamGroup:
     """Return the checkpoint's param group of these parameters, in this order."""
-    trained = {checkpoint.parameters[n].tied_to or n for group in training.groups for n in group
-               if n in checkpoint.parameters}  # fmt: skip
+    known = checkpoint.parameters
     for group in checkpoint.param_groups:
-        members = [
-            name
-            for name in group.parameters
-            if name in trained or name not in checkpoint.parameters or checkpoint.parameters[name].optimizer_slots
-        ]
-        if set(members) == set(names):
+        members = {n for n in group.parameters if n in trained or n not in known or known[n].optimizer_slots}
+        if members == set(names):
             return replace(group, parameters=list(names))
     raise _other_model(
         "has no param group of the parameters of one of the engine's",
