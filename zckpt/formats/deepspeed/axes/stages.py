@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
@@ -76,8 +77,7 @@ class Stages:
     def of(self, name: str) -> list[int]:
         """Return the stages that have a parameter or buffer."""
         layers = self.uses.get(key, ()) if (key := tied_key(name)) is not None else (layer_of(name),)
-        pairs = enumerate(itertools.pairwise(self.bounds))
-        return [stage for stage, (low, high) in pairs if any(low <= layer < high for layer in layers)]
+        return sorted({bisect_right(self.bounds, layer) - 1 for layer in layers if layer < self.bounds[-1]})
 
     def order(self, name: str, stage: int) -> tuple[int, int]:
         """Return where a layer is among the modules of a stage, which begin with the tied ones."""
@@ -148,12 +148,14 @@ def uses_of(layers: Iterable[Layer]) -> dict[str, list[int]]:
     return by_key((layer.tied, number) for number, layer in enumerate(layers) if layer.tied is not None)
 
 
-def _dealt(method: str, layers: Sequence[Layer], count: int, weights: Weights) -> Stages:
-    """Return the stages that a method makes of layers.
+def _dealt(method: str | Numbers, layers: Sequence[Layer], count: int, weights: Weights) -> Stages:
+    """Return the stages that a method makes of layers, or bounds.
 
     Raises UsageError: it names layers of a type and is no regular expression, or matches none of them.
     """
     uses = uses_of(layers)
+    if not isinstance(method, str):
+        return Stages(method, uses)
     if method.lower() == UNIFORM:
         return Stages(uniform(len(layers), count), uses)
     if method.lower() == PARAMETERS:
@@ -187,7 +189,7 @@ class _Evidence:
         """The least number of layers that there are."""
         return max((*self.filed, *self.stage), default=-1) + 1
 
-    def fits(self, method: str, layers: Sequence[Layer]) -> bool:
+    def fits(self, method: str | Numbers, layers: Sequence[Layer]) -> bool:
         """Tell whether a method deals layers as the source has them."""
         was = _dealt(method, layers, self.stages, self.weights)
         held = all(was.bounds[stage] <= layer < was.bounds[stage + 1] for layer, stage in self.stage.items())
@@ -233,8 +235,7 @@ def stages_of(
     files nor options say it.
     """
     count, bounds = _asked(options, len(source))
-    asked = options.partition_method, bounds, options.pipeline_layers
-    if count == len(source) and asked == (None, None, None):
+    if count == len(source) and (options.partition_method, bounds, options.pipeline_layers) == (None, None, None):
         return None
     seen = _evidence(origin, source)
     if count == 1 and bounds is None:
@@ -249,24 +250,21 @@ def stages_of(
             expected=f"at least {seen.least} as the last number",
             found=bounds[-1],
         )
-    weights, names = _weights(target), [f"{layer}." for layer in sorted(seen.filed | seen.stage.keys())]
-    names += [f"{TIED}{key}." for key in sorted(seen.tied)]
+    if bounds is not None and layers is not None and bounds[-1] != len(layers):
+        raise UsageError(
+            "stage bounds for another number of layers", expected=f"{len(layers)} as the last number", found=bounds[-1]
+        )
+    weights, names = _weights(target), [f"{layer}." for layer in seen.filed | seen.stage.keys()]
+    names += [f"{TIED}{key}." for key in seen.tied]
+    way = method if bounds is None else bounds
+    is_said = bounds is not None or (layers is not None and method is not None)
+    counts = range(seen.least, seen.least + UNSEEN + 1) if bounds is None else [bounds[-1]]
     found: dict[object, Stages] = {}
-    unseen = range(seen.least, seen.least + UNSEEN + 1) if bounds is None else [bounds[-1]]
-    for case in (one for number in unseen for one in seen.cases(number)) if layers is None else [layers]:
-        if bounds is not None and bounds[-1] != len(case):
-            raise UsageError(
-                "stage bounds for another number of layers",
-                expected=f"{len(case)} as the last number",
-                found=bounds[-1],
-            )
-        methods = (UNIFORM, PARAMETERS) if method is None else (method,)
-        dealt = [Stages(bounds, uses_of(case))] if bounds is not None else [
-            _dealt(one, case, count, weights) for one in methods
-            if (layers is not None and method is not None) or seen.fits(one, case)
-        ]  # fmt: skip
-        for one in dealt:
-            found.setdefault((len(one.bounds), *(tuple(one.of(name)) for name in names)), one)
+    for case in (one for number in counts for one in seen.cases(number)) if layers is None else [layers]:
+        for one in (UNIFORM, PARAMETERS) if way is None else [way]:
+            if is_said or seen.fits(one, case):
+                dealt = _dealt(one, case, count, weights)
+                found.setdefault(tuple(tuple(dealt.of(name)) for name in names), dealt)
     once = [key for key in seen.tied if any(len(one.uses.get(key, ())) < 2 for one in found.values())]
     if layers is None and count > 1 and once:
         raise _unsure(f"tied layer {once[0]}, with one known use")
@@ -357,14 +355,11 @@ def _evidence(origin: Origin, source: Sequence[Rank]) -> _Evidence:
 
 
 def _weights(states: Sequence[Rank]) -> Weights:
+    numels = {name: state.parameters[name].numel for state in reversed(states) for name in state.grouped}
     found: Counter[int | str] = Counter()
-    tied: set[str] = set()
-    for state in states:
-        own = [name for name in state.grouped if name not in tied]
-        for name in own:
-            key = tied_key(name)
-            found[layer_of(name) if key is None else key] += state.parameters[name].numel
-        tied.update(name for name in own if tied_key(name) is not None)
+    for name, numel in numels.items():  # of a tied layer the first stage's
+        key = tied_key(name)
+        found[layer_of(name) if key is None else key] += numel
     return found
 
 
