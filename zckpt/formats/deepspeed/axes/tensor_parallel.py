@@ -128,7 +128,8 @@ def _copies(states: Sequence[Rank], merged: Rank, rules: Rules) -> Iterator[Dupl
         rule = None if name in first.whole else rules.mapped(name)
         if rule is None:
             continue
-        for state, copies in zip(states, rule.copies, strict=False):
+        for state, shares, firsts in zip(states, rule.shares, rule.read, strict=False):
+            copies = [part for share in shares for part in share.without(firsts)]
             for key, slot in state.parameters[name].slots.items():
                 for source, target, size in copies if key in whole.slots and slot.shape else ():
                     copy, part = narrow(slot, rule.dim, source, size), narrow(whole.slots[key], rule.dim, target, size)

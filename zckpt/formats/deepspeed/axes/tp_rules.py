@@ -142,15 +142,12 @@ class Rule(NamedTuple):
     shape: Shape  # of the whole parameter
     dim: int = 0  # along which it is sliced
     shares: Shares = ()  # what each rank's slice has of the whole
-    copies: Shares = ()  # what of that a rank before it has, too; empty where no part is on several ranks
+    firsts: Shares = ()  # what of that no rank before it has; empty where no part is on several ranks
 
     @property
     def read(self) -> Shares:
-        """What is read of each rank's slice: its shares without the copies."""
-        if not self.copies:
-            return self.shares
-        both = zip(self.shares, self.copies, strict=True)
-        return tuple(tuple(part for share in shares for part in share.without(copies)) for shares, copies in both)
+        """What is read of each rank's slice."""
+        return self.firsts or self.shares
 
     def local(self, rank: int) -> Shape:
         """Return the shape of a rank's slice."""
@@ -290,14 +287,14 @@ class Rules:
         is_nearly_even = False
         if mapped is not None:
             shape, dim = mapped.shape, mapped.dim
-            if ranks == 1 or _are_subs(mapped, [shape[dim]]):
-                subs = [shape[dim]]
-            elif not _are_subs(mapped, subs):
+            known = [one for one in ([shape[dim]], subs) if ranks == 1 or _are_subs(mapped, one)]
+            if not known:
                 raise self._unusable(
                     f"{name} is cut in a special order, which does not say how to cut it for {ranks} "
                     "tensor-parallel ranks",
                     f"{len(mapped.shares)} ranks",
                 )
+            subs = known[0]
             module = name.rpartition(".")[0]
             parts = any(one in module for one in _NEARLY_EVEN_PARTS)
             is_nearly_even = len(subs) == 1 and (parts or module.rpartition(".")[2] in _NEARLY_EVEN)
@@ -350,18 +347,20 @@ class Rules:
         ranks = [by_number.get(str(rank)) for rank in range(len(by_number))]
         if shape is None or not ranks or None in ranks:
             raise self._unusable(f"unreadable affine map of {name}", brief(entry))
-        boxes, locals_ = [], []
+        parts: list[tuple[Shape, list[tuple[Shape, Shape, Shape]]]] = []
         for rank, one in enumerate(ranks):
             local, pieces = _ints(_of(one, "shard_shape")), _of(one, "pieces")
             if local is None or len(local) != len(shape) or not isinstance(pieces, (list, tuple)):
                 raise self._unusable(f"unreadable affine map of {name}, rank {rank}", brief(one))
-            boxes.append([box for piece in pieces if (box := self._box(name, piece, shape, local)) is not None])
-            locals_.append(local)
+            parts.append(
+                (local, [box for piece in pieces if (box := self._box(name, piece, shape, local)) is not None])
+            )
         cut = {
             dim
-            for local, held in zip(locals_, boxes, strict=True)
-            for dim in range(len(shape))
-            if local[dim] != shape[dim] or any(sizes[dim] != shape[dim] for _, _, sizes in held)
+            for local, boxes in parts
+            for own in (local, *(sizes for _, _, sizes in boxes))
+            for dim, size in enumerate(own)
+            if size != shape[dim]
         }
         if len(cut) > 1:
             raise self._unusable(f"{name} is sliced along several dimensions", sorted(cut))
@@ -372,24 +371,24 @@ class Rules:
             advice=OTHER_RULES,
         )
         if not cut:
-            if not math.prod(shape) or all(len(held) == 1 for held in boxes):
+            if not math.prod(shape) or all(len(boxes) == 1 for _, boxes in parts):
                 return Rule(REPLICATED, shape)
             raise wrong
         dim = cut.pop()
-        shares, copies = [], []
+        shares: list[tuple[Share, ...]] = []
+        firsts: list[tuple[Share, ...]] = []
         covered: list[Share] = []
-        for local, held in zip(locals_, boxes, strict=True):
-            own = sorted(Share(there[dim], here[dim], sizes[dim]) for there, here, sizes in held)
+        for local, boxes in parts:
+            held = sorted(Share(there[dim], here[dim], sizes[dim]) for there, here, sizes in boxes)
             end = local[dim] if math.prod(local) else 0
-            if [*(s.source for s in own), end] != list(accumulate((s.size for s in own), initial=0)):
+            if [*(s.source for s in held), end] != list(accumulate((s.size for s in held), initial=0)):
                 raise wrong
-            fresh = [part for share in own for part in share.without(covered)]
-            copies.append(tuple(part for share in own for part in share.without(fresh)))
-            shares.append(tuple(own))
-            covered += fresh
+            firsts.append(tuple(part for share in held for part in share.without(covered)))
+            shares.append(tuple(held))
+            covered += firsts[-1]
         if Share(0, 0, shape[dim]).without(covered) or sum(s.size for s in covered) != shape[dim]:
             raise wrong
-        return Rule(SLICED, shape, dim, tuple(shares), tuple(copies) if any(copies) else ())
+        return Rule(SLICED, shape, dim, tuple(shares), tuple(firsts))
 
     def _box(self, name: str, piece: object, shape: Shape, local: Shape) -> tuple[Shape, Shape, Shape] | None:
         """Return the origin of a piece in the slice and in the whole, and its sizes; None of an empty one."""
