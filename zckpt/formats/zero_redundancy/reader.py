@@ -346,9 +346,11 @@ def read_foreign(directory: Directory, names: GivenNames) -> Checkpoint:
             advice=f"give one of them, such as {directory.ranks[0]}",
         )
     lengths = [sum(map(len, shares)) for shares in zip(*(state.numbers for state in states), strict=True)]
-    listed = names if names is not None else _param_names(states[0], lengths)
-    if listed is not None:
-        order = order_by_names(listed, lengths, checkpoint)
+    recorded = [list_of(group.get("param_names")) for group in states[0].groups]
+    if names is None and list(map(len, recorded)) == lengths:  # of all ranks: torch copies them once it has loaded any
+        names = list(map(str, chain(*recorded)))
+    if names is not None:
+        order = order_by_names(names, lengths, checkpoint)
     else:
         order = order_by_model(states, checkpoint)
         checkpoint.is_numbered = True
@@ -458,9 +460,3 @@ def _copies(checkpoint: Checkpoint, others: Sequence[Path]) -> Iterator[Duplicat
             for name in filter(its.__contains__, mine):
                 if (original := mine[name].weight) is not None and (copy := its[name].weight) is not None:
                     yield Duplicate(kind, name, name, copy, original, rank)
-
-
-def _param_names(state: OptimizerState, lengths: Sequence[int]) -> list[str] | None:
-    """Return the names of all ranks' parameters, which torch copies to every rank once it has loaded any."""
-    listed = [list_of(group.get("param_names")) for group in state.groups]
-    return list(map(str, chain(*listed))) if list(map(len, listed)) == list(lengths) else None
