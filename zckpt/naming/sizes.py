@@ -176,20 +176,19 @@ class Sizes:
             for one in self._tensors
             for axis, size in zip(one.template.axes or (), one.shape or (), strict=False)
         ]
-        while any(self._solve_axis(*one) for one in every):
-            pass
-
-    def _solve_axis(self, axis: Sequence[Factor], size: int, of: Tensor) -> bool:
-        values = [(factor.numel, evaluated(factor.numel, self.of, self._map.name)) for factor in axis]
-        told = [text for text, value in values if value is not None]
-        unknown = [text for text, value in values if value is None]
-        known = math.prod(value for _, value in values if value is not None)
-        if len(unknown) != 1 or not unknown[0].isidentifier() or known < 1:
-            return False
-        if size % known:
-            raise self._misshapen(of, f"a multiple of {known}, which is {' x '.join(told)}")
-        self._solved[unknown[0]] = size // known
-        return True
+        at = 0
+        while at < len(every):
+            axis, size, of = every[at]
+            values = [(factor.numel, evaluated(factor.numel, self.of, self._map.name)) for factor in axis]
+            unknown = [text for text, value in values if value is None]
+            known = math.prod(value for _, value in values if value is not None)
+            at += 1
+            if len(unknown) == 1 and unknown[0].isidentifier() and known > 0:
+                if size % known:
+                    told = " x ".join(text for text, value in values if value is not None)
+                    raise self._misshapen(of, f"a multiple of {known}, which is {told}")
+                self._solved[unknown[0]] = size // known
+                at = 0  # it may tell of others
 
     def _misshapen(self, of: Tensor, expected: str) -> UsageError:
         return UsageError(

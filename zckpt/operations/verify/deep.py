@@ -466,25 +466,21 @@ def _elements(outcome: Outcome, inventory: Inventory, wrong: Collection[Sum | No
         names = tuple(dict.fromkeys(name for name, _ in found if name))
         tallies = [tally for _, tally in found]
         counts = [sum(getattr(tally, one) for one in COUNTED[code]) for tally in tallies]
-        total = sum(counts)
+        total, of = sum(counts), f"{slot} of {listed(names)}"
+        unit, expected = "element", "none"
+        if code == PADDING:
+            unit, expected, what = "byte", "zeros", f"padding of {slot}: {total} bytes are not zero"
+        elif code == NEGATIVE:
+            what = f"{of}: {total} negative {'element' if total == 1 else 'elements'}"
+        else:
+            kinds = ((sum(getattr(tally, kind.lower()) for tally in tallies), kind) for kind in ("NaN", "Inf"))
+            what = f"{of}: {' and '.join(f'{n} {kind}' for n, kind in kinds if n)}"
         if len(names) > 1:
             each = [f"{name} {count}" for (name, _), count in zip(found, counts, strict=True)]
             said = "; ".join(each[:8]) + (" ..." if len(each) > 8 else "")
         else:
-            said = f"{total}, first at {'byte' if code == PADDING else 'element'} {tallies[0].first}"
-        expected = "zeros" if code == PADDING else "none"
-        what = _message(code, slot, names, tallies, total)
+            said = f"{total}, first at {unit} {tallies[0].first}"
         yield Finding(code, what, path, names, expected, said)
-
-
-def _message(code: str, slot: str, names: Sequence[str], tallies: Sequence[Tally], total: int) -> str:
-    if code == PADDING:
-        return f"padding of {slot}: {total} bytes are not zero"
-    of = f"{slot} of {listed(names)}"
-    if code == NEGATIVE:
-        return f"{of}: {total} negative {'element' if total == 1 else 'elements'}"
-    kinds = ((sum(getattr(tally, kind.lower()) for tally in tallies), kind) for kind in ("NaN", "Inf"))
-    return f"{of}: {' and '.join(f'{n} {kind}' for n, kind in kinds if n)}"
 
 
 def _copies(outcome: Outcome, duplicates: Sequence[Duplicate], damaged: Collection[Sum]) -> Iterator[Finding]:
