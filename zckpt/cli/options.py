@@ -175,12 +175,9 @@ class FormatCommand(Verb):
     stated: str
     """Which attribute of a format states them."""
 
-    completed = False
-
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return the parameters, those of formats included."""
-        if not self.completed:
-            self.completed = True
+        if not self.of_formats:
             names = [one.name for one in self.params]
             at = names.index("verify")
             added = [one for one in self.made() if one.name not in names]

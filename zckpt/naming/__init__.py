@@ -18,16 +18,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from zckpt.errors import UsageError, about
 from zckpt.immutable import immutable
 from zckpt.naming.renames import names_of, new_names
 from zckpt.state import Checkpoint
 from zckpt.state.names import renamed
-
-if TYPE_CHECKING:
-    from zckpt.naming.apply import Mapped
 
 TRANSFORMERS = "transformers"
 """The name of the map of the installed one."""
@@ -120,31 +116,28 @@ class Naming:
         names = new_names(changed, idle, strip_prefix=self.strip_prefix, rename=self.rename)
         renamed(changed, names)
         if self.map is not None:
-            found = self._mapped(changed, self.map, side)
+            from zckpt.naming.apply import mapped
+            from zckpt.naming.document import read_map
+            from zckpt.naming.installed import by_transformers, transformers_map
+            from zckpt.naming.sizes import arguments_of, check_settings, numbers_of, read_config
+
+            config, where = read_config(self.map_config, changed)
+            with about(changed.named):
+                if self.map == TRANSFORMERS:
+                    found = by_transformers(changed, transformers_map(config), side)
+                else:
+                    given, numbers = read_map(self.map), numbers_of(config)
+                    for said in (config, arguments_of(changed)):
+                        check_settings(given, said)
+                    found = mapped(changed, given.numbered(numbers), numbers, side)
+                    if where is not None and given.sizes and found.notes:
+                        found.notes.append(f"the model's sizes are from {where}")
             changed, side, notes = found.checkpoint, found.side, found.notes
             names = {old: found.names[new] for old, new in names.items() if new in found.names}
         last = {name: f"{self.add_prefix or ''}{name}" for name in names_of(changed)}
         renamed(changed, last)
         changed.origin, changed.wrapped = None, {}  # of names that are no longer so
         return changed, tuple(notes), {old: last[new] for old, new in names.items() if new in last}, side
-
-    def _mapped(self, checkpoint: Checkpoint, source: MapSource, side: int | None) -> Mapped:
-        from zckpt.naming.apply import mapped
-        from zckpt.naming.document import read_map
-        from zckpt.naming.installed import by_transformers, transformers_map
-        from zckpt.naming.sizes import arguments_of, check_settings, numbers_of, read_config
-
-        config, where = read_config(self.map_config, checkpoint)
-        with about(checkpoint.named):
-            if source == TRANSFORMERS:
-                return by_transformers(checkpoint, transformers_map(config), side)
-            found, numbers = read_map(source), numbers_of(config)
-            for said in (config, arguments_of(checkpoint)):
-                check_settings(found, said)
-            done = mapped(checkpoint, found.numbered(numbers), numbers, side)
-        if where is not None and found.sizes and done.notes:
-            done.notes.append(f"the model's sizes are from {where}")
-        return done
 
 
 AS_IT_IS = Naming()

@@ -145,7 +145,7 @@ def average(
     alike, notes = naming_of(shared).of_all(found)
     alike, told = as_beside(alike, chosen)
     mean = combined(alike, rule, slots=chosen.slots, from_last=from_last)
-    _check_equal(mean, alike, shared["memory"])
+    mean.check_equal(shared["memory"])
     names = {one.name for one in mean.checkpoint.tensors() if one.tied_to is None}
     num_averaged, num_from_last = len(names & mean.computed), len(names & mean.last)
     num_equal = len(names - mean.computed - mean.last)
@@ -200,22 +200,6 @@ def _rule(count: int, weights: Sequence[float] | None, ema: float | None) -> tup
         raise UsageError("the weights add up to zero", found=", ".join(map(str, used)))
     shares = [one / most / total for one in used]
     return lambda slots, dtype: Mean(slots, dtype, tuple(shares)), shares
-
-
-def _check_equal(mean: Combined, sources: Sequence[Checkpoint], memory: int) -> None:
-    """Raise UsageError if what is not averaged differs between sources."""
-    shown = [one for one, _ in mean.equal]
-    different = differences(shown, memory=memory)
-    if not different:
-        return
-    first = mean.equal[different[0].index]
-    labels = list(dict.fromkeys(one.label.partition("/")[2] for one in different))
-    raise UsageError(
-        f"{listed(labels)}: differs from {sources[0].named}, and cannot be averaged",
-        path=sources[first[1]].named,
-        expected=" and ".join(dict.fromkeys(first[0].dtypes)) + " values that are equal in all",
-        advice=f"--from-last '{labels[0]}' takes the last source's",
-    )
 
 
 # --- one checkpoint of several
@@ -283,6 +267,20 @@ class Combined:
         if name in self.last:
             return slots[-1]
         return self._of_all(name, key, slots, _common([slot.dtype for slot in slots]))
+
+    def check_equal(self, memory: int) -> None:
+        """Raise UsageError if what is not averaged differs between sources."""
+        different = differences([one for one, _ in self.equal], memory=memory)
+        if not different:
+            return
+        first, at = self.equal[different[0].index]
+        labels = list(dict.fromkeys(one.label.partition("/")[2] for one in different))
+        raise UsageError(
+            f"{listed(labels)}: differs from {self.sources[0].named}, and cannot be averaged",
+            path=self.sources[at].named,
+            expected=" and ".join(dict.fromkeys(first.dtypes)) + " values that are equal in all",
+            advice=f"--from-last '{labels[0]}' takes the last source's",
+        )
 
     def _of_all(self, name: str, key: str, slots: Sequence[Slot], dtype: str | None = None) -> Slot:
         """Return what is computed, kept in a type; or, of no numbers, what all have, which is for the caller to see."""
