@@ -35,6 +35,16 @@ Config = str | os.PathLike[str] | Mapping[str, object]
 """A JSON file with the numbers of a model (`config.json`, `params.json`), a directory of such, or what it holds."""
 
 
+@immutable
+class Mapped:
+    """What new names, or a map, make of a checkpoint."""
+
+    checkpoint: Checkpoint
+    notes: list[str]  # what to know of it
+    side: int | None  # of the map, whose names it has
+    names: dict[str, str]  # the new names of tensors that have nothing but another name, by their old ones
+
+
 @immutable(kw_only=True)
 class Naming:
     """What the user wants a checkpoint's tensors to be called, and how they are to be arranged.
@@ -76,14 +86,8 @@ class Naming:
         SourceError
             Parts of one tensor have state that contradicts itself.
         """
-        return self.traced(checkpoint)[:2]
-
-    def traced(self, checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...], dict[str, str]]:
-        """Return the same, and the new names, by the old ones, of tensors that have nothing but another name."""
-        if not self.changes:
-            return checkpoint, (), {name: name for name in checkpoint.names}
-        changed, notes, names, _ = self._applied(checkpoint, None, None)
-        return changed, notes, names
+        found = self.traced(checkpoint)
+        return found.checkpoint, tuple(found.notes)
 
     def of_all(self, checkpoints: Sequence[Checkpoint]) -> tuple[list[Checkpoint], tuple[str, ...]]:
         """Return checkpoints of one model under the same names, where some may have them already.
@@ -92,29 +96,29 @@ class Naming:
 
         `checkpoints`: stay as they are. Raises UsageError, UnsupportedError, SourceError: as for `of`.
         """
-        made: list[Checkpoint] = []
-        notes: dict[str, None] = {}
+        made: list[Mapped] = []
         idles: list[set[str]] = []
-        side: int | None = None
-        for checkpoint in checkpoints if self.changes else ():
+        for checkpoint in checkpoints:
             idles.append(set())
-            changed, its, _, side = self._applied(checkpoint, idles[-1], side)
-            made.append(changed)
-            notes |= dict.fromkeys(its)
-        for option in sorted(set.intersection(*idles)) if idles else ():
+            made.append(self.traced(checkpoint, idles[-1], made[-1].side if made else None))
+        for option in sorted(set.intersection(*idles)):
             raise UsageError(
                 f"{option} matches no name", path=checkpoints[0].named,
                 expected="a name in any of the sources",
             )  # fmt: skip
-        return made or list(checkpoints), tuple(notes)
+        return [one.checkpoint for one in made], tuple(dict.fromkeys(note for one in made for note in one.notes))
 
-    def _applied(
-        self, checkpoint: Checkpoint, idle: set[str] | None, side: int | None
-    ) -> tuple[Checkpoint, tuple[str, ...], dict[str, str], int | None]:
-        """Return what `traced` does, and which side of the map that is; `idle` is as for `new_names`."""
-        changed, notes = replace(checkpoint), []
+    def traced(self, checkpoint: Checkpoint, idle: set[str] | None = None, side: int | None = None) -> Mapped:
+        """Return what `of` does, and which tensors have nothing but another name; errors are its.
+
+        `idle`: as for `new_names`; `side`: of the map, whose names are wanted.
+        """
+        if not self.changes:
+            return Mapped(checkpoint, [], side, {name: name for name in checkpoint.names})
+        changed = replace(checkpoint)
         names = new_names(changed, idle, strip_prefix=self.strip_prefix, rename=self.rename)
         renamed(changed, names)
+        found = Mapped(changed, [], side, {name: name for name in names.values()})
         if self.map is not None:
             from zckpt.naming.apply import mapped
             from zckpt.naming.document import read_map
@@ -132,12 +136,12 @@ class Naming:
                     found = mapped(changed, given.numbered(numbers), numbers, side)
                     if where is not None and given.sizes and found.notes:
                         found.notes.append(f"the model's sizes are from {where}")
-            changed, side, notes = found.checkpoint, found.side, found.notes
-            names = {old: found.names[new] for old, new in names.items() if new in found.names}
+            changed = found.checkpoint
         last = {name: f"{self.add_prefix or ''}{name}" for name in names_of(changed)}
         renamed(changed, last)
         changed.origin, changed.wrapped = None, {}  # of names that are no longer so
-        return changed, tuple(notes), {old: last[new] for old, new in names.items() if new in last}, side
+        kept = {old: found.names[new] for old, new in names.items() if new in found.names}
+        return replace(found, names={old: last[new] for old, new in kept.items() if new in last})
 
 
 AS_IT_IS = Naming()

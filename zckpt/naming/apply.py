@@ -23,6 +23,7 @@ from zckpt.errors import LayoutError, UnsupportedError, UsageError, listed
 from zckpt.formats.low_bit import codes_in
 from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.immutable import immutable
+from zckpt.naming import Mapped
 from zckpt.naming.axes import take
 from zckpt.naming.document import Map, Rule, Template
 from zckpt.naming.renames import check_different
@@ -295,16 +296,6 @@ class Joined:
 
 MAXIMUM_TENSORS = 1 << 17
 """That one tensor is taken apart into: experts of all layers. A file may say any shape."""
-
-
-@immutable
-class Mapped:
-    """What a map makes of a checkpoint."""
-
-    checkpoint: Checkpoint
-    notes: list[str]  # what to know of it
-    side: int  # whose names it has
-    names: dict[str, str]  # the new names of tensors that have nothing but another name, by their old ones
 
 
 def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int | None = None) -> Mapped:

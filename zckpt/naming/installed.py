@@ -24,7 +24,8 @@ from zckpt.errors import MissingPackageError, UnsupportedError, UsageError, list
 from zckpt.evidence import Evidence
 from zckpt.formats.transformers_trainer.architectures import Architecture, is_converted
 from zckpt.formats.transformers_trainer.readings import Weights, names_in_order, said_by
-from zckpt.naming.apply import Mapped, fits, mapped
+from zckpt.naming import Mapped
+from zckpt.naming.apply import fits, mapped
 from zckpt.naming.document import Map, parse_map
 from zckpt.naming.sizes import read_config
 from zckpt.state import Checkpoint, without

@@ -186,12 +186,12 @@ def _as_expected(found: Checkpoint, written: Format, naming: Naming) -> tuple[Ch
 
 def under_names(checkpoint: Checkpoint, naming: Naming) -> tuple[Checkpoint, tuple[str, ...]]:
     """Return a checkpoint under other names, inside what it carries along, too, and what to know about them."""
-    changed, notes, followed = naming.traced(checkpoint)
-    if naming.changes:
-        from zckpt.naming.inside import follow_names
+    found = naming.traced(checkpoint)
+    if not naming.changes:
+        return found.checkpoint, ()
+    from zckpt.naming.inside import follow_names
 
-        notes = (*notes, *follow_names(changed, checkpoint, followed))
-    return changed, notes
+    return found.checkpoint, (*found.notes, *follow_names(found.checkpoint, checkpoint, found.names))
 
 
 def round_means(checkpoint: Checkpoint) -> None:

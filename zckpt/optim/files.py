@@ -258,7 +258,7 @@ def _open_renamed(
     found = open_checkpoint(path, tag=asked.tag, names=asked.names)
     if asked.names is not None or not (found.is_numbered or found.unnamed):
         return found
-    told = {new: old for old, new in asked.naming.traced(found)[2].items()}
+    told = {new: old for old, new in asked.naming.traced(found).names.items()}
     order = _as_filed(order, tied, told)
     theirs = {ours: told[new] for new, ours in aligned(chain(*order), told).items()}
     if not all(name in theirs for name in chain(*order)):
