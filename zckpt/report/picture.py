@@ -11,6 +11,7 @@ from dataclasses import field, replace
 from html import escape
 from importlib import import_module
 from io import BytesIO
+from itertools import pairwise
 from os.path import commonprefix
 from pathlib import PurePath
 from typing import Any
@@ -74,17 +75,17 @@ class Column:
     padding: list[tuple[int, int, int]] = field(default_factory=list)
 
 
-@mutable
+@immutable
 class Band:
     """Rows [first, end) that are drawn as one."""
 
     first: int
     end: int
     ranks: bool
-    label: str = ""
-    slots: list[int] = field(default_factory=list)
-    y: float = 0.0
-    height: float = 0.0
+    label: str
+    slots: list[int]
+    y: float
+    height: float
 
 
 Part = tuple[str, int, int]
@@ -145,24 +146,22 @@ def _bands(map_data: Document) -> list[Band]:
     together = 1
     while ranks / together + len(rows) - ranks > MOST_HEIGHT / BAND_LEAST and together < ranks:
         together *= 2
-    bands: list[Band] = []
+    starts: list[int] = []
     for index, row in enumerate(rows):
-        last = bands[-1] if bands else None
-        is_rank = row["dp"] is not None
-        near = last is not None and last.ranks and is_rank and index - last.first < together
-        if last is not None and near and row["mp"] == rows[last.first]["mp"]:
-            last.end = index + 1
-        else:
-            bands.append(Band(index, index + 1, is_rank))
-    height = min(ROW, MOST_HEIGHT / max(1, len(bands)))
-    for index, band in enumerate(bands):
-        first, *_ = members = rows[band.first : band.end]
-        band.y, band.height = TOP + index * height, height
-        band.slots = [s for s in range(len(map_data["slots"])) if any(row["held"][s] for row in members)]
-        band.label = first["label"]
-        if len(members) > 1:
-            slices = "" if first["label"].startswith("rank") else f" mp {first['mp']}"
-            band.label = f"ranks {first['dp']}\u2013{members[-1]['dp']}{slices}"
+        first = rows[starts[-1]] if starts else row
+        is_near = row["dp"] is not None and first["dp"] is not None and row["mp"] == first["mp"]
+        if not (starts and is_near and index - starts[-1] < together):
+            starts.append(index)
+    height = min(ROW, MOST_HEIGHT / max(1, len(starts)))
+    bands: list[Band] = []
+    for start, end in pairwise([*starts, len(rows)]):
+        first, *more = members = rows[start:end]
+        slots = [s for s in range(len(map_data["slots"])) if any(row["held"][s] for row in members)]
+        label = first["label"]
+        if more:
+            slices = "" if label.startswith("rank") else f" mp {first['mp']}"
+            label = f"ranks {first['dp']}\u2013{more[-1]['dp']}{slices}"
+        bands.append(Band(start, end, first["dp"] is not None, label, slots, TOP + len(bands) * height, height))
     return bands
 
 
