@@ -13,7 +13,6 @@ import json
 import math
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from itertools import count
@@ -247,46 +246,44 @@ def rules_of(live: dict[str, Traced], saved: dict[str, Traced], letters: Letters
         raise NoMapError(f"it leaves out {min(lost)}")
     made: list[dict[str, Any]] = []
     for roots, names in groups.items():
-        sides: list[Any] = [
-            [(name, saved[name].axes) for name in names], [(name, live[name].axes) for name in live if name in roots]
-        ]  # fmt: skip
-        texts: dict[int, str] = {}
-        uses: Counter[int] = Counter()
-        for _, axes in (one for side in sides[::-1] for one in side):
-            for letter, *_ in (factor for axis in axes for factor in axis):
-                if letter not in texts:
-                    texts[letter] = f"n{letters.sizes[letter]}_{uses[letters.sizes[letter]]}"
-                    uses[letters.sizes[letter]] += 1
-
-        def text(factor: Factor) -> str:
-            letter, low, high = factor
-            whole = (low, high) == (0, letters.sizes[letter])
-            return texts[letter] if whole else f"{texts[letter]}[{low}:{high}]"  # noqa: B023
-
-        def written(side: Any) -> dict[str, str]:  # noqa: ANN401
-            return {name: " ".join(f"({' '.join(map(text, axis))})" for axis in axes) for name, axes in side}
-
-        if len(names) == len(roots) == 1 and saved[names[0]] is live[next(iter(roots))]:
-            made.append({"file": names[0], "memory": next(iter(roots))})
-        else:
-            made.append({"file": _numbered(written(sides[0])), "memory": written(sides[1])})
+        memory = {name: one for name, one in live.items() if name in roots}
+        made.append(_rule({name: saved[name] for name in names}, memory, letters))
     return _repeated(made)
+
+
+def _rule(file: dict[str, Traced], memory: dict[str, Traced], letters: Letters) -> dict[str, Any]:
+    """Return the rule of tensors that are made of each other."""
+    if len(file) == 1 and [*file.values()] == [*memory.values()]:
+        return {"file": min(file), "memory": min(memory)}
+    texts: dict[int, str] = {}
+
+    def text(factor: Factor) -> str:
+        letter, low, high = factor
+        size = letters.sizes[letter]
+        if letter not in texts:
+            texts[letter] = f"n{size}_{sum(letters.sizes[other] == size for other in texts)}"
+        return texts[letter] if (low, high) == (0, size) else f"{texts[letter]}[{low}:{high}]"
+
+    def written(tensors: dict[str, Traced]) -> dict[str, str]:
+        return {name: " ".join(f"({' '.join(map(text, axis))})" for axis in one.axes) for name, one in tensors.items()}
+
+    its = written(memory)  # whose letters come first
+    return {"file": _numbered(written(file)), "memory": its}
 
 
 def _numbered(tensors: dict[str, str]) -> dict[str, str]:
     """Return tensors of which each has one value of a letter, which is a number in its name, as one."""
-    found: dict[tuple[str, str], list[str]] = {}
+    found: dict[tuple[str, str, str], list[str]] = {}
     for name, axes in tensors.items():
         for match in re.finditer(r"(n(\d+)_\d+)\[(\d+):\d+\] ?", axes):
             steps = name.split(".")
             for at, step in enumerate(steps):
                 if step == match[3]:
                     pattern = ".".join([*steps[:at], f"{{{match[1]}}}", *steps[at + 1 :]])
-                    found.setdefault((pattern, axes.replace(match[0], "")), []).append(name)
+                    found.setdefault((pattern, axes.replace(match[0], ""), match[2]), []).append(name)
     rest, named = dict(tensors), {}
-    for (pattern, axes), names in found.items():
-        letter = re.search(r"\{(n(\d+)_\d+)\}", pattern)
-        if letter is not None and len(names) == int(letter[2]) and all(name in rest for name in names):
+    for (pattern, axes, size), names in found.items():
+        if len(names) == int(size) and all(name in rest for name in names):
             named[pattern] = axes
             for name in names:
                 del rest[name]
@@ -320,7 +317,7 @@ def _repeated(rules: list[dict[str, Any]]) -> list[dict[str, Any]]:
             owners.setdefault(where, set()).add(json.dumps(one))
     taken = {text for texts in owners.values() if len(texts) > 1 for text in texts}
     made = [rule if json.dumps(one) in taken else one for rule, one in zip(rules, generals, strict=True)]
-    return [json.loads(text) for text in dict.fromkeys(map(json.dumps, made))]
+    return [*{json.dumps(one): one for one in made}.values()]
 
 
 def model_of(config: dict[str, Any]) -> Any:  # noqa: ANN401
