@@ -325,30 +325,26 @@ class ArchiveLayout:
 def lay_out_archive(records: Sequence[NewRecord]) -> ArchiveLayout:
     """Return where the headers and data of an archive lie."""
     literals: list[tuple[int, bytes]] = []
-    starts: list[tuple[int, int]] = []
+    listed: list[tuple[int, int, bytes]] = []  # where a record's header and its data begin; what the directory says
     at = 0
     for record in records:
-        name, is_large = record.name.encode(), record.nbytes >= MAX_32
-        size = MAX_32 if is_large else record.nbytes
-        sizes = pack("<HHQQ", ZIP64, 16, record.nbytes, record.nbytes) if is_large else b""
-        bare = at + LOCAL.size + len(name) + len(sizes)
+        name, is_large, is_far = record.name.encode(), record.nbytes >= MAX_32, at >= MAX_32
+        size, large = (MAX_32, [record.nbytes] * 2) if is_large else (record.nbytes, [])
+        crc = 0 if record.data is None else zlib.crc32(record.data)
+        about = (VERSION, UTF8, 0, 0, DATE, crc, size, size, len(name))
+        extra = _zip64(large)
+        bare = at + LOCAL.size + len(name) + len(extra)
         fill = -(bare + 4) % ALIGNMENT if record.start is None else (record.start - bare - 4) % BLOCK_NBYTES
-        extra = sizes + pack("<HH", PADDING, fill) + b"Z" * fill
-        fixed = LOCAL.pack(b"PK\3\4", VERSION, UTF8, 0, 0, DATE, _crc(record), size, size, len(name), len(extra))
-        header = fixed + name + extra
-        starts.append((at, at + len(header)))
+        extra += pack("<HH", PADDING, fill) + b"Z" * fill
+        header = LOCAL.pack(b"PK\3\4", *about, len(extra)) + name + extra
         literals.append((at, header + (record.data or b"")))
+        extra = _zip64([*large, at] if is_far else large)
+        fixed = CENTRAL.pack(b"PK\1\2", VERSION, *about, len(extra), 0, 0, 0, 0, MAX_32 if is_far else at)
+        listed.append((at, at + len(header), fixed + name + extra))
         at += len(header) + record.nbytes
     directory = at
     placed = []
-    for record, (start, data) in zip(records, starts, strict=True):
-        name, is_large, is_far = record.name.encode(), record.nbytes >= MAX_32, start >= MAX_32
-        size = MAX_32 if is_large else record.nbytes
-        values = ([record.nbytes, record.nbytes] if is_large else []) + ([start] if is_far else [])
-        extra = pack(f"<HH{len(values)}Q", ZIP64, 8 * len(values), *values) if values else b""
-        fields = (VERSION, VERSION, UTF8, 0, 0, DATE, _crc(record), size, size, len(name), len(extra))
-        fixed = CENTRAL.pack(b"PK\1\2", *fields, 0, 0, 0, 0, MAX_32 if is_far else start)
-        header = fixed + name + extra
+    for record, (start, data, header) in zip(records, listed, strict=True):
         literals.append((at, header))
         placed.append(Placed(record, data, (start + LOCAL_CRC, at + CENTRAL_CRC)))
         at += len(header)
@@ -362,5 +358,6 @@ def lay_out_archive(records: Sequence[NewRecord]) -> ArchiveLayout:
     return ArchiveLayout(at + len(end), literals, placed)
 
 
-def _crc(record: NewRecord) -> int:
-    return 0 if record.data is None else zlib.crc32(record.data)
+def _zip64(values: Sequence[int]) -> bytes:
+    """Return the extra field of values that 32 bits are not enough for; nothing, if there are none."""
+    return pack(f"<HH{len(values)}Q", ZIP64, 8 * len(values), *values) if values else b""
