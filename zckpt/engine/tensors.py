@@ -113,5 +113,12 @@ def read_tensors(reads: Iterable[TensorRead], *, checks: Checks | None = None) -
                 tensor.copy_(memory)
 
 
+def tensors_of(slots: Sequence[Slot]) -> list[torch.Tensor]:
+    """Return all elements of slots as tensors of their types, on the CPU; as `read_tensors`."""
+    found = [torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="cpu") for one in slots]
+    read_tensors(TensorRead(one, one.whole, tensor) for one, tensor in zip(slots, found, strict=True))
+    return found
+
+
 def _is_staged(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg()

@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from zckpt.engine.tensors import TensorRead, dtype_name, memory_of, read_tensors
+from zckpt.engine.tensors import dtype_name, memory_of, tensors_of
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.torch_files.tensors import description, holds_tensors, slot_of
-from zckpt.state import Checkpoint, Extent, Scalar, Slot
+from zckpt.state import Checkpoint, Scalar, Slot
+from zckpt.state.boxes import torch_strides
 from zckpt.torchfile import (
     MAX_DEPTH,
     DefaultMapping,
@@ -216,12 +217,14 @@ def is_deque(node: object) -> TypeGuard[Object]:
 
 
 def _read(node: Tensor, file: FromFile) -> torch.Tensor:
+    def turned(order: Sequence[int]) -> Tensor:
+        shape, strides = (tuple(some[dim] for dim in order) for some in (node.shape, node.strides))
+        return replace(node, shape=shape, strides=strides)
+
     order = _by_stride(node.strides)
-    found = torch.empty([node.shape[dim] for dim in order], dtype=getattr(torch, node.dtype), device="cpu")
-    if found.stride() != tuple(node.strides[dim] for dim in order):
-        found, order = torch.empty(node.shape, dtype=found.dtype, device="cpu"), list(range(len(order)))
-    turned = replace(node, shape=tuple(found.shape), strides=tuple(node.strides[dim] for dim in order))
-    read_tensors([TensorRead(slot_of("tensor", turned, file.path), Extent.whole(turned.shape), found)])
+    if turned(order).strides != torch_strides(turned(order).shape):
+        order.sort()
+    [found] = tensors_of([slot_of("tensor", turned(order), file.path)])
     return found.permute([order.index(dim) for dim in range(len(order))])
 
 
@@ -330,7 +333,4 @@ def refuse_lossy(checkpoint: Checkpoint, reads: Iterable[Any], advice: str) -> N
 
 def read_scalars(slots: Sequence[Slot]) -> list[Scalar]:
     """Return the numbers that slots of one element each hold."""
-    room = [torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="cpu") for one in slots]
-    reads = [TensorRead(one, one.whole, its) for one, its in zip(slots, room, strict=True)]
-    read_tensors(reads)
-    return [Scalar(one.tensor.item(), one.slot.dtype) for one in reads]
+    return [Scalar(tensor.item(), one.dtype) for one, tensor in zip(slots, tensors_of(slots), strict=True)]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zckpt.engine.tensors import TensorRead, read_tensors
+from zckpt.engine.tensors import tensors_of
 from zckpt.errors import DamagedFileError, UsageError, listed
 from zckpt.formats.registry import find_format
 from zckpt.formats.remainder import RANDOM, are_of_save, of_modules
@@ -23,7 +23,7 @@ from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS
 from zckpt.immutable import mutable
 from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, takers_of_extra
 from zckpt.optim.values import Values, is_made, value_of
-from zckpt.state import WEIGHT, Checkpoint, Extent, list_of, without
+from zckpt.state import WEIGHT, Checkpoint, list_of, without
 from zckpt.torchfile import FromFile, pieces
 
 SCHEDULER, GRAD_SCALER, EXTRA = "lr_scheduler", "grad_scaler", "extra"
@@ -184,9 +184,7 @@ def _of_modules(checkpoint: Checkpoint, keys: Collection[str]) -> dict[str, Any]
     for key in keys:
         its = checkpoint.buffers.get(key)
         if its is not None:
-            slot = its.slots[WEIGHT]
-            found[key] = torch.empty(slot.shape, dtype=getattr(torch, slot.dtype), device="cpu")
-            read_tensors([TensorRead(slot, Extent.whole(slot.shape), found[key])])
+            [found[key]] = tensors_of([its.slots[WEIGHT]])
             continue
         [first, *others] = [one for name, one in kept.items() if f".{name}".endswith(f".{key}")] or [Ellipsis]
         if not others and isinstance(first, PLAIN) and is_made(first):
