@@ -48,6 +48,7 @@ except ModuleNotFoundError as error:
 from zckpt.deepspeed import any_world_size, durable_saves
 from zckpt.formats.native.files import OWNED
 from zckpt.storage.durable import remove_leftovers
+from zckpt.storage.files import numbered_in
 from zckpt.training.loading import Restored, load
 from zckpt.training.saving import Saving, save
 
@@ -237,9 +238,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
 
     def _every(self) -> list[Path]:
         """Return the numbered states, the first first."""
-        folder = self._folder()
-        found = [path for path in folder.iterdir() if _NUMBERED.fullmatch(path.name)] if folder.is_dir() else []
-        return sorted(found, key=lambda path: int(path.name.rpartition("_")[2]))
+        return [path for _, path in numbered_in(self._folder(), _NUMBERED)]
 
     def _prune(self) -> None:
         """Remove the first states beyond the limit, when the last one is there."""

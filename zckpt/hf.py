@@ -50,7 +50,7 @@ from zckpt.operations.reshard import reshard
 from zckpt.optim.ranks import Ranks
 from zckpt.state import Topology
 from zckpt.storage.durable import written
-from zckpt.storage.files import read_whole
+from zckpt.storage.files import numbered_in, read_whole
 from zckpt.training.checkpointer import Checkpointer
 from zckpt.training.restored import assert_restored
 
@@ -180,10 +180,7 @@ def prepare_resume(checkpoint: str | os.PathLike[str], *, world_size: int | None
 
 def _newest(output: Path) -> Path | None:
     """Return the newest checkpoint of an output directory that the Trainer has finished; others are warned of."""
-    if not output.is_dir():
-        return None
-    found = [path for path in output.iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
-    for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
+    for path in (path for _, path in reversed(numbered_in(output, _CHECKPOINT)) if path.is_dir()):
         if is_trainers(path):
             return path
         warnings.warn(f"skipped {path}, which has no {TRAINER_STATE}: it was not saved completely", stacklevel=4)

@@ -41,6 +41,7 @@ from zckpt.dcp import Reader, Writer
 from zckpt.formats.native.files import OWNED, is_native
 from zckpt.operations.places import place_of
 from zckpt.storage.durable import remove_leftovers
+from zckpt.storage.files import numbered_in
 
 __all__ = ["CheckpointManager"]
 
@@ -121,23 +122,18 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]  # which is n
             return
         if not self._should_purge():
             return
-        found = _steps(place)
-        whole = sorted(  # zckpt's, DCP's, or Hugging Face's, which has an index or one file
-            (step for step, path in found if is_native(path) or any((path / one).is_file() for one in _LAST_FILES)),
-            reverse=True,
-        )
+        found = numbered_in(place, _STEP)
+        whole = [  # zckpt's, DCP's, or Hugging Face's, which has an index or one file
+            step for step, path in found if is_native(path) or any((path / one).is_file() for one in _LAST_FILES)
+        ]
         if len(whole) > self.keep_latest_k:
-            for _, path in sorted(one for one in found if one[0] < whole[self.keep_latest_k - 1]):
+            for _, path in (one for one in found if one[0] < whole[-self.keep_latest_k]):
                 self.purge_queue.put(str(path))
 
     def _find_load_step(self, folder: str = "") -> int:
         """Return the last step that is there, -1 for none."""
         own = -1
         place = place_of(folder or self.folder)
-        if isinstance(place, Path) and place.is_dir():
-            own = max((step for step, path in _steps(place) if is_native(path)), default=-1)
+        if isinstance(place, Path):
+            own = max((step for step, path in numbered_in(place, _STEP) if is_native(path)), default=-1)
         return max(own, int(super()._find_load_step(folder)))
-
-
-def _steps(folder: Path) -> list[tuple[int, Path]]:
-    return [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]

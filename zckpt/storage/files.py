@@ -14,6 +14,7 @@ import gc
 import json
 import mmap
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -215,6 +216,12 @@ def files_in(path: str | os.PathLike[str], *, lenient: bool = False) -> list[str
 def folders_in(path: str | os.PathLike[str], *, lenient: bool = False) -> list[Path]:
     """Return the directories in one; errors are those of `entries_of` and `is_file`."""
     return [Path(one.path) for one in entries_of(path, lenient=lenient) if leads_to_folder(one)]
+
+
+def numbered_in(path: Path, names: re.Pattern[str]) -> list[tuple[int, Path]]:
+    """Return what in a directory, if there is one, is called as a pattern says, in the order of its group, a number."""
+    every = path.iterdir() if path.is_dir() else ()
+    return sorted((int(match[1]), one) for one in every if (match := names.fullmatch(one.name)))
 
 
 def by_name(path: str | os.PathLike[str]) -> Path:

@@ -32,7 +32,7 @@ from zckpt.operations.small_file import write_text
 from zckpt.optim.ranks import Place
 from zckpt.storage.disk import sync
 from zckpt.storage.durable import recover, remove_leftovers, target_of_old
-from zckpt.storage.files import is_directory, is_there, read_whole
+from zckpt.storage.files import is_directory, is_there, numbered_in, read_whole
 from zckpt.storage.ownership import check_replaceable, check_unfinished, directories_above
 from zckpt.storage.room import write_errors
 
@@ -46,7 +46,7 @@ VERSION = 1
 MAXIMUM_NBYTES = 1 << 24
 """Of a record; some hundred thousand checkpoints."""
 
-NAME = re.compile(r"step-\d{8,}")
+NAME = re.compile(r"step-(\d{8,})")
 
 REMOVED = re.compile(r"\.step-\d{8,}\.zckpt-removed")
 """A checkpoint that is being removed from a file system."""
@@ -176,9 +176,7 @@ def candidates(directory: Path) -> list[str]:
     found = [*([latest] if latest else []), *reversed(order[:at]), *reversed(order[at:])]
     if record.saving is not None and record.before == (latest or "") and record.saving.is_in(directory):
         found.insert(0, record.saving.name)
-    every = directory.iterdir() if directory.is_dir() else ()
-    others = {path.name for path in every if NAME.fullmatch(path.name) and is_native(path)}
-    found += sorted(others, key=lambda name: int(name.removeprefix("step-")), reverse=True)
+    found += [path.name for _, path in reversed(numbered_in(directory, NAME)) if is_native(path)]
     return [name for name in dict.fromkeys(found) if name == latest or (directory / name).is_dir()]
 
 
