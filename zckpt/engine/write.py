@@ -20,7 +20,6 @@ from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -54,23 +53,32 @@ Ranges = tuple[list[Seen], list[Seen]]
 
 
 @immutable
-class Batch:
-    """Pieces of one file, of this name within the target, that one worker writes in order; the size of its buffer.
+class How:
+    """How all batches are written: the size of a buffer, and what is read together for several of them, in bytes.
 
-    What it writes is summed if it is `checksummed`, and what it reads of the source files in `watched`; if it is
-    `recorded`, all that is not cloned. It is moved past the page cache if it is `direct`. With others, `most` bytes are
-    read together. Of a journal: its key there, and what an earlier run wrote and read of it.
+    What is not cloned is summed if it is `recorded`; bytes are moved past the page cache if it is `direct`.
+    """
+
+    buffer_nbytes: int
+    most: int
+    recorded: bool
+    direct: bool
+
+
+@immutable
+class Batch:
+    """Pieces of one file, of this name within the target, that one worker writes in order.
+
+    What it writes is summed if it is `checksummed`, and what it reads of the source files in `watched`. Of a journal:
+    its key there, and what an earlier run wrote and read of it.
     """
 
     path: str
     name: str
     checksummed: bool
+    how: How
     pieces: tuple[AnyPiece, ...]
-    buffer_nbytes: int = 0
-    most: int = 0
     watched: frozenset[str] = frozenset()
-    recorded: bool = False
-    direct: bool = False
     key: str | None = None
     done: Ranges | None = None
 
@@ -228,11 +236,10 @@ def write(
             large = LARGE_LITERAL_NBYTES if workers.are_here else sys.maxsize  # memory is not sent to processes
             files = _Files(zip(paths, plan.files, strict=True), large, resumes=journal is not None and journal.resumes)
             buffer = min(share.nbytes, DIRECT_NBYTES if direct else BUFFER_NBYTES)
-            together = memory // share.at_once // held
-            how = {"buffer_nbytes": buffer, "most": together, "recorded": journal is not None, "direct": direct}
+            how = How(buffer, memory // share.at_once // held, recorded=journal is not None, direct=direct)
             journaled = None if journal is None else _Journaled(journal, names_of(plan.sources))
-            found = _together(files, share.nbytes, large, checks, together)
-            tasks = (_readied(bundle, checks, journaled, how) for bundle in found)
+            found = _together(files, share.nbytes, large, checks, how)
+            tasks = (_readied(bundle, checks, journaled) for bundle in found)
             portions = Portions(plan.copy_nbytes, _task_nbytes, _reads, lambda task: (one.path for one in task))
             run: Callable[[Sequence[Batch]], list[Ranges]] = partial(run_task, write_batch)
             if journaled is not None and workers.are_here:  # as soon as it is done, whatever comes before it
@@ -320,10 +327,9 @@ def _gathered(batches: Sequence[Batch]) -> tuple[list[Batch], list[Seen]]:
     if not cuts and not packs:
         return list(batches), []
     data: dict[int, memoryview] = {}
-    watched = frozenset().union(*(batch.watched for batch in batches))
-    direct, most = batches[0].buffer_nbytes if batches[0].direct else 0, batches[0].most
-    with WatchedSources(watched, direct) as sources:
-        for piece, given in zip(cuts, arrays_of(cuts, sources, most), strict=True):
+    watched, how = frozenset().union(*(batch.watched for batch in batches)), batches[0].how
+    with WatchedSources(watched, how.buffer_nbytes if how.direct else 0) as sources:
+        for piece, given in zip(cuts, arrays_of(cuts, sources, how.most), strict=True):
             made = cast(given, piece.dtype)
             if made is not given and is_floating(piece.dtype) and not is_finite(made):
                 count = int((~np.isfinite(made) & np.isfinite(given)).sum())
@@ -334,7 +340,7 @@ def _gathered(batches: Sequence[Batch]) -> tuple[list[Batch], list[Seen]]:
             if len(some) == 1:
                 data[id(some[0])] = some[0].read(sources)
                 continue
-            shares = some[0].row.shares(some[0].low, some[0].high, [one.rank for one in some], sources, most)
+            shares = some[0].row.shares(some[0].low, some[0].high, [one.rank for one in some], sources, how.most)
             data |= {id(one): each.data for one, each in zip(some, shares, strict=True)}
         filled = [
             replace(batch, pieces=tuple(Literal(p.offset, data[id(p)]) if id(p) in data else p for p in batch.pieces))
@@ -403,12 +409,10 @@ def _reads(task: Sequence[Batch]) -> Iterator[str]:
         yield from some[0].row.paths(some[0].low, some[0].high) if len(some) > 1 else some[0].paths()
 
 
-def _readied(
-    bundle: Sequence[Batch], checks: Checks, journaled: _Journaled | None, how: Mapping[str, Any]
-) -> tuple[Batch, ...]:
-    """Return batches that are run together, which watch what any of them reads, and are told how to write."""
+def _readied(bundle: Sequence[Batch], checks: Checks, journaled: _Journaled | None) -> tuple[Batch, ...]:
+    """Return batches that are run together, which watch what any of them reads."""
     watched = checks.watched and checks.watched.intersection(_reads(bundle))
-    batches = (replace(batch, watched=watched, **how) for batch in bundle)
+    batches = (replace(batch, watched=watched) for batch in bundle)
     return tuple(batches if journaled is None else map(journaled.known, batches))
 
 
@@ -416,32 +420,32 @@ MakeBatch = Callable[[tuple[AnyPiece, ...]], Batch]
 
 
 def _together(
-    files: Iterable[tuple[Path, FilePlan]], most: int, large: int, checks: Checks, together: int
+    files: Iterable[tuple[Path, FilePlan]], most: int, large: int, checks: Checks, how: How
 ) -> Iterator[Sequence[Batch]]:
-    """Yield the batches of files that are run together: those that read together, of `together` bytes."""
+    """Yield the batches of files that are run together: those that read together."""
     bundle: list[Batch] = []
     sharing: list[tuple[MakeBatch, list[Pack]]] = []
     nbytes = 0
     for path, one in files:
-        make = partial(Batch, str(path), one.file.name, bool(one.file.checksums))
+        make = partial(Batch, str(path), one.file.name, bool(one.file.checksums), how)
         yield from ([make(some)] for some in _alone(one, most, large, checks))
         cuts = (piece for fill in one.fills if fill.cut is not None for piece in _cut_pieces(fill.hole, fill.cut, most))
-        for some in batched(cuts, _held, together):
+        for some in batched(cuts, _held, how.most):
             bundle.append(make(some))
             nbytes += sum(map(_held, some))
-            if nbytes >= together or len(bundle) == BATCH_ITEMS:
+            if nbytes >= how.most or len(bundle) == BATCH_ITEMS:
                 yield bundle
                 bundle, nbytes = [], 0
         fine = [pack for pack in one.file.packs if pack.row.is_fine]
         if sharing and [pack.row for pack in fine] != [pack.row for pack in sharing[0][1]]:
-            yield from _shared(sharing, most, together)
+            yield from _shared(sharing, most, how.most)
             sharing = []
         if fine:
             sharing.append((make, fine))
     if bundle:
         yield bundle
     if sharing:
-        yield from _shared(sharing, most, together)
+        yield from _shared(sharing, most, how.most)
 
 
 def _alone(one: FilePlan, most: int, large: int, checks: Checks) -> Iterator[tuple[AnyPiece, ...]]:
@@ -484,14 +488,15 @@ def _shared(sharing: Sequence[tuple[MakeBatch, list[Pack]]], most: int, together
 def write_batch(batch: Batch) -> Ranges:
     """Write the pieces of a batch in order; return what was written and what was read. May run in another process."""
     descriptor = os.open(batch.path, os.O_WRONLY)
-    buffer = memoryview(bytearray(batch.buffer_nbytes))
+    how = batch.how
+    buffer = memoryview(bytearray(how.buffer_nbytes))
     with ExitStack() as stack:
         stack.callback(os.close, descriptor)
-        sources = stack.enter_context(WatchedSources(batch.watched, len(buffer) if batch.direct else 0))
-        target = OpenTarget(descriptor, batch.path, len(buffer), is_direct=batch.direct)
+        sources = stack.enter_context(WatchedSources(batch.watched, len(buffer) if how.direct else 0))
+        target = OpenTarget(descriptor, batch.path, len(buffer), is_direct=how.direct)
         stack.enter_context(closing(target))
         stack.enter_context(ahead(ranges_read(piece for piece in batch.pieces if isinstance(piece, Piece))))
-        is_summed = batch.checksummed or batch.recorded
+        is_summed = batch.checksummed or how.recorded
         mover = Mover(batch.path, target, sources, buffer, is_summed, batch.checksummed)
         seen = mover.write(batch.pieces)  # type: ignore[arg-type]  # what is read together is literals by now
         first = min(one.offset for one in seen)
