@@ -264,10 +264,6 @@ def _send_file(one: FilePlan, sink: StreamSink, step: int, how: _How) -> tuple[l
     every: list[Seen] = []
     moved = 0
     held = Held(one.file.checksums, step)
-    if one.file.checksums:
-        with how.taken(min(step, one.file.nbytes)):
-            for part in parts(one, step, how.checks):
-                held.sum(part, _made(part, how.checks, how.direct)[0])
 
     def made() -> Iterator[bytearray]:
         nonlocal moved
@@ -283,6 +279,8 @@ def _send_file(one: FilePlan, sink: StreamSink, step: int, how: _How) -> tuple[l
             yield data
 
     with how.taken(min(step, one.file.nbytes)):
+        for part in parts(one, step, how.checks) if held.checksums else ():
+            held.sum(part, _made(part, how.checks, how.direct)[0])
         sink.write(one.file.nbytes, made)
     return every, moved
 
