@@ -7,7 +7,7 @@ nothing is changed. A state that is all zeros is as good as none, for that is ho
 from __future__ import annotations
 
 import os
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -250,20 +250,19 @@ class _Held(Meeting):
         for what, value, mine in state.kept_apart(snapshot):
             self._compare(what, value, mine)
         of_group = {name: one.state for one in snapshot.groups for name in one.parameters}
-        names = list(dict.fromkeys([*of_group, *(name for name, _ in state.holding())]))
         reshaped = {*self.report.reshaped}  # of which it is said already
-        names = [name for name in names if name not in reshaped]
-        owners = {name: owner_of(self.source.checkpoint, name) for name in names}
-        read: list[dict[str, Any]] = [{} if one is None else {**state.values(one)} for one in owners.values()]
-        read_numbers(read, self.source.checkpoint.number_keys)
-        expected = dict(zip(names, read, strict=True))
+        held = dict.fromkeys([*of_group, *(name for name, _ in state.holding())])
+        owners = {name: owner_of(self.source.checkpoint, name) for name in held if name not in reshaped}
+        expected = defaultdict[str, dict[str, Any]](dict)
+        expected |= {name: {} if one is None else {**state.values(one)} for name, one in owners.items()}
+        read_numbers(list(expected.values()), self.source.checkpoint.number_keys)
         masters = {name for name, slot, _ in snapshot.shares if slot == MASTER} | state.publishes
-        self.stepped |= {*names} - masters
+        self.stepped |= owners.keys() - masters
         self.published |= state.publishes
         for name, slot, share in snapshot.shares:
             if name in reshaped:
                 continue
-            what, owner, its = f"{slot} of {name}", owners.get(name), expected.get(name, {})
+            what, owner, its = f"{slot} of {name}", owners.get(name), expected[name]
             slots = {} if owner is None else owner.slots
             theirs = slots.get(MASTER) or slots.get(WEIGHT) if slot == MASTER else slots.get(slot)
             if theirs is not None:
@@ -273,19 +272,18 @@ class _Held(Meeting):
             elif share.tensor.count_nonzero():
                 self.differences.append(f"{what} is not in the checkpoint, but the optimizer has some")
         told = [(name, one) for name, one in snapshot.values.items() if name not in reshaped]
-        told += [(name, one) for name, one in of_group.items() if expected.get(name)]  # of others, shares tell
+        told += [(name, one) for name, one in of_group.items() if expected[name]]  # of others, shares tell
         for name, key, value in ((name, *one) for name, values in told for one in values.items()):
-            its = expected.get(name, {})
-            if key in its:
-                self._compare(f"{key} of {name}", its[key], value)
+            if key in expected[name]:
+                self._compare(f"{key} of {name}", expected[name][key], value)
             elif number_of(value):
                 self.differences.append(f"{key} of {name} is not in the checkpoint, but {number_of(value)!r} here")
         odd_state = beside.get("parameters", {})
         for name, values in odd_state.items():
-            for key in values.keys() & expected.get(name, {}).keys():
+            for key in values.keys() & expected[name].keys():
                 self._compare(f"{key} of {name}", value_of(expected[name][key]), values[key])
         for name, tensor in state.holding():
-            if not state.is_here(tensor) or not expected.get(name):
+            if not state.is_here(tensor):
                 continue
             has = {*state.values_of(tensor), *of_group.get(name, {}), *odd_state.get(name, {})}
             self.differences += [
