@@ -210,26 +210,19 @@ def open_for(
 
 def _in_order(found: OpenedCheckpoint, order: Order) -> OpenedCheckpoint:
     """Give numbers that were carried along, as `convert` does, the names at their places in the optimizer's groups."""
-
-    def is_numbered(name: str) -> bool:  # of several optimizers, their names may be in front
-        return name not in found.parameters and is_number(name.rpartition(".")[2])
-
     groups = [group.parameters for group in found.param_groups]
     if all(name in found.parameters for some in groups for name in some):
         return found
     filed = {ours: its for its, ours in aligned(chain(*order), found.parameters).items()}
     order = [[filed.get(name, name) for name in own] for own in order]  # an adapter's have other names in files
-    names = {its: ours for some, own in zip(groups, order, strict=False) for its, ours in zip(some, own, strict=False)}
-    numbers = {its: ours for its, ours in names.items() if its != ours}
-    owners = {its: found.parameters.get(ours) for its, ours in numbers.items()}
-    shapes = {its: one.shape for its, one in found.unnamed.items() if its in numbers}
-    if (
-        not numbers
-        or [len(some) for some in groups] != [len(own) for own in order]
-        or not all(is_numbered(its) and one is not None and one.group is None for its, one in owners.items())
-        or not all((one := owners[its]) is not None and agree(shape, one.shape) for its, shape in shapes.items())
-    ):
+    if [len(some) for some in groups] != [len(own) for own in order]:
         return found
+    for its, ours in zip(chain(*groups), chain(*order), strict=True):
+        one, number = found.parameters.get(ours), found.unnamed.get(its)
+        is_numbered = its not in found.parameters and is_number(its.rpartition(".")[2])  # behind an optimizer's name
+        fits = one is not None and (number is None or agree(number.shape, one.shape))
+        if one is None or (its != ours and not (is_numbered and one.group is None and fits)):
+            return found
     for index, (group, own) in enumerate(zip(found.param_groups, order, strict=True)):
         for its, ours in zip(group.parameters, own, strict=True):
             owner, number = found.parameters[ours], found.unnamed.pop(its, None)
