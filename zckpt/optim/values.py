@@ -75,8 +75,6 @@ class Values:
         `value`: plain data, containers, tensors, numpy arrays, element types and devices; `where`: for messages. Raises
         UnsupportedError: an object of another class.
         """
-        if isinstance(value, bytearray):
-            return bytearray(value)
         if type(value) in PLAIN or isinstance(value, KEPT):
             return value
         if isinstance(value, torch.Tensor):
@@ -97,7 +95,7 @@ class Values:
         self._open.add(id(value))
         cls: Any = type(value)
         found: Any
-        if isinstance(value, dict) and cls in (dict, OrderedDict, defaultdict):
+        if cls in (dict, OrderedDict, defaultdict):
             found = {} if cls is not OrderedDict else OrderedMapping()
             found.update((key, self.node(one, f"{where}[{key!r}]")) for key, one in value.items())
         elif cls in (list, tuple, set, frozenset):
@@ -148,6 +146,7 @@ def _little(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 _LEAVES: dict[type, Callable[[Any], object]] = {
+    bytearray: bytearray,
     torch.Size: Size,
     torch.dtype: lambda value: DType(dtype_name(value)),
     torch.device: lambda value: Device(value.type, value.index),
