@@ -356,7 +356,7 @@ def _tensors_mostly(node: Node) -> Node:
     """Return the tensors of a dict that has little else, and is no optimizer's; of any other none."""
     tensors = {key: value for key, value in node.items() if is_tensor(value)}
     mostly = any(isinstance(one, Tensor) for one in tensors.values()) and len(tensors) * 2 > len(node)
-    return tensors if mostly and not looks_like_optimizer(node) and not looks_flattened(node) else {}
+    return tensors if mostly and not _is_optimizer(node) else {}
 
 
 def _optimizers(base: Node, at: Place, path: Path) -> dict[object, list[Held]]:
@@ -371,7 +371,7 @@ def _optimizers(base: Node, at: Place, path: Path) -> dict[object, list[Held]]:
         several = inside(value).items()
         places: dict[Place, object] = {(): value} if _is_optimizer(value) else {(step,): one for step, one in several}
         taken = {step: one for step, one in places.items() if _is_optimizer(one)}
-        if taken and (len(taken) == len(places) or all(map(is_leaf, without(places, *taken).values()))):
+        if taken and all(map(is_leaf, without(places, *taken).values())):
             found[key] = [_held(one, (*at, key, *step), path, *map(str, step)) for step, one in taken.items()]
         elif words(key) & _OPTIMIZERS and (way := innermost(value)):
             found[key] = [_held(value, (*at, key), path)]
@@ -559,16 +559,11 @@ def _by_children(optimizers: Sequence[Held], shapes: Shapes) -> None:
         children.setdefault(f"{child}{dot}", {})[rest or child] = shape
     if any(held.state.recorded_names for held in optimizers):
         return
-    found = [
-        [
-            child
-            for child, its in children.items()
-            if len(its) == len(held.state.every_number) and can_have(its, [held.state])
-        ]
-        for held in optimizers
-    ]
-    for held, fitting in zip(optimizers, found, strict=True):
-        fitting[:] = [child for child in fitting if likeness(held.name, child) == SAME] or fitting
+    found = []
+    for held in optimizers:
+        whole = {child: its for child, its in children.items() if len(its) == len(held.state.every_number)}
+        fitting = [child for child, its in whole.items() if can_have(its, [held.state])]
+        found.append([child for child in fitting if likeness(held.name, child) == SAME] or fitting)
     _scoped(optimizers, found)
 
 

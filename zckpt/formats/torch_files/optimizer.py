@@ -232,10 +232,10 @@ def as_torchs(node: object) -> object:
 
 def looks_flattened(node: object) -> TypeGuard[dict[str, Any]]:
     """Tell whether a node is one whose keys are joined."""
-    if not isinstance(node, dict) or not node or not are_texts(node):
+    if not isinstance(node, dict) or not are_texts(node):
         return False
-    kinds = {key.partition(".")[0] for key in node if key.count(".") > 1}
-    return kinds <= {STATE_KEY, GROUPS_KEY} and GROUPS_KEY in kinds and all(key.count(".") > 1 for key in node)
+    kinds = {key.partition(".")[0] if key.count(".") > 1 else "" for key in node}
+    return GROUPS_KEY in kinds and kinds <= {STATE_KEY, GROUPS_KEY}
 
 
 def parse(node: object, path: str, masters: Sequence[Tensor] = (), *, carries: bool = False) -> OptimizerState:
@@ -280,8 +280,8 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = (), *, carries: b
             raise DamagedFileError(
                 "masters and param groups disagree", expected=f"{len(labels)} parameters", found=len(masters)
             )
-        found = dict(zip(by_label.values(), masters, strict=True)) if masters else {}
-        return OptimizerState(state, groups, found, names, rest={STATE_KEY: others} if others else {})
+        its = dict(zip(by_label.values(), masters, strict=False))
+        return OptimizerState(state, groups, its, names, rest={STATE_KEY: others} if others else {})
 
 
 def parse_either(node: object, path: str, *, carries: bool = False) -> OptimizerState:
