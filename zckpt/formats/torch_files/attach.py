@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -106,11 +106,15 @@ def attach(
         of, gone = (of, (*known, OPTIMIZER)) if isinstance(of, str) else (None, known)
         own = without(group, *gone)
         hyperparameters = {key: FromFile(one, path) if holds_tensors(one) else one for key, one in own.items()}
-        present = [number for number in numbers if number in optimizer.state]
-        steps = scalars_in({n: optimizer.state[n].get("step") for n in present}, path)
-        counted += [steps.get(n, optimizer.state[n].get("step")) for n in present]
-        common = _common(optimizer, present, steps)
-        checkpoint.param_groups.append(ParamGroup(hyperparameters, members, common, of))
+        present = {number: optimizer.state[number] for number in numbers if number in optimizer.state}
+        steps = scalars_in({number: slots.get("step") for number, slots in present.items()}, path)
+        counted += [steps.get(number, slots.get("step")) for number, slots in present.items()]
+        singles = [
+            ({"step": steps[number]} if number in steps else {})
+            | {key: value for key, value in slots.items() if isinstance(value, (int, float))}
+            for number, slots in present.items()
+        ]
+        checkpoint.param_groups.append(ParamGroup(hyperparameters, members, shared_values(singles), of))
     checkpoint.step = most_steps(counted) if checkpoint.step is None else checkpoint.step
     _attach_rest(checkpoint, optimizer, path)
     foreign = [name for name in optimizer.names.values() if name in checkpoint.unnamed and not is_number(name)]
@@ -165,17 +169,6 @@ def further_keys(kept: Mapping[str, object]) -> list[str]:
         inside += list_of(tree.get("groups"))
         found += [str(key) for part in inside for key in dict_of(part) if key != STATE_KEY]
     return list(dict.fromkeys(found))
-
-
-def _common(optimizer: OptimizerState, present: Sequence[int], steps: Mapping[int, object]) -> dict[str, object]:
-    """Return the single values that all parameters of a group with any state share."""
-    return shared_values(
-        [
-            ({"step": steps[n]} if n in steps else {})
-            | {key: value for key, value in optimizer.state[n].items() if isinstance(value, (int, float))}
-            for n in present
-        ]
-    )
 
 
 MOST_PAIRS = 1 << 15
