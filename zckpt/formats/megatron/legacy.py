@@ -48,7 +48,7 @@ from zckpt.formats.megatron.objects import (
 from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, Held, attach, keep_common, keep_rest, optimizers
 from zckpt.formats.megatron.stages import FURTHER
 from zckpt.formats.torch_files.tensors import arguments_of, as_mapping, carried, describe, slot_of
-from zckpt.immutable import immutable, mutable
+from zckpt.immutable import mutable
 from zckpt.state import (
     WEIGHT,
     Checkpoint,
@@ -95,26 +95,38 @@ TENSOR_RANKS, STAGE_RANKS, EXPERT_RANKS = (
 )  # fmt: skip
 
 
-@immutable
-class RankFile:
-    """What a rank's file holds."""
+@mutable
+class Rank:
+    """What a rank's files hold: its model and optimizer, by its own names."""
 
-    tp: int  # the rank's numbers
+    tp: int  # its numbers
     pp: int
     ep: int
     folder: Path  # its directory
     file: TorchFile
-    content: Mapping[object, object]  # its root
+    content: Mapping[object, object]  # the root of that
     chunks: tuple[dict[str, object], ...]  # the state dict of each chunk of the model, by the names that it has there
     keys: tuple[str, ...]  # under which they are
+    checkpoint: Checkpoint
+    names: list[dict[str, str]] = field(default_factory=list)
+    """Of each chunk, those in the whole model by those in the file."""
+    optimizers: list[Held] = field(default_factory=list)
+    rules: list[Rule] = field(default_factory=list)  # of the file
+    more: list[SourceFile] = field(default_factory=list)  # its other files
+    said: dict[str, int] = field(default_factory=dict)  # along which dimension masters say that a parameter is cut
 
     @property
     def arguments(self) -> Arguments:
         """The program's arguments; empty where the file has none."""
         return arguments_of(self.content.get("args"))
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its optimizers have their state by number."""
+        return bool(self.optimizers) and all(isinstance(one.node.get("state"), dict) for one in self.optimizers)
 
-def read_ranks(directory: Path, known: Mapping[str, int]) -> list[RankFile]:
+
+def read_ranks(directory: Path, known: Mapping[str, int]) -> list[Rank]:
     """Read the structure of all ranks' files, in the order of tensor, expert, and pipeline ranks.
 
     `known`: how many ranks of each kind there are, `tp`, `pp` and `ep`, where that is known otherwise than by the
@@ -153,7 +165,8 @@ def read_ranks(directory: Path, known: Mapping[str, int]) -> list[RankFile]:
                                    found=listed(list(content)))  # fmt: skip
         keys = tuple(key for _, key in chunks)
         model = tuple(_flat(content[key], path) for key in keys)
-        found.append(RankFile(rank, sum(stages), sum(experts), paths[name], file, content, model, keys))
+        numbered = rank, sum(stages), sum(experts)
+        found.append(Rank(*numbered, paths[name], file, content, model, keys, Checkpoint(path, FORMAT)))
     _check_all(found, arguments)
     return sorted(found, key=lambda one: (one.pp, one.ep, one.tp))
 
@@ -186,7 +199,7 @@ def _flat(node: object, path: str) -> dict[str, object]:
     return found
 
 
-def _check_all(ranks: Sequence[RankFile], arguments: Arguments) -> None:
+def _check_all(ranks: Sequence[Rank], arguments: Arguments) -> None:
     """Raise ShardError where ranks are missing, are of different steps, or have other numbers of chunks."""
     there = {(one.pp, one.ep, one.tp) for one in ranks}
     kinds = zip(zip(*there, strict=True), (STAGE_RANKS, EXPERT_RANKS, TENSOR_RANKS), strict=True)
@@ -219,7 +232,7 @@ def is_weight(name: str, value: object) -> bool:
 class Numbering:
     """The numbers that layers and experts of ranks have in the whole model."""
 
-    def __init__(self, ranks: Sequence[RankFile]) -> None:
+    def __init__(self, ranks: Sequence[Rank]) -> None:
         self._stages, self._chunks = 1 + max(one.pp for one in ranks), len(ranks[0].chunks)
         self._parallel = any(one.ep for one in ranks)
         counts: dict[tuple[int, int, str], int] = {}
@@ -249,7 +262,7 @@ class Numbering:
                 found.insert(0, self._first.get((chunk, stage, blocks[0]), found[0]))
         return found
 
-    def names(self, one: RankFile, chunk: int) -> dict[str, str]:
+    def names(self, one: Rank, chunk: int) -> dict[str, str]:
         """Return the names of what is in a chunk in the whole model, by those in the file.
 
         Raises UnsupportedError: experts of several ranks that are not told apart.
@@ -274,18 +287,18 @@ class Model:
 
     given: Mapping[str, str]  # names in the checkpoint, where they are others
     ranks: int  # tensor-parallel ones
-    first: RankFile
+    first: Rank
     copies: dict[str, Copies] = field(default_factory=dict)
     said: dict[str, int] = field(default_factory=dict)  # along which dimension masters say that a parameter is cut
 
-    def gather(self, local: Local, expert_ranks: int, *, tied: bool) -> None:
+    def gather(self, rank: Rank, expert_ranks: int, *, tied: bool) -> None:
         """Add what a rank has; `tied`: its output layer is a copy of the embedding."""
-        rank, every = local.file, {**local.checkpoint.buffers, **local.checkpoint.parameters}
-        for chunk, names in enumerate(local.names):
+        every = {**rank.checkpoint.buffers, **rank.checkpoint.parameters}
+        for chunk, names in enumerate(rank.names):
             own = {name: every[label] for name in names if (label := _label_of(chunk, name)) in every}
             shapes = {name: parameter.shape for name, parameter in own.items()}
             for name, parameter in own.items():
-                whole, said = names[name], local.said.get(parameter.name)
+                whole, said = names[name], rank.said.get(parameter.name)
                 parts = {TIED.get(whole, whole) if tied else whole: parameter}
                 if is_fused(name):
                     count = expert_count(name, shapes, expert_ranks)
@@ -362,24 +375,6 @@ class Model:
         return reordered(name, slots, splits, heads, float(version))
 
 
-@mutable
-class Local:
-    """A rank's own model and optimizer, by its own names."""
-
-    file: RankFile
-    names: list[dict[str, str]]  # of each chunk, those in the whole model by those in the file
-    checkpoint: Checkpoint
-    optimizers: list[Held] = field(default_factory=list)
-    rules: list[Rule] = field(default_factory=list)  # of the rank's file
-    more: list[SourceFile] = field(default_factory=list)  # its other files
-    said: dict[str, int] = field(default_factory=dict)  # along which dimension masters say that a parameter is cut
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether its optimizers have their state by number."""
-        return bool(self.optimizers) and all(isinstance(one.node.get("state"), dict) for one in self.optimizers)
-
-
 def read(place: Place) -> Checkpoint:
     """Read the structure of a directory; of a distributed optimizer, also its masters and the weights.
 
@@ -391,28 +386,27 @@ def read(place: Place) -> Checkpoint:
     checkpoint = Checkpoint(str(place.path), FORMAT, LEGACY)
     sizes = {kind: 1 + max(getattr(one, kind) for one in ranks) for kind in ("tp", "pp", "ep")}
     model = Model(own.names, sizes["tp"], first)
-    every = []
     for one in ranks:
         with about(one.file.path):
-            local = _local(one, [numbering.names(one, chunk) for chunk in range(len(one.chunks))])
-            every.append(local)
+            one.names = [numbering.names(one, chunk) for chunk in range(len(one.chunks))]
+            _read_rank(one)
             tied = one.arguments.get(UNTIED) is False or own.ranks.get("tied") == 1
-            model.gather(local, sizes["ep"], tied=tied)
-    _check_groups(every)
-    model.add_to(checkpoint, [its for local in every for its in local.names])
+            model.gather(one, sizes["ep"], tied=tied)
+    _check_groups(ranks)
+    model.add_to(checkpoint, [its for one in ranks for its in one.names])
     common = Common(first.file, {str(key): value for key, value in without(first.content, *first.keys).items()})
-    if every[0].is_plain:
-        for number, group in enumerate(every[0].checkpoint.param_groups):
+    if first.is_plain:
+        for number, group in enumerate(first.checkpoint.param_groups):
             members = [one.name for one in checkpoint.parameters.values() if one.group == number]
             checkpoint.param_groups.append(ParamGroup(group.hyperparameters, members, group.state))
-        keep_rest(checkpoint, common, every[0].optimizers, (GROUPS, MASTERS))
+        keep_rest(checkpoint, common, first.optimizers, (GROUPS, MASTERS))
     else:
         attach(checkpoint, common, own.groups)
     keep_common(checkpoint, common)
-    _carry(checkpoint, every)
-    if any(local.more for local in every):
-        checkpoint.details |= {"optimizer sharding": OPTIMIZER_FILE, **every[0].checkpoint.details}
-    checkpoint.padding_spans += [spans for local in every for spans in local.checkpoint.padding_spans]
+    _carry(checkpoint, ranks)
+    if any(one.more for one in ranks):
+        checkpoint.details |= {"optimizer sharding": OPTIMIZER_FILE, **first.checkpoint.details}
+    checkpoint.padding_spans += [spans for one in ranks for spans in one.checkpoint.padding_spans]
     topology, checkpoint.world_size = topology_of(common.arguments, checkpoint)
     checkpoint.topology = replace(topology, **sizes)
     bounds = numbering.bounds()
@@ -439,11 +433,9 @@ def _is_buffer(name: str, one: Tensor | Parameter) -> bool:
     return not is_floating(one.dtype) or BUFFERS.fullmatch(name) is not None
 
 
-def _local(one: RankFile, names: list[dict[str, str]]) -> Local:
-    """Return what a rank has. Names of chunks begin with the number of the chunk, where there are several."""
-    path = one.file.path
-    own = Checkpoint(path, FORMAT)
-    local = Local(one, names, own)
+def _read_rank(one: Rank) -> None:
+    """Find what a rank has. Names of chunks begin with the number of the chunk, where there are several."""
+    path, own = one.file.path, one.checkpoint
     chunks: list[list[str]] = []
     shared: list[str] = []
     # The copy of an embedding for further tokens has its own name; the output layer beside it is shared with none.
@@ -459,26 +451,25 @@ def _local(one: RankFile, names: list[dict[str, str]]) -> Local:
             if is_buffer:
                 continue
             chunks[-1].append(label)
-            whole = names[at][name]
+            whole = one.names[at][name]
             if whole in TIED.values() or (whole in TIED and not further):
                 shared.append(label)
-        local.rules.append(Rule((one.keys[at], REST), IMPLIED, "modules without their own state"))
+        one.rules.append(Rule((one.keys[at], REST), IMPLIED, "modules without their own state"))
     held = one.content.get(OPTIMIZER)
-    local.optimizers = list(optimizers(held, (OPTIMIZER,))) if held else []
-    if (held and not local.optimizers) or any(GROUPS not in its.node for its in local.optimizers):
+    one.optimizers = list(optimizers(held, (OPTIMIZER,))) if held else []
+    if (held and not one.optimizers) or any(GROUPS not in its.node for its in one.optimizers):
         raise UnsupportedError("holds an unknown kind of optimizer",
                                expected="one with param_groups, or several")  # fmt: skip
     flat = one.folder / OPTIMIZER_FILE
-    if local.is_plain:
-        rules, local.said = attach_plain(own, local.optimizers, path)
-        local.rules += rules
-    elif local.optimizers and is_file(flat):
+    if one.is_plain:
+        rules, one.said = attach_plain(own, one.optimizers, path)
+        one.rules += rules
+    elif one.optimizers and is_file(flat):
         file = read_torchfile(flat)
         found = attach_distributed(own, chunks, file, shared, bucket_numels(one.arguments))
-        local.more.append(describe(file, "optimizer", mp_rank=one.tp, rules=found))
-    elif local.optimizers:
+        one.more.append(describe(file, "optimizer", mp_rank=one.tp, rules=found))
+    elif one.optimizers:
         raise missing("has no file of the distributed optimizer's state", one.folder, OPTIMIZER_FILE)
-    return local
 
 
 def _experts(name: str, parameter: Parameter, first: int, count: int) -> dict[str, Parameter]:
@@ -498,25 +489,25 @@ def _experts(name: str, parameter: Parameter, first: int, count: int) -> dict[st
     }
 
 
-def _check_groups(every: Sequence[Local]) -> None:
+def _check_groups(every: Sequence[Rank]) -> None:
     """Raise ShardError where ranks' optimizers differ in anything but their parameters."""
     first, *rest = ([repr(group.hyperparameters) for group in one.checkpoint.param_groups] for one in every)
-    for local, groups in zip(every[1:], rest, strict=True):
+    for rank, groups in zip(every[1:], rest, strict=True):
         if groups != first:
-            raise ShardError(f"has other param groups than {every[0].file.folder.name}", path=local.file.file.path,
+            raise ShardError(f"has other param groups than {every[0].folder.name}", path=rank.file.path,
                              advice="the files may be from two steps or runs")  # fmt: skip
 
 
-def _carry(checkpoint: Checkpoint, every: Sequence[Local]) -> None:
+def _carry(checkpoint: Checkpoint, every: Sequence[Rank]) -> None:
     """Describe the files, and keep what only some rank's file says, under the name of its directory."""
-    first, digests = every[0].file, Digests()
-    for local in every:
-        one, rules = local.file, list(local.rules)
+    first, digests = every[0], Digests()
+    for one in every:
+        rules = list(one.rules)
         for chunk, names in enumerate(one.chunks):
             for name, value in names.items():
                 if not is_weight(name, value) and value is not None:
                     checkpoint.metadata[f"{one.folder.name}.{_label_of(chunk, name)}"] = carried(one.file, value)
-        for held in local.optimizers:
+        for held in one.optimizers:
             rules.append(Rule((*held.steps, GROUPS, REST), STATE if one is first else COPY, "hyperparameters"))
             others = [] if one is first else [str(key) for key in held.outer if key not in (OPTIMIZER, MASTERS)]
             rules += [Rule((*held.outer_steps, key, REST), COPY, SAME, tensors=True) for key in others]
@@ -525,4 +516,4 @@ def _carry(checkpoint: Checkpoint, every: Sequence[Local]) -> None:
                 rules.append(Rule((str(key), REST), COPY, SAME))
             else:
                 checkpoint.metadata[f"{one.folder.name}.{key}"] = carried(one.file, value)
-        checkpoint.files += [describe(one.file, "model", mp_rank=one.tp, rules=rules), *local.more]
+        checkpoint.files += [describe(one.file, "model", mp_rank=one.tp, rules=rules), *one.more]

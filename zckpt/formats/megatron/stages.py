@@ -2,7 +2,7 @@
 
 Chunk v of stage p of P is number v P + p of all chunks in the model's order. The first one has what is before the
 layers, the last one what is behind them; of a tied embedding it has a copy, under another name. Layers are numbered
-from 0 in each chunk, experts on each expert-parallel rank: the other way round than `ranks.Numbering`.
+from 0 in each chunk, experts on each expert-parallel rank: the other way round than `legacy.Numbering`.
 
 Layers that predict further tokens (`mtp`) are on the last chunk, which has a copy of the embedding for them, under its
 own name; the last norm is then where the last layer is. What sees images is on the first chunk.
