@@ -131,6 +131,19 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return path
 
 
+@pytest.fixture
+def torch_file(tmp_path: Path) -> Callable[..., Path]:
+    """What saves a tree as torch does, in one file of the test's own, and returns where that is."""
+
+    def save(root: Any, **options: Any) -> Path:
+        import torch
+
+        torch.save(root, tmp_path / "c.pt", **options)
+        return tmp_path / "c.pt"
+
+    return save
+
+
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], T]], T]:
     """Give what `make(directory)` returns, by name: the worker that asks first makes it, the others wait for it.

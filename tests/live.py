@@ -34,9 +34,14 @@ def trained(
     return model, optimizer
 
 
+def both(model: nn.Module, optimizer: Any, **more: Any) -> dict[str, Any]:
+    """Return what most programs save of both."""
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}
+
+
 def save_both(model: nn.Module, optimizer: Any, path: Path) -> Path:
     """Save both as most programs do, in one file."""
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    torch.save(both(model, optimizer), path)
     return path
 
 

@@ -386,7 +386,7 @@ def test_own_names(tmp_path):
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_tensors_beside_the_model_are_there_once(world_size, tmp_path):
+def test_tensors_beside_the_model_are_there_once(world_size, torch_file, tmp_path):
     """Where torch finds them, and nowhere else; zckpt has them back as they were."""
     shared = torch.randn(100)
     beside = {
@@ -397,9 +397,9 @@ def test_tensors_beside_the_model_are_there_once(world_size, tmp_path):
         "sharing": {"a": shared, "b": shared[10:]},  # not to be had from its items
         "note": "text",
     }
-    torch.save({"model": {"w": torch.randn(200_000)}, **beside}, tmp_path / "x.pt")
-    zckpt.convert(tmp_path / "x.pt", tmp_path / "dcp", to="dcp", world_size=world_size)
-    assert nbytes_in(tmp_path / "dcp") < 1.05 * (tmp_path / "x.pt").stat().st_size
+    path = torch_file({"model": {"w": torch.randn(200_000)}, **beside})
+    zckpt.convert(path, tmp_path / "dcp", to="dcp", world_size=world_size)
+    assert nbytes_in(tmp_path / "dcp") < 1.05 * (path).stat().st_size
     assert (tmp_path / "dcp" / "zckpt.pt").stat().st_size < 10_000
     found = loaded(tmp_path / "dcp")
     assert_same_tree({key: found[key] for key in ("ema", "alone")}, {key: beside[key] for key in ("ema", "alone")})
@@ -457,10 +457,9 @@ def test_groups_of_equal_values_stay_two(tmp_path):
     assert [group.parameters for group in found.param_groups] == [group.parameters for group in saved.param_groups]
 
 
-def test_a_model_without_an_optimizer_has_flat_keys(tmp_path):
+def test_a_model_without_an_optimizer_has_flat_keys(torch_file, tmp_path):
     expected = torch.nn.Linear(2, 3).state_dict()
-    torch.save(expected, tmp_path / "one.pt")
-    zckpt.convert(tmp_path / "one.pt", tmp_path / "flat", to="dcp", keys="flat")
+    zckpt.convert(torch_file(expected), tmp_path / "flat", to="dcp", keys="flat")
     assert_same_tree(loaded(tmp_path / "flat"), dict(expected))
 
 

@@ -295,15 +295,15 @@ def test_what_is_not_known_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["AdEMAMix8bit", "AdEMAMix", "AdamW32bit"])
-def test_bitsandbytes_moments_are_found_in_small_and_large_tensors(kind, tmp_path):
+def test_bitsandbytes_moments_are_found_in_small_and_large_tensors(kind, torch_file, tmp_path):
     bitsandbytes = pytest.importorskip("bitsandbytes")
     net = nn.Sequential(nn.Linear(64, 80), nn.Linear(80, 3))  # the first weight is large enough for 8 bits
     optimizer = getattr(bitsandbytes.optim, kind)(net.parameters())
     for _ in range(3):
         net(torch.randn(4, 64)).square().sum().backward()
         optimizer.step()
-    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
-    zckpt.convert(tmp_path / "x.pt", tmp_path / "t", to="deepspeed", dequantize=True, world_size=2, stage=2)
+    path = torch_file({"model": net.state_dict(), "optimizer": optimizer.state_dict()})
+    zckpt.convert(path, tmp_path / "t", to="deepspeed", dequantize=True, world_size=2, stage=2)
     found = zckpt.open(tmp_path / "t")
     for name, state in zip(net.state_dict(), optimizer.state_dict()["state"].values(), strict=True):
         its = state["__bnb_optimizer_quant_state__"]

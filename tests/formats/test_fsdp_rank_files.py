@@ -854,7 +854,7 @@ def test_parameters_that_a_program_kept_out_of_fsdp_have_names_beside_a_buffer(r
     assert found.grouped == zckpt.open(FIXTURES / LLAMA).grouped
 
 
-def test_what_cannot_be_written_is_said(tmp_path):
+def test_what_cannot_be_written_is_said(torch_file, tmp_path):
     target = tmp_path / "out"
     for options, said in (
         ({"fsdp_size": 3, "world_size": 4}, "unusable --fsdp-size: expected a divisor of the world size, 4, found 3"),
@@ -870,9 +870,8 @@ def test_what_cannot_be_written_is_said(tmp_path):
         in_ranks(FIXTURES / "s2_bf16_dp2", target, fsdp_version=1, units="big.*")
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
-    live.save_both(model, optimizer, tmp_path / "sgd.pt")
     with refusing(UnsupportedError, "no parameter has state, by whose size a flat one is known"):
-        in_ranks(tmp_path / "sgd.pt", target, fsdp_version=1, units="*")
+        in_ranks(torch_file(live.both(model, optimizer)), target, fsdp_version=1, units="*")
     assert not target.exists()
 
 
@@ -890,11 +889,11 @@ def test_one_group_has_every_parameter_in_the_models_order(tmp_path):
         in_ranks(expected, tmp_path / "two", groups="one")
 
 
-def test_one_group_says_which_of_its_parameters_may_be_buffers(tmp_path):
+def test_one_group_says_which_of_its_parameters_may_be_buffers(torch_file, tmp_path):
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
     model[1].register_buffer("scale", torch.ones(2))
     live.trained(model, optimizer := torch.optim.AdamW(model.named_parameters()))
-    done = in_ranks(live.save_both(model, optimizer, tmp_path / "m.pt"), tmp_path / "one", groups="one")
+    done = in_ranks(torch_file(live.both(model, optimizer)), tmp_path / "one", groups="one")
     assert [note for note in done.notes if note.startswith("1.scale, which the source's optimizer does not have, is ")]
 
 
@@ -915,12 +914,14 @@ def test_a_training_without_a_scheduler_goes_on_under_deepspeed(written, tmp_pat
 
 
 @pytest.mark.parametrize("form", ["fsdp-rank-files", "torch-checkpointing"])
-def test_moments_of_a_zero_dimensional_parameter_in_a_group_of_its_own_are_no_values_of_the_group(form, tmp_path):
+def test_moments_of_a_zero_dimensional_parameter_in_a_group_of_its_own_are_no_values_of_the_group(
+    form, torch_file, tmp_path
+):
     model = torch.nn.ParameterDict({"gain": torch.tensor(0.5), "rest": torch.arange(3.0)})
     optimizer = torch.optim.AdamW([{"params": [one]} for one in model.values()])
     (model["gain"] * model["rest"].sum()).backward()
     optimizer.step()
-    source = live.save_both(model, optimizer, tmp_path / "ckpt.pt")
+    source = torch_file(live.both(model, optimizer))
     zckpt.convert(source, tmp_path / "ranks", to=form, world_size=2, verify=True)
     assert list(zckpt.open(tmp_path / "ranks").param_groups[0].state) == ["step"]
     zckpt.convert(tmp_path / "ranks", tmp_path / "deepspeed", to="deepspeed", stage=1, world_size=2, verify=True)
@@ -929,11 +930,11 @@ def test_moments_of_a_zero_dimensional_parameter_in_a_group_of_its_own_are_no_va
 
 
 @pytest.mark.parametrize("form", ["fsdp-rank-files", "torch-checkpointing"])
-def test_what_an_optimizer_keeps_of_no_parameter_goes_along(form, tmp_path):
+def test_what_an_optimizer_keeps_of_no_parameter_goes_along(form, torch_file, tmp_path):
     """In `Optimizer.state`, under a text: torch allows it, and the files of ranks have no place for it."""
     model, optimizer = live.trained(torch.nn.Linear(4, 4))
     optimizer.state["shared"] = {"count": 3}
-    source = live.save_both(model, optimizer, tmp_path / "ckpt.pt")
+    source = torch_file(live.both(model, optimizer))
     kept = zckpt.open(converted(source, tmp_path / "ranks", form, world_size=2, verify=True)).optimizer_metadata
     assert kept["beside_state"]["rest"]["state"]["shared"] == {"count": 3}
 

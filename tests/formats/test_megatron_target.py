@@ -138,24 +138,23 @@ def test_other_names_and_ties_come_back(tmp_path):
     assert not any("ds_config" in one.key for one in compared.settings)
 
 
-def test_norms_of_local_layers_have_the_keys_of_the_linear_layers_behind_them(tmp_path):
+def test_norms_of_local_layers_have_the_keys_of_the_linear_layers_behind_them(torch_file, tmp_path):
     front = "decoder.layers.0."
     names = [f"{front}input_layernorm.weight", f"{front}pre_mlp_layernorm.weight"]
     linear = [f"{front}self_attention.linear_qkv.weight", f"{front}mlp.linear_fc1.weight"]
     new = [f"{front}self_attention.linear_qkv.layer_norm_weight", f"{front}mlp.linear_fc1.layer_norm_weight"]
     assert filed_names([*names, *linear]) == dict(zip([*names, *linear], [*new, *linear], strict=True))
     assert filed_names([*names, linear[0]])[names[1]] == names[1]
-    torch.save({name: torch.ones(3) for name in [*names, *linear]}, tmp_path / "w.pt")
-    zckpt.convert(tmp_path / "w.pt", tmp_path / "out", to="megatron")
+    zckpt.convert(torch_file({name: torch.ones(3) for name in [*names, *linear]}), tmp_path / "out", to="megatron")
     assert {*zckpt.open(tmp_path / "out").parameters} == {*names, *linear}
     (tmp_path / "out" / "release" / "zckpt.pt").unlink()
     assert {*zckpt.open(tmp_path / "out").parameters} == {*new, *linear}
 
 
-def test_grouped_experts_have_the_keys_of_those_that_are_modules(tmp_path):
+def test_grouped_experts_have_the_keys_of_those_that_are_modules(torch_file, tmp_path):
     grouped = {f"decoder.layers.0.mlp.experts.linear_fc{n}.weight{e}": torch.randn(4, 4) for n in "12" for e in (0, 1)}
-    torch.save({**grouped, "decoder.layers.0.self_attention.linear_proj.weight": torch.ones(2, 2)}, tmp_path / "w.pt")
-    zckpt.convert(tmp_path / "w.pt", tmp_path / "out", to="megatron", verify=True)
+    path = torch_file({**grouped, "decoder.layers.0.self_attention.linear_proj.weight": torch.ones(2, 2)})
+    zckpt.convert(path, tmp_path / "out", to="megatron", verify=True)
     assert {*grouped} < {*zckpt.open(tmp_path / "out").parameters}
     (tmp_path / "out" / "release" / "zckpt.pt").unlink()
     found = zckpt.open(tmp_path / "out")
@@ -164,14 +163,14 @@ def test_grouped_experts_have_the_keys_of_those_that_are_modules(tmp_path):
         assert torch.equal(found.read(f"{front}local_experts.{rest[-1]}.linear_fc{rest[:-1]}"), value)
 
 
-def test_weights_alone_are_a_release(tmp_path):
-    torch.save(dict(model()), tmp_path / "w.pt")
-    zckpt.convert(tmp_path / "w.pt", tmp_path / "out", to="megatron", dtype="bfloat16")
+def test_weights_alone_are_a_release(torch_file, tmp_path):
+    path = torch_file(dict(model()))
+    zckpt.convert(path, tmp_path / "out", to="megatron", dtype="bfloat16")
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release"
     opened = zckpt.open(tmp_path / "out")
     assert {one.dtype for one in opened.parameters.values()} == {"bfloat16"}
     assert not opened.param_groups
-    zckpt.convert(tmp_path / "w.pt", tmp_path / "five", to="megatron", iteration=5)
+    zckpt.convert(path, tmp_path / "five", to="megatron", iteration=5)
     assert (tmp_path / "five" / "iter_0000005" / "common.pt").is_file()
 
 
@@ -266,10 +265,9 @@ def test_only_what_zckpt_wrote_is_replaced(tmp_path):
         ([FC1.format(0), "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"], "not numbered c"),
     ],
 )
-def test_models_that_cannot_be_written_are_named(names, said, tmp_path):
-    torch.save({name: torch.ones(3, 2) for name in names}, tmp_path / "w.pt")
+def test_models_that_cannot_be_written_are_named(names, said, torch_file, tmp_path):
     with refusing(UnsupportedError, said):
-        zckpt.convert(tmp_path / "w.pt", tmp_path / "out", to="megatron")
+        zckpt.convert(torch_file({name: torch.ones(3, 2) for name in names}), tmp_path / "out", to="megatron")
     assert not (tmp_path / "out").exists()
 
 

@@ -180,9 +180,8 @@ def test_native_of_native_is_the_same_at_any_world_size(tmp_path):
 
 
 @pytest.mark.parametrize("content", [*CONTENTS, *ONLY_IN_ZIP], ids=lambda content: content.__name__)
-def test_every_kind_of_object_in_metadata(content, tmp_path):
-    torch.save(content(), tmp_path / "source.pt")
-    file = read_torchfile(tmp_path / "source.pt")
+def test_every_kind_of_object_in_metadata(content, torch_file, tmp_path):
+    file = read_torchfile(torch_file(content()))
     shared = {"tree": FromFile.of(file, file.root), "again": FromFile.of(file, [file.root])}
     expected = Checkpoint("x", "torch", metadata=shared, optimizer_metadata={"tree": shared["tree"]})
     found = read(written(expected, tmp_path / "native", 2))
@@ -191,11 +190,11 @@ def test_every_kind_of_object_in_metadata(content, tmp_path):
         assert as_torch_file(trees[0], tmp_path / "a.pt") == as_torch_file(trees[1], tmp_path / "b.pt")
 
 
-def test_big_endian_storages_become_little_endian(tmp_path):
+def test_big_endian_storages_become_little_endian(torch_file, tmp_path):
     tensor = torch.arange(6, dtype=torch.int32)
-    torch.save([tensor, tensor[2:], torch.tensor([1.5, 2], dtype=torch.float64)], tmp_path / "source.pt")
-    as_big_endian(tmp_path / "source.pt")
-    file = read_torchfile(tmp_path / "source.pt")
+    path = torch_file([tensor, tensor[2:], torch.tensor([1.5, 2], dtype=torch.float64)])
+    as_big_endian(path)
+    file = read_torchfile(path)
     found = read(written(Checkpoint("x", "torch", metadata={"t": FromFile.of(file, file.root)}), tmp_path / "native"))
     as_torch_file(found.metadata, tmp_path / "tree.pt")
     loaded = torch.load(tmp_path / "tree.pt")["t"]
@@ -328,10 +327,9 @@ def test_deep_trees_are_written_flat_up_to_the_depth_that_readers_take(tmp_path)
         lay_out(Checkpoint("x", "torch", metadata={"tree": tree}))
 
 
-def test_what_the_format_cannot_say_is_refused(tmp_path):
+def test_what_the_format_cannot_say_is_refused(torch_file):
     tensor = torch.ones(2)
-    torch.save(tensor, tmp_path / "source.pt")
-    node = read_torchfile(tmp_path / "source.pt").root
+    node = read_torchfile(torch_file(tensor)).root
     assert isinstance(node, Tensor)
     for value, words in [(node, "a tensor of an unnamed file"), (object(), "type object"), (slice("a"), "slice")]:
         with refusing(UnsupportedError, words):
@@ -909,9 +907,8 @@ def test_what_lies_twice_is_refused_when_it_is_read(directory):
 
 
 @pytest.mark.parametrize("step", [-1, 1 << 70])
-def test_what_is_no_count_of_steps_is_carried_and_not_the_documents(step, tmp_path):
-    torch.save({"model": torch.nn.Linear(2, 2).state_dict(), "step": step}, tmp_path / "f.pt")
-    zckpt.convert(tmp_path / "f.pt", tmp_path / "c", to="zckpt")
+def test_what_is_no_count_of_steps_is_carried_and_not_the_documents(step, torch_file, tmp_path):
+    zckpt.convert(torch_file({"model": torch.nn.Linear(2, 2).state_dict(), "step": step}), tmp_path / "c", to="zckpt")
     found = zckpt.open(tmp_path / "c")
     assert found.step is None
     assert found.metadata["step"] == step

@@ -148,9 +148,8 @@ def test_a_checkpoint_that_is_in_a_folder_of_a_step_is_meant(given, tmp_path):
     assert zckpt.open(inner).parameters
 
 
-def test_file_of_torch_without_a_state_dict_is_intact_and_not_supported(tmp_path):
-    torch.save([1, 2], tmp_path / "x.pt")
-    foreign(tmp_path / "x.pt", "holds no state dict")
+def test_file_of_torch_without_a_state_dict_is_intact_and_not_supported(torch_file):
+    foreign(torch_file([1, 2]), "holds no state dict")
 
 
 def test_what_another_verb_does_is_named(tmp_path):

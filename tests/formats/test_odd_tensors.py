@@ -54,10 +54,10 @@ def test_nothing_is_written_without_it(kind, form, tmp_path):
     assert zckpt.consolidate(source, target, drop=caught.value.names).num_tensors == 2
 
 
-def test_a_dict_beside_a_model_is_none_of_its_tensors(tmp_path):
-    torch.save({"model": PLAIN, "mask": EYE.to_sparse(), "epoch": 3}, tmp_path / "x.pt")
-    assert zckpt.consolidate(tmp_path / "x.pt", tmp_path / "m.safetensors").num_tensors == 2
-    assert "mask" in zckpt.open(tmp_path / "x.pt").metadata
+def test_a_dict_beside_a_model_is_none_of_its_tensors(torch_file, tmp_path):
+    path = torch_file({"model": PLAIN, "mask": EYE.to_sparse(), "epoch": 3})
+    assert zckpt.consolidate(path, tmp_path / "m.safetensors").num_tensors == 2
+    assert "mask" in zckpt.open(path).metadata
 
 
 @pytest.mark.parametrize("kind", ["sparse", "quantised"])

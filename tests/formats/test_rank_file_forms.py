@@ -82,10 +82,9 @@ def test_what_older_torch_saved_is_read_and_keeps_its_form(version, said, tmp_pa
 
 
 @pytest.mark.parametrize("version", FORMS)
-def test_meshes_with_copies_are_written_as_older_torch_does(version, tmp_path):
-    torch.save(WHOLE, tmp_path / "whole.pt")
+def test_meshes_with_copies_are_written_as_older_torch_does(version, torch_file, tmp_path):
     options = {"to": "fsdp-rank-files", "device": "cpu", "world_size": 4, "fsdp_size": 2}
-    zckpt.convert(tmp_path / "whole.pt", tmp_path / "ranks", torch_version=version, **options)
+    zckpt.convert(torch_file(WHOLE), tmp_path / "ranks", torch_version=version, **options)
     name = "model_world_size_4_rank_2.pt"
     assert_written_as(SAVED / version / "copies" / name, tmp_path / "ranks" / name, OF_ITS_RUN | GROUPS)
     assert_whole(zckpt.open(tmp_path / "ranks"))
@@ -106,18 +105,15 @@ def test_the_default_is_what_this_torch_writes(world_size, tmp_path):
     [("2.3.1", "2.3 to 2.4"), ("2.7.1+cu126", "2.5 to 2.9"), ("2.12", "2.10 to 2.12"), ("2.15.0", "2.13 and newer"),
      ("3.0", "2.13 and newer")],
 )  # fmt: skip
-def test_the_version_that_will_load_the_files_decides(version, said, tmp_path):
-    torch.save(WHOLE, tmp_path / "whole.pt")
-    done = zckpt.convert(
-        tmp_path / "whole.pt", tmp_path / "ranks", to="fsdp-rank-files", world_size=2, torch_version=version
-    )
+def test_the_version_that_will_load_the_files_decides(version, said, torch_file, tmp_path):
+    path = torch_file(WHOLE)
+    done = zckpt.convert(path, tmp_path / "ranks", to="fsdp-rank-files", world_size=2, torch_version=version)
     assert done.notes == (f"for meshes of cuda devices, in the form of torch {said}",)
     assert zckpt.open(tmp_path / "ranks").details["torch_version"] == said
 
 
 @pytest.mark.parametrize("version", ["2.2.2", "2", "newest", "2.1300"])
-def test_a_version_that_no_form_is_of_is_refused(version, tmp_path):
-    torch.save(WHOLE, tmp_path / "whole.pt")
+def test_a_version_that_no_form_is_of_is_refused(version, torch_file, tmp_path):
     with refusing(zckpt.UsageError, f"unusable --torch-version: expected 2.3 or newer, found '?{version}"):
-        zckpt.convert(tmp_path / "whole.pt", tmp_path / "ranks", to="fsdp-rank-files", torch_version=version)
+        zckpt.convert(torch_file(WHOLE), tmp_path / "ranks", to="fsdp-rank-files", torch_version=version)
     assert not (tmp_path / "ranks").exists()

@@ -47,17 +47,6 @@ def several(**models) -> tuple[nn.ModuleDict, dict[str | None, torch.optim.Optim
     return nn.ModuleDict(models), {key: live.trained(one, torch.optim.Adam, lr=0.1)[1] for key, one in models.items()}
 
 
-@pytest.fixture
-def saved(tmp_path) -> Callable[[Any], Path]:
-    """What saves a tree in a file of the test's own, and returns where that is."""
-
-    def save(root) -> Path:
-        torch.save(root, tmp_path / "c.pt")
-        return tmp_path / "c.pt"
-
-    return save
-
-
 def states(objects: Mapping[str, Any]) -> dict[str, Any]:
     return {key: one.state_dict() for key, one in objects.items()}
 
@@ -66,7 +55,7 @@ def states(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
-def test_get_state_dict_has_names_that_nothing_has_to_be_deduced_of(flat, saved, tmp_path):
+def test_get_state_dict_has_names_that_nothing_has_to_be_deduced_of(flat, torch_file, tmp_path):
     def made(rate) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = body(5, 4, 4, 4)  # three shapes that fit several parameters
         model[1].requires_grad_(requires_grad=False)
@@ -76,7 +65,7 @@ def test_get_state_dict_has_names_that_nothing_has_to_be_deduced_of(flat, saved,
     model, optimizer = live.trained(*made(0.1))
     options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=flat)
     weights, state = get_state_dict(model, optimizer, options=options)
-    path = saved({"app": weights, "optim": state, "epoch": 3})
+    path = torch_file({"app": weights, "optim": state, "epoch": 3})
     assert assert_holds(path, model, optimizer).warnings == []
     assert_goes_on(path, model, optimizer, *made(0.2))
     zckpt.strip(path, tmp_path / "s.pt", keep_slots=["exp_avg"])
@@ -115,7 +104,7 @@ def test_the_full_state_of_flat_parameters(tmp_path):
     assert torch.equal(alone.read("layers.1.up.bias", "exp_avg"), held["exp_avg/layers.1.up.bias"])
 
 
-def test_a_warning_where_torch_has_lost_all_slots_but_one(saved, tmp_path):
+def test_a_warning_where_torch_has_lost_all_slots_but_one(torch_file, tmp_path):
     run(gathered, 2, "fsdp1 orig", tmp_path)
     state = torch.load(tmp_path / "optimizer.pt")["state"]
     lost = all(torch.equal(one["exp_avg"], one["exp_avg_sq"]) for one in state.values())
@@ -124,7 +113,7 @@ def test_a_warning_where_torch_has_lost_all_slots_but_one(saved, tmp_path):
     for one in state.values():
         one["exp_avg_sq"] = one["exp_avg"].clone()
     for its in (state, dict(enumerate(state.values()))):  # as `rekey_optim_state_dict` makes them
-        path = saved({"state": its, "param_groups": [{"lr": 1.0, "params": list(its)}]})
+        path = torch_file({"state": its, "param_groups": [{"lr": 1.0, "params": list(its)}]})
         assert "all slots but the last are lost" in str(zckpt.open(path).warnings)
 
 
@@ -133,9 +122,9 @@ def of_names(state, params: list[Any]) -> dict[str, Any]:
     return {"model": {"w": torch.ones(3), "v": torch.ones(2)}, "optimizer": optimizer}
 
 
-def test_state_of_what_the_model_has_not_is_kept_and_said(saved, tmp_path):
+def test_state_of_what_the_model_has_not_is_kept_and_said(torch_file, tmp_path):
     state = {"w": {"m": torch.arange(3.0)}, "gone": {"m": torch.arange(4.0)}}
-    opened = zckpt.open(saved(of_names(state, ["w", "v", "gone"])))
+    opened = zckpt.open(torch_file(of_names(state, ["w", "v", "gone"])))
     assert torch.equal(opened.read("gone", "m"), torch.arange(4.0))
     assert opened.param_groups[0].parameters == ["w", "v", "gone"]
     assert opened.warnings == ["the optimizer has state for gone, which the model lacks; it keeps these names"]
@@ -153,13 +142,13 @@ def test_state_of_what_the_model_has_not_is_kept_and_said(saved, tmp_path):
         ({"z": {"m": torch.ones(3)}}, ["w"], "in no group"),
     ],
 )
-def test_names_that_contradict(state, params, words, saved):
+def test_names_that_contradict(state, params, words, torch_file):
     with refusing(DamagedFileError, words):
-        zckpt.open(saved(of_names(state, params)))
+        zckpt.open(torch_file(of_names(state, params)))
 
 
-def test_other_names_than_the_files_are_refused(saved):
-    path = saved(of_names({"w": {"m": torch.ones(3)}}, ["w"]))
+def test_other_names_than_the_files_are_refused(torch_file):
+    path = torch_file(of_names({"w": {"m": torch.ones(3)}}, ["w"]))
     assert zckpt.open(path, names=["w"]).warnings == []
     with refusing(UsageError, "omit --names"):
         zckpt.open(path, names=["v"])
@@ -182,18 +171,18 @@ def muon_and_adamw(seed, *, steps=0) -> tuple[nn.Module, list[torch.optim.Optimi
 
 
 @pytest.mark.parametrize("key", ["optimizer", "optimizers", "optimizer_states"])
-def test_a_list_of_optimizers_each_numbered_from_0(key, saved, tmp_path):
+def test_a_list_of_optimizers_each_numbered_from_0(key, torch_file, tmp_path):
     model, optimizers = muon_and_adamw(0, steps=2)
-    path = saved({"state_dict": model.state_dict(), key: [one.state_dict() for one in optimizers]})
+    path = torch_file({"state_dict": model.state_dict(), key: [one.state_dict() for one in optimizers]})
     assert assert_holds(path, model, {"0": optimizers[0], "1": optimizers[1]}).warnings == []
     for source in (path, converted(path, tmp_path / "z", "zckpt")):
         assert_goes_on(source, model, optimizers, *muon_and_adamw(1))
 
 
-def test_a_dict_of_optimizers_by_name(saved):
+def test_a_dict_of_optimizers_by_name(torch_file):
     model, [muon, adamw] = muon_and_adamw(0, steps=2)
     optimizers = {"muon": muon, "adamw": adamw}
-    path = saved({"model": model.state_dict(), "optimizer": states(optimizers), "step": 2})
+    path = torch_file({"model": model.state_dict(), "optimizer": states(optimizers), "step": 2})
     assert_holds(path, model, optimizers)
     again, [first, second] = muon_and_adamw(1)
     assert_goes_on(path, model, optimizers, again, {"adamw": second, "muon": first})
@@ -201,12 +190,12 @@ def test_a_dict_of_optimizers_by_name(saved):
         zckpt.load(path, model=again, optimizer=[first, second])
 
 
-def test_optimizers_that_have_one_child_each(saved):
+def test_optimizers_that_have_one_child_each(torch_file):
     """As Lightning keeps a GAN: shapes alone leave two readings of the third layer."""
     model, optimizers = several(generator=body(5, 4, 4, 6), discriminator=body(5, 4, 4, 4))
     root = {"state_dict": model.state_dict(), "optimizer_states": [*states(optimizers).values()], "loops": {}}
     by_number = dict(zip(("0", "1"), optimizers.values(), strict=True))
-    assert assert_holds(saved(root), model, by_number).warnings == []
+    assert assert_holds(torch_file(root), model, by_number).warnings == []
 
 
 # --- several models
@@ -217,9 +206,9 @@ def gan() -> tuple[nn.ModuleDict, dict[str | None, torch.optim.Optimizer]]:
     return models, {f"optimizer_{key[0]}": one for key, one in optimizers.items()}
 
 
-def test_two_models_and_the_optimizer_of_each(saved):
+def test_two_models_and_the_optimizer_of_each(torch_file):
     models, optimizers = gan()
-    path = saved(states(models) | states(optimizers) | {"epoch": 4})
+    path = torch_file(states(models) | states(optimizers) | {"epoch": 4})
     opened = assert_holds(path, models, optimizers)
     assert opened.warnings == [
         "there are several models (generator, discriminator); tensor names begin with their keys"
@@ -246,10 +235,10 @@ DEEPER: dict[str, tuple[str, str, Callable[[list[Any], list[Any]], object]]] = {
 
 
 @pytest.mark.parametrize("form", DEEPER)
-def test_models_and_optimizers_that_lie_deeper(form, saved, tmp_path):
+def test_models_and_optimizers_that_lie_deeper(form, torch_file, tmp_path):
     prefix, called, make = DEEPER[form]
     models, optimizers = gan()
-    path = saved(make(*([*states(objects).values()] for objects in (models, optimizers))))
+    path = torch_file(make(*([*states(objects).values()] for objects in (models, optimizers))))
     opened = assert_holds(path, models["generator"], {called: optimizers["optimizer_g"]}, prefix)
     assert 7 in opened.metadata.values()
     assert zckpt.verify(path, deep=True).sound
@@ -259,72 +248,72 @@ def test_models_and_optimizers_that_lie_deeper(form, saved, tmp_path):
     assert zckpt.open(tmp_path / "s.pt").slot_names() == ["weight"]
 
 
-def test_a_dict_that_lies_in_itself_is_looked_into_once(saved):
+def test_a_dict_that_lies_in_itself_is_looked_into_once(torch_file):
     model, optimizer = trained(5, 4)
     state = optimizer.state_dict() | {"seen": 3}
     root = {"run": {"last": {"net": model.state_dict(), "opt": state}}}
     root |= {f"again{at}": root for at in range(20)}
-    opened = assert_holds(saved(root), model, optimizer)
+    opened = assert_holds(torch_file(root), model, optimizer)
     assert further_keys(opened.optimizer_metadata) == ["seen"]
 
 
-def test_a_list_of_a_model_and_its_optimizer(saved):
+def test_a_list_of_a_model_and_its_optimizer(torch_file):
     model, optimizer = trained(5, 4)
-    path = saved((model.state_dict(), optimizer.state_dict(), 3))
+    path = torch_file((model.state_dict(), optimizer.state_dict(), 3))
     assert_holds(path, model, optimizer)
     assert_goes_on(path, model, optimizer, *trained(5, 4))
 
 
 @pytest.mark.parametrize("keys", [("model", "optimizer"), ("models", "optimizers"), ("models", "optims")])
-def test_models_and_optimizers_that_lie_in_a_dict_or_a_list_each(keys, saved):
+def test_models_and_optimizers_that_lie_in_a_dict_or_a_list_each(keys, torch_file):
     models, optimizers = several(g=body(5, 4), d=body(5, 4))
     weights, its = states(models), states(optimizers)
-    path = saved({keys[0]: {**weights, "count": 2}, keys[1]: its, "epoch": 4})
+    path = torch_file({keys[0]: {**weights, "count": 2}, keys[1]: its, "epoch": 4})
     opened = assert_holds(path, models, optimizers, prefix=f"{keys[0]}.")
     assert opened.metadata == {keys[0]: {"count": 2}, "epoch": 4}
     for kind in (tuple, list):
-        saved({keys[0]: kind(weights.values()), keys[1]: kind(its.values())})
+        torch_file({keys[0]: kind(weights.values()), keys[1]: kind(its.values())})
         for at, (key, model) in enumerate(models.items()):
             assert_holds(path, model, {str(at): optimizers[key]}, prefix=f"{keys[0]}.{at}.")
         assert zckpt.verify(path, deep=True).sound
-    path = saved({"model": weights["g"], "emas": [*weights.values()]})  # these are no part of the model
+    path = torch_file({"model": weights["g"], "emas": [*weights.values()]})  # these are no part of the model
     assert [*assert_holds(path, models["g"]).metadata] == ["emas"]
 
 
-def test_equal_models_that_lie_with_their_optimizers(saved, tmp_path):
+def test_equal_models_that_lie_with_their_optimizers(torch_file, tmp_path):
     models, optimizers = several(G=body(5, 4), D=body(5, 4))
     parts = {key: {"net": models[key].state_dict(), "opt": optimizers[key].state_dict()} for key in "GD"}
-    path = saved({"G": {**parts["G"], "sched": {"last_epoch": 3}}, "D": parts["D"], "epoch": 4, "none": {}})
+    path = torch_file({"G": {**parts["G"], "sched": {"last_epoch": 3}}, "D": parts["D"], "epoch": 4, "none": {}})
     for to in (None, "zckpt", "dcp"):
         if to is not None:
             path = converted(path, tmp_path / to, to, verify=True)
         opened = assert_holds(path, models, optimizers)
         assert opened.metadata == {"G": {"sched": {"last_epoch": 3}}, "epoch": 4, "none": {}}
         assert_goes_on(path, models, optimizers, *several(G=body(5, 4), D=body(5, 4)))
-    path = saved({"G": parts["G"], "D": {"net": parts["D"]["net"]}})
+    path = torch_file({"G": parts["G"], "D": {"net": parts["D"]["net"]}})
     assert_holds(path, models["G"], {None: optimizers["G"]}, prefix="G.")  # the other's is not kept
     assert assert_holds(path, models).parameters["D.0.weight"].group is None
 
 
-def test_equal_models_are_told_apart_by_their_keys_and_nothing_is_guessed(saved):
+def test_equal_models_are_told_apart_by_their_keys_and_nothing_is_guessed(torch_file):
     models, optimizers = several(netG=body(5, 4), netD=body(5, 4))
     its = {"optD": optimizers["netD"], "optG": optimizers["netG"]}
     average = {"netG_ema": models["netG"].state_dict()}
-    assert_holds(saved(states(models) | average | states(its)), models, its)
+    assert_holds(torch_file(states(models) | average | states(its)), models, its)
     its = {"one": optimizers["netG"], "two": optimizers["netD"]}
     renamed = nn.ModuleDict({"left": models["netG"], "right": models["netD"]})
-    opened = zckpt.open(path := saved(states(renamed) | states(its)))
+    opened = zckpt.open(path := torch_file(states(renamed) | states(its)))
     assert len(opened.unnamed) == 4
     assert "one could be the optimizer of several models: left, right" in str(opened.warnings)
     names = [f"{side}.0.{kind}" for side in ("left", "right") for kind in ("weight", "bias")]
     assert_holds(zckpt.open(path, names=names), renamed, its)
 
 
-def test_one_optimizer_of_an_encoder_and_a_decoder(saved):
+def test_one_optimizer_of_an_encoder_and_a_decoder(torch_file):
     models = nn.ModuleDict({"encoder": body(5, 4), "decoder": body(4, 5)})
     optimizer = torch.optim.Adam(models.parameters())
     live.trained(nn.Sequential(*models.values()), optimizer)
-    assert_holds(saved(states(models) | {"optimizer": optimizer.state_dict(), "epoch": 4}), models, optimizer)
+    assert_holds(torch_file(states(models) | {"optimizer": optimizer.state_dict(), "epoch": 4}), models, optimizer)
 
 
 def composers(*, full) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
@@ -339,7 +328,7 @@ def composers(*, full) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]
     return model, optimizer, inner
 
 
-def test_what_composer_writes(saved, tmp_path):
+def test_what_composer_writes(torch_file, tmp_path):
     model, optimizer, inner = composers(full=True)
     inner |= {
         "schedulers": {"LambdaLR": {"last_epoch": 2}},
@@ -347,7 +336,7 @@ def test_what_composer_writes(saved, tmp_path):
         "run_name": "r",
     }
     rng = {"python": (3, (1, 2), None), "torch": torch.arange(8, dtype=torch.uint8)}
-    path = saved({"state": inner, "rng": [rng]}).rename(tmp_path / "ep1-ba22-rank0.pt")
+    path = torch_file({"state": inner, "rng": [rng]}).rename(tmp_path / "ep1-ba22-rank0.pt")
     assert assert_holds(path, model, optimizer).step == 22
     assert zckpt.open(converted(path, tmp_path / "z", "zckpt")).metadata.keys() == {"state", "rng"}
 
@@ -421,7 +410,7 @@ def test_the_last_whole_one_of_torchtitans_steps_is_read(tmp_path):
 # --- and back
 
 
-def test_what_lightning_keeps_besides_survives_conversions(saved, tmp_path):
+def test_what_lightning_keeps_besides_survives_conversions(torch_file, tmp_path):
     model, optimizers = muon_and_adamw(0, steps=2)
     root = {
         "epoch": 1,
@@ -437,7 +426,7 @@ def test_what_lightning_keeps_besides_survives_conversions(saved, tmp_path):
         "hparams_name": "kwargs",
         "hyper_parameters": {"width": 7},
     }
-    first = saved(root)
+    first = torch_file(root)
     assert assert_holds(first, model, {"0": optimizers[0], "1": optimizers[1]}).step == 16
     source = converted(converted(first, tmp_path / "zckpt", "zckpt"), tmp_path / "dcp", "dcp")
     assert zckpt.diff(first, source).equal
@@ -448,13 +437,13 @@ def test_what_lightning_keeps_besides_survives_conversions(saved, tmp_path):
 
 
 @pytest.mark.parametrize("has_more", [False, True])
-def test_one_optimizer_of_two_models_may_lie_beside_single_values(has_more, saved, tmp_path):
+def test_one_optimizer_of_two_models_may_lie_beside_single_values(has_more, torch_file, tmp_path):
     """As OpenNMT-py saves them."""
     models = nn.ModuleDict({"model": nn.Linear(3, 4), "generator": nn.Linear(4, 2)})
     optimizer = torch.optim.Adam((models if has_more else models["model"]).parameters())
     live.trained(nn.Sequential(*models.values()), optimizer)
     optim = {"training_step": 7, "optimizer": optimizer.state_dict()}
-    path = saved({**states(models), "optim": optim})
+    path = torch_file({**states(models), "optim": optim})
     opened = assert_holds(path, models if has_more else models["model"], optimizer)
     assert not opened.unnamed
     assert opened.metadata["optim"] == {"training_step": 7}
@@ -463,7 +452,7 @@ def test_one_optimizer_of_two_models_may_lie_beside_single_values(has_more, save
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_peft_trains_a_copy_of_what_it_keeps(whole, tmp_path):
+def test_peft_trains_a_copy_of_what_it_keeps(whole, torch_file):
     model = nn.ModuleDict()
     for name in ("a", "b"):
         model[name] = nn.ModuleDict({"original_module": nn.Linear(3, 3), "modules_to_save": nn.ModuleDict()})
@@ -473,22 +462,22 @@ def test_peft_trains_a_copy_of_what_it_keeps(whole, tmp_path):
     optimizer = torch.optim.Adam(model.parameters() if whole else its.values())
     sum(one.square().sum() for one in its.values()).backward()
     optimizer.step()
-    opened = zckpt.open(live.save_both(model, optimizer, tmp_path / "c.pt"))
+    opened = zckpt.open(torch_file(live.both(model, optimizer)))
     for name, one in its.items():
         assert_state(opened, name, optimizer.state[one])
     assert not opened.unnamed
 
 
-def test_a_complex_parameter_is_one_beside_an_optimizer_in_safetensors(tmp_path):
+def test_a_complex_parameter_is_one_beside_an_optimizer_in_safetensors(torch_file, tmp_path):
     model = nn.ParameterDict({"c": nn.Parameter(torch.randn(3, dtype=torch.complex64)), "w": torch.randn(2)})
     optimizer = torch.optim.Adam(model.parameters())
     sum(one.abs().square().sum() for one in model.values()).backward()
     optimizer.step()
-    converted(live.save_both(model, optimizer, tmp_path / "c.pt"), tmp_path / "whole", "consolidated")
+    converted(torch_file(live.both(model, optimizer)), tmp_path / "whole", "consolidated")
 
 
 @pytest.mark.parametrize("to", ["zckpt", "dcp"])
-def test_numbers_that_stay_are_not_the_parameters_that_are_called_so(to, tmp_path):
+def test_numbers_that_stay_are_not_the_parameters_that_are_called_so(to, torch_file, tmp_path):
     def made() -> tuple[nn.ParameterList, torch.optim.Optimizer]:
         model = nn.ParameterList(torch.randn(3) for _ in range(4))
         return model, torch.optim.Adam([{"params": [model[2], model[0]]}, {"params": [model[3], model[1]]}])
@@ -496,7 +485,7 @@ def test_numbers_that_stay_are_not_the_parameters_that_are_called_so(to, tmp_pat
     model, optimizer = made()
     sum((one**3).sum() for one in model).backward()
     optimizer.step()
-    source = live.save_both(model, optimizer, tmp_path / "c.pt")
+    source = torch_file(live.both(model, optimizer))
     assert len(zckpt.open(source).unnamed) == 4
     other, its = made()
     zckpt.load(converted(source, tmp_path / to, to), model=other, optimizer=its)
@@ -504,11 +493,11 @@ def test_numbers_that_stay_are_not_the_parameters_that_are_called_so(to, tmp_pat
         assert torch.equal(its.state[loaded]["exp_avg"], optimizer.state[mine]["exp_avg"])
 
 
-def test_a_value_among_a_models_tensors_and_a_defaultdict_of_state_hide_neither(saved, tmp_path):
+def test_a_value_among_a_models_tensors_and_a_defaultdict_of_state_hide_neither(torch_file, tmp_path):
     model, optimizer = trained(3, 4)
     its = optimizer.state_dict()
     its["state"] = defaultdict(dict, its["state"])
-    path = saved({"model": {**model.state_dict(), "epoch": 3}, "optimizer": its})
+    path = torch_file({"model": {**model.state_dict(), "epoch": 3}, "optimizer": its})
     assert assert_holds(path, model, optimizer).metadata == {"model": {"epoch": 3}}
     converted(path, tmp_path / "dcp", "dcp")
 
@@ -520,13 +509,13 @@ class Projector:
         self.ortho_matrix = matrix
 
 
-def test_moments_of_a_projected_gradient_take_names(saved, tmp_path):
+def test_moments_of_a_projected_gradient_take_names(torch_file, tmp_path):
     """As GaLore 1.0 and APOLLO 1.0 save them: those of the group with a `rank`."""
     model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 6, bias=False))
     of = {0: (8, 8), 1: (8, 4), 2: (4, 6)}
     state = {n: {"step": 1, "exp_avg": torch.rand(size), "exp_avg_sq": torch.rand(size)} for n, size in of.items()}
     groups = [{"lr": 0.1, "params": [0]}, {"lr": 0.1, "rank": 4, "params": [1, 2]}]
-    path = saved({"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}})
+    path = torch_file({"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}})
     names = ["1.weight", "0.weight", "2.weight"]
     found = zckpt.open(path, names=names)
     zckpt.convert(path, tmp_path / "own", to="zckpt", names=names)
@@ -562,37 +551,36 @@ def test_a_param_groups_dict_by_parameter_is_no_part_of_dcp(tmp_path):
     ("zero-redundancy", {"world_size": 2}), ("deepspeed", {"world_size": 2, "stage": 1}),
     ("deepspeed", {"world_size": 2, "stage": 3}), ("dcp", {"world_size": 3}),
 ])  # fmt: skip
-def test_tensors_among_hyperparameters_go_through_other_formats(to, options, saved, tmp_path):
+def test_tensors_among_hyperparameters_go_through_other_formats(to, options, torch_file, tmp_path):
     model = body(5, 3, 2)
     betas = (torch.tensor(0.9), torch.tensor(0.99))
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=torch.tensor(0.1), betas=betas, foreach=False)
     optimizer.param_groups[0]["drift"] = torch.arange(3)
     live.trained(model, optimizer, steps=2)
-    path = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2})
-    zckpt.convert(path, tmp_path / "other", to=to, **options)
+    zckpt.convert(torch_file(live.both(model, optimizer, step=2)), tmp_path / "other", to=to, **options)
     zckpt.convert(tmp_path / "other", tmp_path / "back", to="consolidated")
     [group] = torch.load(tmp_path / "back" / "optimizer.pt", weights_only=False)["param_groups"]
     assert (group["lr"], group["betas"]) == (0.1, betas)
     assert group["drift"].equal(torch.arange(3))
 
 
-def test_lists_of_tensors_that_several_ranks_saved_are_equal_to_one_files(saved, tmp_path):
+def test_lists_of_tensors_that_several_ranks_saved_are_equal_to_one_files(torch_file, tmp_path):
     model = body(5, 3, 2)
     optimizer = torch.optim.AdamW(model.named_parameters())
     live.trained(model, optimizer, steps=2)
     for state in optimizer.state.values():
         state["factors"] = [torch.eye(2), {"left": torch.ones(3)}]
-    path = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2})
+    path = torch_file(live.both(model, optimizer, step=2))
     assert (
         zckpt.fingerprint(path).text == zckpt.fingerprint(converted(path, tmp_path / "dcp", "dcp", world_size=5)).text
     )
 
 
-def test_each_of_several_models_has_its_own_bare_names(saved, tmp_path):
+def test_each_of_several_models_has_its_own_bare_names(torch_file, tmp_path):
     """As GANs save networks in DDP, and DINO its student beside the teacher and the loss."""
     (one, optimizer), other = trained(3, 2), body(3, 2)
     wrapped = {f"module.{name}": value for name, value in one.state_dict().items()}
-    path = saved({"G": wrapped, "D": other.state_dict(), "optimizer": optimizer.state_dict()})
+    path = torch_file({"G": wrapped, "D": other.state_dict(), "optimizer": optimizer.state_dict()})
     for model, prefix in ((one, "G."), (other, "D.")):  # the optimizer could be of either
         found = assert_holds(path, model, prefix=prefix)
     assert set(found.parameters) == {"G.0.weight", "G.0.bias", "D.0.weight", "D.0.bias"}
@@ -606,14 +594,14 @@ def networks() -> tuple[nn.ModuleDict, dict[str | None, torch.optim.Optimizer]]:
 
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("form", ["apart", "together"])
-def test_models_in_dicts_are_read_whatever_average_is_beside_them(form, average, saved, tmp_path):
+def test_models_in_dicts_are_read_whatever_average_is_beside_them(form, average, torch_file, tmp_path):
     models, optimizers = networks()
     weights, its = states(models), states(optimizers)
     content = {
         "apart": {"nets": weights, "optims": its, "rng": {"cpu": torch.get_rng_state()}},
         "together": {key: {"model": weights[key], "optimizer": its[key]} for key in models},
     }[form]
-    path = saved({**content, **({"ema": weights["G"]} if average else {})})
+    path = torch_file({**content, **({"ema": weights["G"]} if average else {})})
     front = "nets." if form == "apart" else ""
     for source in (path, *(converted(path, tmp_path / to, to) for to in ("zckpt", "dcp"))):
         assert_holds(source, models, optimizers, prefix=front)
@@ -626,11 +614,11 @@ def test_models_in_dicts_are_read_whatever_average_is_beside_them(form, average,
 
 
 @pytest.mark.parametrize("more", [{}, {"trainer": {"rng": {"cpu": torch.arange(9)}}}], ids=["alone", "beside"])
-def test_a_model_that_is_carried_is_told_and_no_part_of_the_model_in_dcp(more, saved, tmp_path):
+def test_a_model_that_is_carried_is_told_and_no_part_of_the_model_in_dcp(more, torch_file, tmp_path):
     models, optimizers = networks()
     weights, its = states(models), states(optimizers)
     critic = {"net": weights["D"], "optimizer": its["D"]}
-    path = saved({"model": weights["G"], "optimizer": its["G"], "critic": critic, **more})
+    path = torch_file({"model": weights["G"], "optimizer": its["G"], "critic": critic, **more})
     found = assert_holds(path, models["G"], optimizers["G"])
     assert set(found.parameters) == {"weight", "bias"}
     assert found.warnings == ["more models or optimizers are carried as they are, and not read: critic"]
@@ -709,19 +697,19 @@ def mixed(tmp_path, key, *, is_dcp, lacks="") -> tuple[Path, nn.Module, list[tor
 
 
 @pytest.mark.parametrize("params", [5, None, "ab"])
-def test_an_optimizer_that_holds_another_may_have_damaged_groups(params, saved):
+def test_an_optimizer_that_holds_another_may_have_damaged_groups(params, torch_file):
     inner = {"state": {}, "param_groups": [{"params": [0]}]}
     damaged = {"state": {}, "param_groups": [{"params": params}], "inner": inner}
     with refusing(DamagedFileError, "unreadable param group"):
-        zckpt.open(saved({"model": {"w": torch.ones(3)}, "optimizer": damaged}))
+        zckpt.open(torch_file({"model": {"w": torch.ones(3)}, "optimizer": damaged}))
 
 
 @pytest.mark.parametrize("fsdp", [None, "full", "sharded"])
-def test_a_parameter_that_two_models_share_is_in_the_files_of_both(fsdp, saved, tmp_path):
+def test_a_parameter_that_two_models_share_is_in_the_files_of_both(fsdp, torch_file, tmp_path):
     """As an actor and a critic share an encoder: Accelerate saves each model by itself."""
     actor, critic = nn.Linear(3, 3), nn.Linear(3, 3)
     critic.weight = actor.weight
-    path = saved(states({"actor": actor, "critic": critic}) | {"step": 1})
+    path = torch_file(states({"actor": actor, "critic": critic}) | {"step": 1})
     out = converted(path, tmp_path / "out", "accelerate", fsdp=fsdp, verify=True)
     assert zckpt.open(out).parameters["critic.weight"].tied_to == "actor.weight"
     (out / "zckpt.pt").unlink()

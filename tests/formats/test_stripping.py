@@ -182,12 +182,12 @@ def test_files_of_the_time_before_zip_archives_are_stripped(tmp_path):
     assert done.saved["unreferenced"] == 49_998 * 4
 
 
-def test_bytes_of_the_other_order_come_out_right(tmp_path):
+def test_bytes_of_the_other_order_come_out_right(torch_file, tmp_path):
     """A machine with the most significant byte first wrote the file; what is left of it is written as here."""
     values, counts = torch.arange(100.0), torch.arange(100, dtype=torch.int32).to(torch.uint32)
     tree = {"w": values[3:6], "n": counts[7:9]}
-    torch.save({"w": swapped(values)[3:6], "n": swapped(counts)[7:9]}, tmp_path / "little.pt")
-    with zipfile.ZipFile(tmp_path / "little.pt") as before, zipfile.ZipFile(tmp_path / "big.pt", "w") as after:
+    path = torch_file({"w": swapped(values)[3:6], "n": swapped(counts)[7:9]})
+    with zipfile.ZipFile(path) as before, zipfile.ZipFile(tmp_path / "big.pt", "w") as after:
         for name in before.namelist():
             after.writestr(name, b"big" if name.endswith("/byteorder") else before.read(name))
     done = strip(tmp_path / "big.pt", tmp_path / "thin.pt", unreferenced=True)

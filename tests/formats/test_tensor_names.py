@@ -102,10 +102,9 @@ def test_two_tensors_of_one_name_are_refused():
             made()
 
 
-def test_keys_that_are_one_name_are_refused(tmp_path):
-    torch.save({1: torch.ones(2), "1": torch.zeros(2)}, tmp_path / "x.pt")
+def test_keys_that_are_one_name_are_refused(torch_file):
     with refusing(UnsupportedError, "two keys give the name '1'"):
-        open_checkpoint(tmp_path / "x.pt")
+        open_checkpoint(torch_file({1: torch.ones(2), "1": torch.zeros(2)}))
 
 
 def test_two_names_that_the_file_system_takes_for_one_are_refused(tmp_path):

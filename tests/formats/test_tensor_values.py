@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import zckpt
-from tests.live import save_both, trained
+from tests.live import both, trained
 from tests.logical import assert_same_tree
 from tests.refusals import refusing
 from zckpt.errors import UnsupportedError
@@ -73,11 +73,11 @@ def test_lazy_views_are_read_resolved(source, tmp_path):
     assert_read(tmp_path / "legacy.pt", resolved(lazy_views()))
 
 
-def test_lazy_views_are_consolidated_resolved(tmp_path):
+def test_lazy_views_are_consolidated_resolved(torch_file, tmp_path):
     tensors = {name: one for name, one in lazy_views().items() if one.dtype != torch.complex128}  # not in safetensors
-    torch.save(tensors, tmp_path / "lazy.pt")
+    path = torch_file(tensors)
     for target, load in (("model.safetensors", load_file), ("model.pt", torch.load)):
-        zckpt.consolidate(tmp_path / "lazy.pt", tmp_path / target)
+        zckpt.consolidate(path, tmp_path / target)
         found = load(tmp_path / target)
         for name, expected in resolved(tensors).items():
             assert_bits(found[name], expected)
@@ -93,18 +93,17 @@ def test_lazy_views_are_converted_resolved(to, source, tmp_path):
         assert root["zckpt"]["metadata"]["note"].equal(torch.load(source)["note"])
 
 
-def test_lazy_views_have_the_fingerprint_of_their_values(source, tmp_path):
-    torch.save({"model": resolved(lazy_views()), "note": torch.load(source)["note"].resolve_conj()}, tmp_path / "r.pt")
-    assert zckpt.fingerprint(source).text == zckpt.fingerprint(tmp_path / "r.pt").text
-    assert zckpt.diff(source, tmp_path / "r.pt").equal
+def test_lazy_views_have_the_fingerprint_of_their_values(source, torch_file):
+    path = torch_file({"model": resolved(lazy_views()), "note": torch.load(source)["note"].resolve_conj()})
+    assert zckpt.fingerprint(source).text == zckpt.fingerprint(path).text
+    assert zckpt.diff(source, path).equal
     assert verify(source, deep=True).sound
 
 
-def test_lazy_views_are_loaded_resolved(tmp_path):
+def test_lazy_views_are_loaded_resolved(torch_file):
     model = torch.nn.Linear(3, 2)
     weight = torch.randn(2, 3)
-    torch.save({"weight": torch._neg_view(weight), "bias": torch.ones(2)}, tmp_path / "x.pt")
-    zckpt.load(tmp_path / "x.pt", model=model)
+    zckpt.load(torch_file({"weight": torch._neg_view(weight), "bias": torch.ones(2)}), model=model)
     assert model.weight.equal(-weight)
 
 
@@ -117,11 +116,11 @@ def test_lazy_views_are_sliced_resolved(tmp_path):
     assert_read(tmp_path / "dcp", loaded)
 
 
-def test_step_counts_may_be_lazy(tmp_path):
+def test_step_counts_may_be_lazy(torch_file):
     model, optimizer = trained(torch.nn.Linear(3, 2))
     for one in optimizer.state.values():
         one["step"] = torch._neg_view(torch.tensor(-5.0))
-    assert open_checkpoint(save_both(model, optimizer, tmp_path / "x.pt")).step == 5
+    assert open_checkpoint(torch_file(both(model, optimizer))).step == 5
 
 
 class Packed(torch.Tensor):
@@ -135,10 +134,9 @@ class Packed(torch.Tensor):
         (torch._neg_view(torch.ones(3).to(torch.float8_e4m3fn)), "float8_e4m3fn with neg set"),
     ],
 )
-def test_tensors_without_values_of_their_own_are_refused(tensor, said, tmp_path):
-    torch.save({"w": tensor, "b": torch.ones(2)}, tmp_path / "x.pt")
+def test_tensors_without_values_of_their_own_are_refused(tensor, said, torch_file, tmp_path):
     with refusing(UnsupportedError, said):
-        zckpt.consolidate(tmp_path / "x.pt", tmp_path / "model.safetensors")
+        zckpt.consolidate(torch_file({"w": tensor, "b": torch.ones(2)}), tmp_path / "model.safetensors")
     assert not (tmp_path / "model.safetensors").exists()
 
 

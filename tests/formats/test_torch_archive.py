@@ -228,10 +228,9 @@ def test_a_file_beyond_four_gibibytes_is_mapped_by_torch_and_read_back_by_zckpt(
     assert root["small"].offset > 5 * GIBIBYTE
 
 
-def test_where_torch_takes_records_to_begin_they_do(tmp_path):
+def test_where_torch_takes_records_to_begin_they_do(torch_file, tmp_path):
     tensors = {f"t{number}": torch.arange(number + 3.0) for number in range(6)}
-    torch.save(tensors, tmp_path / "s.pt")
-    zckpt.consolidate(tmp_path / "s.pt", tmp_path / "t.pt", dtype="keep")
+    zckpt.consolidate(torch_file(tensors), tmp_path / "t.pt", dtype="keep")
     data = (tmp_path / "t.pt").read_bytes()
     for name, one in torch.load(tmp_path / "t.pt", map_location="meta").items():
         start = one.untyped_storage()._checkpoint_offset  # by which readers of parts of tensors read them

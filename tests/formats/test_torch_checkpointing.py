@@ -135,11 +135,11 @@ def test_whole_tensors_without_an_index_are_ranks_only_if_there_is_one(saved, tm
 
 
 @pytest.mark.parametrize("keys", ["numbers", "names", "flat"])
-def test_groups_of_equal_values_stay_two(keys, tmp_path):
+def test_groups_of_equal_values_stay_two(keys, torch_file, tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     optimizer = torch.optim.AdamW([{"params": [*one.parameters()]} for one in model], lr=0.1)
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "one.pt")
-    zckpt.convert(tmp_path / "one.pt", tmp_path / "two", to="torch-checkpointing", world_size=2, keys=keys)
-    assert zckpt.diff(tmp_path / "one.pt", tmp_path / "two").equal
+    path = torch_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    zckpt.convert(path, tmp_path / "two", to="torch-checkpointing", world_size=2, keys=keys)
+    assert zckpt.diff(path, tmp_path / "two").equal

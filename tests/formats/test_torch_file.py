@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from tests import live
 from tests.folders import nbytes_in
 from tests.formats.holding import assert_goes_on, assert_holds, assert_state, converted
 from tests.formats.some_tensors import Wrapped, assert_same
-from tests.live import save_both
 from tests.logical import assert_same_tree
 from tests.pairwise import each
 from tests.refusals import refusing
@@ -54,11 +52,6 @@ def layers(count) -> torch.nn.Module:
     return torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False) for _ in range(count)])
 
 
-def saved(path, root, **options) -> Path:
-    torch.save(root, path, **options)
-    return path
-
-
 def assert_tensors(path, state) -> Checkpoint:
     """Assert that a file is read as this model, name by name and bit by bit, and no other tensor."""
     checkpoint = open_checkpoint(path)
@@ -71,9 +64,9 @@ def assert_tensors(path, state) -> Checkpoint:
 # --- a model by itself ------------------------------------------------------------------------------------------
 
 
-def test_state_dict_by_itself(tmp_path):
+def test_state_dict_by_itself(torch_file):
     state = network().state_dict()
-    checkpoint = assert_tensors(saved(tmp_path / "m.pt", state), state)
+    checkpoint = assert_tensors(torch_file(state), state)
     assert checkpoint.format == "torch"
     assert list(checkpoint.buffers) == ["norm.steps"]
     assert checkpoint.param_groups == []
@@ -94,54 +87,54 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize(("root", "state"), MODELS.values(), ids=MODELS)
-def test_a_model_is_read_as_it_is_in_either_format_of_torch(root, state, tmp_path):
+def test_a_model_is_read_as_it_is_in_either_format_of_torch(root, state, torch_file):
     for is_zip in (True, False):
-        assert_tensors(saved(tmp_path / "m.pt", root, _use_new_zipfile_serialization=is_zip), state)
+        assert_tensors(torch_file(root, _use_new_zipfile_serialization=is_zip), state)
 
 
 @pytest.mark.parametrize("key", ["model", "module", "state_dict", "net", "something_else"])
-def test_model_under_any_key(key, tmp_path):
+def test_model_under_any_key(key, torch_file):
     state = network().state_dict()
-    checkpoint = assert_tensors(saved(tmp_path / "m.pt", {"epoch": 4, key: state, "note": "x"}), state)
+    checkpoint = assert_tensors(torch_file({"epoch": 4, key: state, "note": "x"}), state)
     assert checkpoint.metadata == {"epoch": 4, "note": "x"}
 
 
 @pytest.mark.parametrize(
     "dtype", ["float64", "float16", "bfloat16", "float8_e4m3fn", "complex64", "int8", "bool", "uint16"]
 )
-def test_any_element_type(dtype, tmp_path):
+def test_any_element_type(dtype, torch_file):
     state = {"t": torch.ones(3, 2).to(getattr(torch, dtype))}
-    assert_tensors(saved(tmp_path / "m.pt", state), state)
+    assert_tensors(torch_file(state), state)
 
 
-def test_two_names_of_one_tensor_are_tied(tmp_path):
+def test_two_names_of_one_tensor_are_tied(torch_file):
     weight = torch.randn(4, 3)
     checkpoint = assert_tensors(
-        saved(tmp_path / "m.pt", {"wte": weight, "head": weight, "same values": weight.clone()}),
+        torch_file({"wte": weight, "head": weight, "same values": weight.clone()}),
         {"wte": weight, "head": weight, "same values": weight},
     )
     assert [p.tied_to for p in checkpoint.parameters.values()] == [None, "wte", None]
     assert checkpoint.parameters["head"].slots == {}
 
 
-def test_different_views_of_one_storage_are_not_tied(tmp_path):
+def test_different_views_of_one_storage_are_not_tied(torch_file):
     fused = torch.randn(6, 4)
     state = {"q": fused[:3], "k": fused[3:], "all": fused, "turned": fused.t()}
-    checkpoint = assert_tensors(saved(tmp_path / "m.pt", state), state)
+    checkpoint = assert_tensors(torch_file(state), state)
     assert all(p.tied_to is None for p in checkpoint.parameters.values())
 
 
 @pytest.mark.parametrize("under", [[], ["model"], ["state", "model"]])
-def test_weights_that_a_class_wraps_are_read_as_in_dcp(under, tmp_path):
+def test_weights_that_a_class_wraps_are_read_as_in_dcp(under, torch_file):
     tensors = {"a": torch.randn(2, 3).bfloat16(), "b": torch.randn(3)}
     root = {name: Wrapped(one) for name, one in tensors.items()}
     for key in reversed(under):
         root = {key: root, "seed": 1}
-    assert not take_inventory(assert_tensors(saved(tmp_path / "m.pt", root), tensors)).left_out
+    assert not take_inventory(assert_tensors(torch_file(root), tensors)).left_out
 
 
 @pytest.mark.parametrize("program", ["Lightning", "mmengine"])
-def test_an_average_that_a_program_saves_in_the_models_place_is_not_taken_for_it(program, tmp_path):
+def test_an_average_that_a_program_saves_in_the_models_place_is_not_taken_for_it(program, torch_file, tmp_path):
     """Lightning's WeightAveraging and mmengine's EMAHook do, and swap both when they resume."""
     (model, optimizer), average = live.trained(layers(2)), layers(2)
     root = {"state_dict": average.state_dict(), "optimizer_states": [optimizer.state_dict()]}
@@ -150,7 +143,7 @@ def test_an_average_that_a_program_saves_in_the_models_place_is_not_taken_for_it
     else:
         trained = {"steps": torch.tensor(3), **{f"module.{name}": one for name, one in model.state_dict().items()}}
         root |= {"meta": {"mmengine_version": "0.10.7"}, "ema_state_dict": trained}
-    path = saved(tmp_path / "x.pth", root)
+    path = torch_file(root)
     checkpoint = assert_holds(path, model, optimizer)
     assert ["weights in training" in one for one in checkpoint.warnings] == [True]
     zckpt.convert(path, tmp_path / "dcp", to="dcp")
@@ -160,10 +153,10 @@ def test_an_average_that_a_program_saves_in_the_models_place_is_not_taken_for_it
     assert {"state_dict", beside} <= checkpoint.metadata.keys()
 
 
-def test_averaged_copy_beside_the_model_is_named_in_a_warning(tmp_path):
+def test_averaged_copy_beside_the_model_is_named_in_a_warning(torch_file):
     model = network().state_dict()
     ema = {name: tensor * 0 for name, tensor in model.items()}
-    checkpoint = assert_tensors(saved(tmp_path / "m.pt", {"ema": ema, "model": model}), model)
+    checkpoint = assert_tensors(torch_file({"ema": ema, "model": model}), model)
     assert checkpoint.warnings == ["there are several dicts of tensors (ema, model); 'model' is used as the model"]
 
 
@@ -184,9 +177,9 @@ def test_averaged_copy_beside_the_model_is_named_in_a_warning(tmp_path):
     ids=lambda value: getattr(value, "__name__", "-".join(value) if isinstance(value, dict) else None),
 )
 @pytest.mark.every(2)
-def test_every_parameter_has_its_own_state(kind, options, named, tmp_path):
+def test_every_parameter_has_its_own_state(kind, options, named, torch_file):
     model, optimizer = trained(kind, named=named, **options)
-    checkpoint = assert_holds(save_both(model, optimizer, tmp_path / "c.pt"), model, optimizer)
+    checkpoint = assert_holds(torch_file(live.both(model, optimizer)), model, optimizer)
     assert checkpoint.warnings == []
     assert {p.group for p in checkpoint.parameters.values() if len(p.slots) > 1} == {0}
 
@@ -199,7 +192,7 @@ class Listed:
 
 
 @pytest.mark.parametrize("form", ["tuple of groups", "tuple of optimizers", "fastai"])
-def test_state_is_attached_in_other_programs_forms_too(form, tmp_path):
+def test_state_is_attached_in_other_programs_forms_too(form, torch_file, tmp_path):
     model, optimizer = live.trained(torch.nn.Linear(5, 3))
     state = optimizer.state_dict()
     groups = state["param_groups"]
@@ -208,7 +201,7 @@ def test_state_is_attached_in_other_programs_forms_too(form, tmp_path):
         "tuple of optimizers": (state,),
         "fastai": {"state": list(state["state"].values()), "hypers": Listed([{"lr": groups[0]["lr"], "mom": 0.9}])},
     }
-    path = saved(tmp_path / "m.pt", {"model": model.state_dict(), "opt": forms[form]})
+    path = torch_file({"model": model.state_dict(), "opt": forms[form]})
     found = assert_holds(path, model, optimizer if form != "fastai" else None)
     assert not found.unnamed
     assert found.param_groups[0].hyperparameters["lr"] == groups[0]["lr"]
@@ -217,80 +210,77 @@ def test_state_is_attached_in_other_programs_forms_too(form, tmp_path):
     zckpt.convert(path, tmp_path / "own", to="zckpt")
 
 
-def test_flat_state_of_several_parameters_is_called_that(tmp_path):
+def test_flat_state_of_several_parameters_is_called_that(torch_file):
     model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Linear(4, 4)).half()
     flat = torch.nn.Parameter(torch.cat([one.detach().float().flatten() for one in model.parameters()]))
     optimizer = torch.optim.Adam([flat])
     flat.grad = torch.randn_like(flat)
     optimizer.step()
     state = {"model": model.state_dict(), "last_optimizer_state": {**optimizer.state_dict(), "loss_scale": 128.0}}
-    torch.save(state, tmp_path / "m.pt")
-    [warning] = read(tmp_path / "m.pt").warnings
+    [warning] = read(torch_file(state)).warnings
     assert "state of 0 has more elements than any of the model's tensors: it is of several parameters" in warning
 
 
-def test_optimizer_without_state_has_its_group(tmp_path):
+def test_optimizer_without_state_has_its_group(torch_file):
     model, optimizer = trained(torch.optim.SGD)
-    path = save_both(model, optimizer, tmp_path / "c.pt")
-    checkpoint = read(path)
+    checkpoint = read(torch_file(live.both(model, optimizer)))
     assert len(checkpoint.param_groups[0].parameters) == 7
     assert all(list(p.slots) == [WEIGHT] for p in checkpoint.parameters.values())
 
 
-def test_groups_keep_their_members_and_hyperparameters(tmp_path):
+def test_groups_keep_their_members_and_hyperparameters(torch_file):
     model = network()
     groups = [{"params": [p for p in model.parameters() if p.ndim == dims], "lr": dims} for dims in (2, 1)]
-    path = save_both(model, torch.optim.AdamW(groups), tmp_path / "c.pt")
     names = [name for dims in (2, 1) for name, p in model.named_parameters() if p.ndim == dims]
-    checkpoint = read(path, names=names)
+    checkpoint = read(torch_file(live.both(model, torch.optim.AdamW(groups))), names=names)
     assert [group.hyperparameters["lr"] for group in checkpoint.param_groups] == [2, 1]
     assert checkpoint.param_groups[0].parameters == ["embed.weight", "up.weight", "out.weight"]
     assert checkpoint.parameters["up.bias"].group == 1
 
 
-def test_step_is_that_of_the_optimizer_unless_the_file_has_one(tmp_path):
+def test_step_is_that_of_the_optimizer_unless_the_file_has_one(torch_file):
     model, optimizer = trained(steps=4)
-    path = save_both(model, optimizer, tmp_path / "c.pt")
+    path = torch_file(live.both(model, optimizer))
     checkpoint = read(path)
     assert checkpoint.param_groups[0].state == {"step": Scalar(4.0, "float32")}
     assert checkpoint.step == 4
     for key in ("step", "global_step", "iteration"):
-        assert read(saved(tmp_path / "s.pt", {**torch.load(path), key: 900})).step == 900
+        assert read(torch_file({**torch.load(path), key: 900})).step == 900
     root = torch.load(path)
     root["optimizer"]["param_groups"][0]["lr"] = torch.tensor(0.25)
-    assert read(saved(path, root)).param_groups[0].hyperparameters["lr"] == Scalar(0.25, "float32")
+    assert read(torch_file(root)).param_groups[0].hyperparameters["lr"] == Scalar(0.25, "float32")
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["numbered", "named"])
-def test_optimizer_of_a_model_that_was_saved_wrapped(named, tmp_path):
+def test_optimizer_of_a_model_that_was_saved_wrapped(named, torch_file):
     """The optimizer was made of the bare model, the state dict comes from the wrapper: names differ by a prefix."""
     model, optimizer = trained(named=named)
     state = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
-    assert_holds(saved(tmp_path / "c.pt", {"model": state, "optimizer": optimizer.state_dict()}), model, optimizer)
+    assert_holds(torch_file({"model": state, "optimizer": optimizer.state_dict()}), model, optimizer)
 
 
-def test_recorded_names_win_where_shapes_leave_doubt(tmp_path):
+def test_recorded_names_win_where_shapes_leave_doubt(torch_file):
     model = layers(3)
     _, optimizer = live.trained(model, torch.optim.AdamW(list(model.named_parameters())[::-1]))
-    assert_holds(save_both(model, optimizer, tmp_path / "c.pt"), model, optimizer)
+    assert_holds(torch_file(live.both(model, optimizer)), model, optimizer)
 
 
-def doubtful(path) -> Path:
-    """Save a model of equal layers of which the optimizer has one, without saying which."""
+def doubtful() -> dict[str, Any]:
+    """A model of equal layers of which the optimizer has one, without saying which."""
     model = layers(3)
-    return save_both(*live.trained(model, torch.optim.AdamW([model[1].weight])), path)
+    return live.both(*live.trained(model, torch.optim.AdamW([model[1].weight])))
 
 
-def test_state_that_fits_several_tensors_stays_under_its_number(tmp_path):
-    checkpoint = read(doubtful(tmp_path / "c.pt"))
+def test_state_that_fits_several_tensors_stays_under_its_number(torch_file):
+    checkpoint = read(torch_file(doubtful()))
     assert list(checkpoint.unnamed) == ["0"]
     assert checkpoint.unnamed["0"].slots.keys() == {"step", "exp_avg", "exp_avg_sq"}
     assert all(list(p.slots) == [WEIGHT] for p in checkpoint.parameters.values())
     assert "several of the model's tensors fit 0: this state keeps its number" in checkpoint.warnings[0]
 
 
-def test_names_from_the_user_settle_it_or_are_refused(tmp_path):
-    path = doubtful(tmp_path / "c.pt")
+def test_names_from_the_user_settle_it_or_are_refused(torch_file):
+    path = torch_file(doubtful())
     checkpoint = read(path, names=["1.weight"])
     assert checkpoint.unnamed == {}
     assert checkpoint.parameters["1.weight"].slots.keys() == {WEIGHT, "step", "exp_avg", "exp_avg_sq"}
@@ -299,15 +289,14 @@ def test_names_from_the_user_settle_it_or_are_refused(tmp_path):
             read(path, names=names)
 
 
-def test_two_names_of_one_tied_parameter_are_refused(tmp_path):
+def test_two_names_of_one_tied_parameter_are_refused(torch_file):
     model, optimizer = live.trained(layers(2))
     model[1].weight = model[0].weight
-    path = save_both(model, optimizer, tmp_path / "c.pt")
     with refusing(UsageError, "two of the names belong to one tied parameter"):
-        read(path, names=["0.weight", "1.weight"])
+        read(torch_file(live.both(model, optimizer)), names=["0.weight", "1.weight"])
 
 
-def test_factors_of_adafactor_tell_a_shape(tmp_path):
+def test_factors_of_adafactor_tell_a_shape(torch_file):
     shapes = {"a": (4, 6), "b": (6, 4), "c": (4, 6, 2)}
     state = {
         number: {
@@ -319,7 +308,7 @@ def test_factors_of_adafactor_tell_a_shape(tmp_path):
     }
     optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}, {"lr": 0.1, "params": [1]}]}
     model = {name: torch.ones(shape) for name, shape in shapes.items()}
-    checkpoint = read(saved(tmp_path / "c.pt", {"model": model, "optimizer": optimizer}))
+    checkpoint = read(torch_file({"model": model, "optimizer": optimizer}))
     assert [group.parameters for group in checkpoint.param_groups] == [["c"], ["b"]]
 
 
@@ -331,38 +320,37 @@ def named_state(**changes) -> dict[str, Any]:
     return {"model": model, "optimizer": {"state": state, "param_groups": [{"lr": 0.1, "params": [*model]}]}}
 
 
-def test_state_of_any_shape_is_read_where_the_file_names_parameters(tmp_path):
-    path = saved(tmp_path / "c.pt", named_state())
+def test_state_of_any_shape_is_read_where_the_file_names_parameters(torch_file, tmp_path):
+    path = torch_file(named_state())
     assert zckpt.open(path).read("b", "window").tolist() == [0, 1, 2]
     assert zckpt.open(path).read("c", "left").shape == (4, 4)
     assert zckpt.verify(path, deep=True).sound
     zckpt.convert(path, tmp_path / "dcp", to="dcp", verify=True)
-    wrong = saved(tmp_path / "w.pt", named_state(moment=torch.ones(4, 5)))
     with refusing(DamagedFileError, "the optimizer's state of c does not match the model's parameter"):
-        read(wrong)
+        read(torch_file(named_state(moment=torch.ones(4, 5))))
 
 
-def test_tensors_of_a_param_group_go_along(tmp_path):
+def test_tensors_of_a_param_group_go_along(torch_file, tmp_path):
     """D-Adaptation keeps one of one element there."""
     content = named_state()
     content["optimizer"]["param_groups"][0]["weighted"] = torch.tensor([0.5])
     content["optimizer"]["state"] = {name: {"moment": torch.ones_like(p)} for name, p in content["model"].items()}
-    path = saved(tmp_path / "c.pt", content)
+    path = torch_file(content)
     for to in ("zckpt", "dcp", "consolidated"):
         converted(path, tmp_path / to, to, verify=True)
 
 
-def test_a_moment_of_adafactor_does_not_make_factors_missing(tmp_path):
+def test_a_moment_of_adafactor_does_not_make_factors_missing(torch_file):
     """With a first moment, matrices have that and factors, and vectors that and the second moment."""
     content = named_state()
     for name, state in content["optimizer"]["state"].items():
         own = {"row": torch.ones(4), "column": torch.ones(6)} if name == "c" else {"second": 2 * state["moment"]}
         content["optimizer"]["state"][name] = {"moment": state["moment"], **own}
-    assert zckpt.verify(saved(tmp_path / "c.pt", content), deep=True).findings == []
+    assert zckpt.verify(torch_file(content), deep=True).findings == []
 
 
 @pytest.mark.parametrize("form", ["file", "trainer", "dcp"])
-def test_larger_tensors_beside_a_moment_do_not_hide_the_shape(form, tmp_path):
+def test_larger_tensors_beside_a_moment_do_not_hide_the_shape(form, torch_file, tmp_path):
     """Shampoo's kind keeps square matrices, others the same few values of each parameter, as many as one of these has;
     the moments tell which parameter is which, and which it is not.
     """
@@ -381,7 +369,7 @@ def test_larger_tensors_beside_a_moment_do_not_hide_the_shape(form, tmp_path):
     elif form == "dcp":
         dcp.save(both, checkpoint_id=path)
     else:
-        saved(path, both)
+        torch_file(both)
     names = [name for name, _ in model.named_parameters()]
     for given in (None, names):
         checkpoint = zckpt.open(path, names=given)
@@ -392,43 +380,42 @@ def test_larger_tensors_beside_a_moment_do_not_hide_the_shape(form, tmp_path):
         zckpt.open(path, names=[names[2], names[1], names[0], names[3]])
 
 
-def test_an_optimizer_for_each_parameter_is_of_the_one_that_it_is_called_by(tmp_path):
+def test_an_optimizer_for_each_parameter_is_of_the_one_that_it_is_called_by(torch_file, tmp_path):
     """As torchtune and others save those that step in the backward pass; shapes alone tell nothing here."""
     model = layers(3)
     optimizers = {name: torch.optim.AdamW([one]) for name, one in model.named_parameters()}
     for number, optimizer in enumerate(optimizers.values()):
         live.trained(model, optimizer, steps=number + 1)
     its = {name: one.state_dict() for name, one in reversed(optimizers.items())}
-    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": its})
+    path = torch_file({"model": model.state_dict(), "optimizer": its})
     checkpoint = assert_holds(path, model, optimizers)
     assert (checkpoint.unnamed, checkpoint.warnings) == ({}, [])
     converted(path, tmp_path / "dcp", "dcp", verify=True)
 
 
-def test_state_of_torchs_adafactor_has_names(tmp_path):
+def test_state_of_torchs_adafactor_has_names(torch_file):
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4), torch.nn.Conv1d(4, 6, 2))
     optimizer = torch.optim.Adafactor(model.parameters())
     for number, one in enumerate(model.parameters()):
         one.grad = torch.full_like(one, 0.1 * (number + 1))
     optimizer.step()
-    assert not assert_holds(save_both(model, optimizer, tmp_path / "c.pt"), model, optimizer).unnamed
+    assert not assert_holds(torch_file(live.both(model, optimizer)), model, optimizer).unnamed
 
 
-def test_tied_parameter_has_its_state_under_the_owners_name(tmp_path):
+def test_tied_parameter_has_its_state_under_the_owners_name(torch_file):
     model = torch.nn.Sequential(OrderedDict(wte=torch.nn.Embedding(5, 3), head=torch.nn.Linear(3, 5, bias=False)))
     model.head.weight = model.wte.weight
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.tensor([1])).sum().backward()
     optimizer.step()
-    checkpoint = assert_holds(save_both(model, optimizer, tmp_path / "c.pt"), model, optimizer)
+    checkpoint = assert_holds(torch_file(live.both(model, optimizer)), model, optimizer)
     assert checkpoint.parameters["head.weight"].tied_to == "wte.weight"
 
 
-def test_statistics_of_batch_norm_get_nothing_of_its_parameters(tmp_path):
+def test_statistics_of_batch_norm_get_nothing_of_its_parameters(torch_file):
     """Four tensors of one shape, of which the optimizer has two; a file does not say which are buffers."""
     model, optimizer = live.trained(torch.nn.Sequential(torch.nn.Linear(3, 7), torch.nn.BatchNorm1d(7)))
-    path = save_both(model, optimizer, tmp_path / "c.pt")
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(torch_file(live.both(model, optimizer)))
     of = dict(model.named_parameters())
     for name, parameter in checkpoint.parameters.items():
         for slot in parameter.slots.keys() - {WEIGHT}:
@@ -439,40 +426,40 @@ def test_statistics_of_batch_norm_get_nothing_of_its_parameters(tmp_path):
 # --- optimizers by themselves, and several ----------------------------------------------------------------------
 
 
-def test_optimizer_by_itself_keeps_its_numbers_or_the_names_that_it_records(tmp_path):
+def test_optimizer_by_itself_keeps_its_numbers_or_the_names_that_it_records(torch_file):
     model, optimizer = trained()
-    checkpoint = read(saved(tmp_path / "o.pt", optimizer.state_dict()))
+    checkpoint = read(torch_file(optimizer.state_dict()))
     assert list(checkpoint.unnamed) == [str(number) for number in range(7)]
     assert checkpoint.parameters == {}
     assert checkpoint.step == 3
     _, optimizer = trained(named=True)
-    checkpoint = read(saved(tmp_path / "o.pt", optimizer.state_dict()))
+    checkpoint = read(torch_file(optimizer.state_dict()))
     assert list(checkpoint.unnamed) == [name for name, _ in model.named_parameters()]
     assert checkpoint.warnings == []
 
 
-def test_usual_key_decides_among_several_optimizers(tmp_path):
+def test_usual_key_decides_among_several_optimizers(torch_file):
     model, optimizer = trained()
     critic = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=9.0)
     root = {"model": model.state_dict(), "critic": critic.state_dict(), "optimizer": optimizer.state_dict()}
-    checkpoint = assert_holds(saved(tmp_path / "c.pt", root), model, optimizer)
+    checkpoint = assert_holds(torch_file(root), model, optimizer)
     assert list(checkpoint.metadata) == ["critic"]
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_lightning_keeps_its_optimizers_in_a_list_and_a_second_one_is_named_in_a_warning(count, tmp_path):
+def test_lightning_keeps_its_optimizers_in_a_list_and_a_second_one_is_named_in_a_warning(count, torch_file):
     model, optimizer = trained()
     root = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()] * count, "epoch": 1}
-    checkpoint = assert_holds(saved(tmp_path / "c.ckpt", root), model, optimizer)
+    checkpoint = assert_holds(torch_file(root), model, optimizer)
     second = "more models or optimizers are carried as they are, and not read: optimizer_states"
     assert checkpoint.warnings == [second] * (count - 1)
 
 
-def test_scheduler_and_random_states_are_kept_beside(tmp_path):
+def test_scheduler_and_random_states_are_kept_beside(torch_file):
     model, optimizer = trained()
-    path = save_both(model, optimizer, tmp_path / "c.pt")
+    path = torch_file(live.both(model, optimizer))
     beside = {"scheduler": {"last_epoch": 2}, "rng": torch.get_rng_state(), "args": {"seed": 7}}
-    checkpoint = assert_holds(saved(path, {**torch.load(path), **beside}), model, optimizer)
+    checkpoint = assert_holds(torch_file({**torch.load(path), **beside}), model, optimizer)
     assert checkpoint.metadata.keys() == beside.keys()
     assert checkpoint.metadata["args"] == {"seed": 7}
 
@@ -501,13 +488,13 @@ class Whole(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("place", "is_whole"), [((), False), (("model",), False), (("ema",), True)])
-def test_a_module_that_was_saved_whole_is_its_state_dict(place, is_whole, tmp_path, monkeypatch):
+def test_a_module_that_was_saved_whole_is_its_state_dict(place, is_whole, torch_file, tmp_path, monkeypatch):
     """Its class need not be there, and is not looked for; an optimizer may be whole, too."""
     torch.manual_seed(0)
     model, optimizer = live.trained(Whole())
     its = optimizer if is_whole else optimizer.state_dict()
     root = {place[0]: model, "optimizer": its, "epoch": 3} if place else model
-    path = saved(tmp_path / "m.pt", root)
+    path = torch_file(root)
     monkeypatch.setattr(Whole, "__setstate__", lambda *_: pytest.fail("the module was made"))
     checkpoint = zckpt.open(path)
     state = model.state_dict()
@@ -531,7 +518,7 @@ def test_a_module_that_was_saved_whole_is_its_state_dict(place, is_whole, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["itself", "twice"])
-def test_modules_that_hold_each_other_without_end_are_refused(kind, tmp_path):
+def test_modules_that_hold_each_other_without_end_are_refused(kind, torch_file):
     top = torch.nn.Module()
     if kind == "itself":
         top._modules["x"] = top
@@ -540,13 +527,13 @@ def test_modules_that_hold_each_other_without_end_are_refused(kind, tmp_path):
         above._modules |= {"a": top, "b": top}
         top = above
     with refusing(UnsupportedError, "holds modules that hold each other without end"):
-        read(saved(tmp_path / "m.pt", {"model": top, "w": torch.ones(2)}))
+        read(torch_file({"model": top, "w": torch.ones(2)}))
 
 
-def test_another_object_is_refused_with_advice(tmp_path):
+def test_another_object_is_refused_with_advice(torch_file):
     optimizer = torch.optim.AdamW(network().parameters())
     with refusing(UnsupportedError, r"holds an object of .*AdamW, not a state dict; save model.state_dict\(\)"):
-        read(saved(tmp_path / "m.pt", optimizer))
+        read(torch_file(optimizer))
 
 
 @pytest.mark.parametrize(
@@ -554,9 +541,9 @@ def test_another_object_is_refused_with_advice(tmp_path):
     [{}, [], [torch.ones(1)], torch.ones(1), 5, "text", None, {"a": 1, "b": "c"}, {"a": [torch.ones(1)]}],
     ids=repr,
 )
-def test_what_holds_no_state_dict_is_refused(root, tmp_path):
+def test_what_holds_no_state_dict_is_refused(root, torch_file):
     with refusing(UnsupportedError, "holds no state dict"):
-        read(saved(tmp_path / "m.pt", root))
+        read(torch_file(root))
 
 
 @pytest.mark.parametrize(
@@ -566,10 +553,10 @@ def test_what_holds_no_state_dict_is_refused(root, tmp_path):
         (torch.ones(2, device="meta"), "b, of the meta device"),
     ],
 )
-def test_tensors_that_are_not_plain_are_named(tensor, words, tmp_path):
+def test_tensors_that_are_not_plain_are_named(tensor, words, torch_file):
     for root in ({"b": tensor}, {"model": {"b": tensor}}):
         with refusing(UnsupportedError, words):
-            read(saved(tmp_path / "m.pt", root))
+            read(torch_file(root))
 
 
 @pytest.mark.parametrize(
@@ -586,19 +573,17 @@ def test_tensors_that_are_not_plain_are_named(tensor, words, tmp_path):
     ],
     ids=repr,
 )
-def test_optimizer_that_contradicts_itself_is_refused(optimizer, tmp_path):
-    path = saved(tmp_path / "c.pt", {"model": {"a": torch.ones(2)}, "optimizer": optimizer})
+def test_optimizer_that_contradicts_itself_is_refused(optimizer, torch_file):
     with pytest.raises(SourceError):
-        read(path)
+        read(torch_file({"model": {"a": torch.ones(2)}, "optimizer": optimizer}))
 
 
-def test_numbers_that_became_text_are_numbers(tmp_path):
+def test_numbers_that_became_text_are_numbers(torch_file):
     """As `torch.distributed.checkpoint.format_utils.dcp_to_torch_save` leaves them."""
     state = {"0": {"exp_avg": torch.ones(2, 3)}}
     groups = [{"lr": 0.1, "params": [0], "param_names": ["weight"]}]
-    torch.save({"model": {"weight": torch.zeros(2, 3)}, "optimizer": {"state": state, "param_groups": groups}},
-               tmp_path / "x.pt")  # fmt: skip
-    assert torch.equal(open_checkpoint(tmp_path / "x.pt").read("weight", "exp_avg"), torch.ones(2, 3))
+    path = torch_file({"model": {"weight": torch.zeros(2, 3)}, "optimizer": {"state": state, "param_groups": groups}})
+    assert torch.equal(open_checkpoint(path).read("weight", "exp_avg"), torch.ones(2, 3))
 
 
 EXTRA = {
@@ -610,11 +595,11 @@ EXTRA = {
 
 
 @pytest.mark.parametrize(("kind", "to"), each(EXTRA, ["zckpt", "dcp", "consolidated", "zero-redundancy"]))
-def test_a_state_dict_with_an_entry_that_is_no_tensor_is_carried_once(kind, to, tmp_path):
+def test_a_state_dict_with_an_entry_that_is_no_tensor_is_carried_once(kind, to, torch_file, tmp_path):
     """As TransformerEngine's: each tensor is state, and what is none is carried by itself."""
     tensors = {"w": torch.randn(60_000), "v": torch.randn(40_000)}
     root = EXTRA[kind](tensors)
-    source = saved(tmp_path / "x.pt", root)
+    source = torch_file(root)
     checkpoint = assert_tensors(source, tensors)
     model = root.get("model", root)
     extra = {key: value for key, value in model.items() if key not in tensors}

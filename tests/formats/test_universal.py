@@ -18,7 +18,7 @@ from tests.cli.console import FIXTURES
 from tests.damage import edit
 from tests.folders import contents
 from tests.formats.deepspeed.shards import MODEL_FILES, edit_all
-from tests.live import save_both, trained
+from tests.live import both, trained
 from tests.logical import assert_same_state
 from tests.pairwise import some
 from tests.plans import write_directory
@@ -236,12 +236,12 @@ def test_files_of_other_programs_are_not_own():
 # --- state that has no place in DeepSpeed's files ----------------------------------------------------------------
 
 
-def test_a_parameter_that_no_step_has_reached_gets_zeros_and_loses_them_again(tmp_path):
+def test_a_parameter_that_no_step_has_reached_gets_zeros_and_loses_them_again(torch_file, tmp_path):
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(2, 2)})
     optimizer = torch.optim.AdamW(model.parameters())
     trained(model["a"], optimizer)
     names = ["a.weight", "a.bias", "b.weight", "b.bias"]
-    checkpoint = zckpt.open(save_both(model, optimizer, tmp_path / "c.pt"), names=names)
+    checkpoint = zckpt.open(torch_file(both(model, optimizer)), names=names)
     target = assert_comes_back(checkpoint, tmp_path / "u")
     for stem in ("exp_avg", "exp_avg_sq"):
         content = torch.load(target / f"zero/b.weight/{stem}.pt", weights_only=True)
@@ -250,16 +250,15 @@ def test_a_parameter_that_no_step_has_reached_gets_zeros_and_loses_them_again(tm
     assert set(zckpt.open(target).parameters["b.weight"].slots) == {"weight"}
 
 
-def test_state_of_one_element_of_a_parameter_that_is_a_number_keeps_its_shape(tmp_path):
+def test_state_of_one_element_of_a_parameter_that_is_a_number_keeps_its_shape(torch_file, tmp_path):
     state = {"step": torch.tensor(3.0), "p0": torch.ones(1), "exp_avg": torch.tensor(2.0), "m": torch.ones(1, 1)}
     group = {"lr": 0.1, "params": [0]}
     content = {"model": {"w": torch.tensor(5.0)}, "optimizer": {"state": {0: state}, "param_groups": [group]}}
-    torch.save(content, tmp_path / "c.pt")
-    found = zckpt.open(assert_comes_back(zckpt.open(tmp_path / "c.pt"), tmp_path / "u")).parameters["w"]
+    found = zckpt.open(assert_comes_back(zckpt.open(torch_file(content)), tmp_path / "u")).parameters["w"]
     assert {key: slot.shape for key, slot in found.optimizer_slots.items()} == {"p0": (1,), "exp_avg": (), "m": (1, 1)}
 
 
-def test_state_of_any_kind_comes_back(tmp_path):
+def test_state_of_any_kind_comes_back(torch_file, tmp_path):
     """Numbers that only some parameters have, 0-d tensors, factored moments, steps that differ."""
     weights = {name: torch.randn(4, 3) for name in ("a", "b", "c")}
     state = {
@@ -268,8 +267,8 @@ def test_state_of_any_kind_comes_back(tmp_path):
         2: {"step": 5, "moment": torch.randn(4, 3, dtype=torch.float64), "flag": True, "nothing": None},
     }
     groups = [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "params": [2]}]
-    torch.save({"model": weights, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / "c.pt")
-    checkpoint = zckpt.open(tmp_path / "c.pt", names=list(weights))
+    path = torch_file({"model": weights, "optimizer": {"state": state, "param_groups": groups}})
+    checkpoint = zckpt.open(path, names=list(weights))
     target = assert_comes_back(checkpoint, tmp_path / "u")
     assert torch.load(target / "zero/b/step.pt", weights_only=True) == 4
     assert any("stops at" in note for note in writer.lay_out(checkpoint)[1])
@@ -324,13 +323,13 @@ def sample(directory, name="s2_bf16_dp4") -> Path:
     return Path(shutil.copytree(SAMPLES / name, directory / name))
 
 
-def test_groups_of_other_hyperparameters_may_have_other_state(tmp_path):
+def test_groups_of_other_hyperparameters_may_have_other_state(torch_file, tmp_path):
     """AMSGrad keeps one slot more; a parameter of the other group is not to have it."""
     model = torch.nn.ParameterDict({name: torch.ones(4, 3) for name in ("a", "b")})
     optimizer = torch.optim.AdamW([{"params": [model["a"]], "amsgrad": True}, {"params": [model["b"]]}])
     torch.stack(list(model.values())).sum().backward()
     optimizer.step()
-    checkpoint = zckpt.open(save_both(model, optimizer, tmp_path / "c.pt"), names=["a", "b"])
+    checkpoint = zckpt.open(torch_file(both(model, optimizer)), names=["a", "b"])
     assert_comes_back(checkpoint, tmp_path / "u")
 
 
@@ -474,14 +473,14 @@ def test_notes_say_where_the_loader_stops(tmp_path):
     assert [note for note in writer.lay_out(checkpoint)[1] if "stops at mu_product" in note]
 
 
-def test_steps_of_their_own_arrive_with_each_parameter(tmp_path):
+def test_steps_of_their_own_arrive_with_each_parameter(torch_file, tmp_path):
     """A parameter of a group that began to be trained later has taken fewer steps."""
     model = torch.nn.ParameterDict({"late": torch.randn(3), "early": torch.randn(3)})
     optimizer = torch.optim.AdamW([model["late"], model["early"]])
     for step in range(3):
         model["early"].grad, model["late"].grad = torch.ones(3), torch.ones(3) if step else None
         optimizer.step()
-    source = zckpt.open(save_both(model, optimizer, tmp_path / "x.pt"), names=["late", "early"])
+    source = zckpt.open(torch_file(both(model, optimizer)), names=["late", "early"])
     zckpt.convert(source, tmp_path / "u", to="universal", verify=True)
     assert not zckpt.diff(source, tmp_path / "u").as_dict()["different"]
     assert source.step == zckpt.open(tmp_path / "u").step == 3

@@ -166,11 +166,10 @@ def test_what_accelerate_could_not_take_is_refused_by_name(tmp_path):
     assert not (tmp_path / "t").exists()
 
 
-def test_a_scheduler_of_a_source_without_a_step_begins_at_zero(tmp_path):
+def test_a_scheduler_of_a_source_without_a_step_begins_at_zero(torch_file, tmp_path):
     model = nn.Linear(3, 2)
     _, optimizer = live.trained(model, torch.optim.SGD, lr=0.1, momentum=0.9)
-    live.save_both(model, optimizer, tmp_path / "c.pt")
-    done = zckpt.convert(tmp_path / "c.pt", tmp_path / "state", to="accelerate")
+    done = zckpt.convert(torch_file(live.both(model, optimizer)), tmp_path / "state", to="accelerate")
     assert any("a LambdaLR after 0 steps" in note for note in done.notes)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     scheduler.load_state_dict(torch.load(tmp_path / "state" / "scheduler.bin", weights_only=True))

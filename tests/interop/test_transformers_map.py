@@ -150,13 +150,13 @@ def test_a_table_stands_in_for_transformers(tmp_path):
 
 
 @pytest.mark.usefixtures("without_transformers")
-def test_a_mean_and_a_model_with_its_adapter_have_the_names_of_files_too(tmp_path):
+def test_a_mean_and_a_model_with_its_adapter_have_the_names_of_files_too(torch_file, tmp_path):
     model = families.model_of("qwen3_moe")
     model.save_pretrained(tmp_path / "run")
-    torch.save(model.state_dict(), tmp_path / "memory.pt")
+    path = torch_file(model.state_dict())
     truth = load_file(tmp_path / "run/model.safetensors")
     assert not model.state_dict().keys() >= truth.keys()
-    mean = zckpt.average([tmp_path / "memory.pt", tmp_path / "run"], tmp_path / "mean", config=tmp_path / "run")
+    mean = zckpt.average([path, tmp_path / "run"], tmp_path / "mean", config=tmp_path / "run")
     assert "names of memory become those of file" in mean.notes[0]
     assert_loads(model, tmp_path / "mean")
     for kind, own in {
@@ -166,9 +166,7 @@ def test_a_mean_and_a_model_with_its_adapter_have_the_names_of_files_too(tmp_pat
         adapted = get_peft_model(families.model_of("qwen3_moe"), LoraConfig(r=2, init_lora_weights=False, **own))
         adapted.save_pretrained(tmp_path / kind)
         merged = adapted.merge_and_unload()
-        done = zckpt.merge_adapter(
-            tmp_path / "memory.pt", tmp_path / kind, tmp_path / f"m-{kind}", config=tmp_path / "run"
-        )
+        done = zckpt.merge_adapter(path, tmp_path / kind, tmp_path / f"m-{kind}", config=tmp_path / "run")
         found = load_file(tmp_path / f"m-{kind}/model.safetensors")
         if kind == "heads":
             merged.save_pretrained(tmp_path / "truth")
@@ -246,13 +244,13 @@ def test_a_process_of_its_own_makes_the_same_map(monkeypatch):
     assert installed._made.cache_info().misses == 1
 
 
-def test_what_cannot_be_made_is_refused_in_one_line(tmp_path):
-    torch.save({"weight": torch.zeros(2)}, tmp_path / "model.pt")
+def test_what_cannot_be_made_is_refused_in_one_line(torch_file, tmp_path):
+    path = torch_file({"weight": torch.zeros(2)})
     with pytest.raises(UsageError, match="needs the configuration"):
-        zckpt.consolidate(tmp_path / "model.pt", tmp_path / "out.safetensors", map="transformers")
+        zckpt.consolidate(path, tmp_path / "out.safetensors", map="transformers")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing_known"}))
     with pytest.raises(UnsupportedError, match="no model of type nothing_known"):
-        zckpt.consolidate(tmp_path / "model.pt", tmp_path / "out.safetensors", map="transformers")
+        zckpt.consolidate(path, tmp_path / "out.safetensors", map="transformers")
     assert not (tmp_path / "out.safetensors").exists()
 
 

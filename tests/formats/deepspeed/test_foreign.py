@@ -11,11 +11,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import zckpt
-from tests import gloo
+from tests import gloo, live
 from tests.formats.deepspeed.contents import content_of, run_of, state_of, tag_of
 from tests.formats.deepspeed.shards import copy, edit, model_file, optimizer_file, state_in
 from tests.formats.native_files import change_document
-from tests.live import save_both
 from tests.refusals import refusing
 from zckpt.compare.logical import parameter_values, single
 from zckpt.errors import UnsupportedError
@@ -90,7 +89,7 @@ def model_and_optimizer(path, *, dtype=torch.float32, unused=False) -> Path:
     hidden = model["a"](torch.randn(4, 3, dtype=dtype))
     (hidden if unused else model["b"](hidden)).sum().backward()
     optimizer.step()
-    save_both(model, optimizer, path)
+    live.save_both(model, optimizer, path)
     return path
 
 
@@ -130,13 +129,13 @@ def test_state_that_does_not_begin_at_zero_is_not_written_as_zeros(how, tmp_path
     optimizer = torch.optim.Rprop(model.parameters(), lr=0.1)
     model["a"](torch.randn(4, 3)).sum().backward()
     optimizer.step()
-    save_both(model, optimizer, tmp_path / "m.pt")
+    live.save_both(model, optimizer, tmp_path / "m.pt")
     with refusing(UnsupportedError, "step_size of b.weight is missing.* does not begin at zero"):
         zckpt.convert(tmp_path / "m.pt", tmp_path / "out", **how)
     optimizer = torch.optim.Rprop(model.parameters(), lr=0.1)
     model["b"](model["a"](torch.randn(4, 3))).sum().backward()
     optimizer.step()
-    save_both(model, optimizer, tmp_path / "m.pt")
+    live.save_both(model, optimizer, tmp_path / "m.pt")
     zckpt.convert(tmp_path / "m.pt", tmp_path / "out", **how)
 
 
@@ -157,14 +156,13 @@ def test_groups_in_which_nothing_is_trained_are_kept_for_zero3_alone(to, stage, 
 
 
 @pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.ASGD])
-def test_numbers_of_parameters_that_are_single_numbers_are_those_of_their_group(make, tmp_path):
+def test_numbers_of_parameters_that_are_single_numbers_are_those_of_their_group(make, torch_file, tmp_path):
     model = torch.nn.Module()
     model.scale = torch.nn.Parameter(torch.tensor(2.0))
     optimizer = make(model.parameters())
     model.scale.square().backward()
     optimizer.step()
-    save_both(model, optimizer, tmp_path / "m.pt")
-    zckpt.convert(tmp_path / "m.pt", tmp_path / "out", to="deepspeed", world_size=1, stage=2)
+    zckpt.convert(torch_file(live.both(model, optimizer)), tmp_path / "out", to="deepspeed", world_size=1, stage=2)
     found = loaded(tmp_path / "out")["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
     for key, value in optimizer.state[model.scale].items():
         assert found[key].shape == (torch.Size([2]) if key in {"exp_avg", "exp_avg_sq", "ax"} else ())
@@ -190,14 +188,14 @@ def test_zero3_says_of_which_tensors_it_is_not_known_whether_they_are_buffers(st
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("dtypes", ["float16 float32", "float16 bfloat16", "float32 float64"])
-def test_group_of_several_types_rounds_nothing(stage, dtypes, tmp_path):
+def test_group_of_several_types_rounds_nothing(stage, dtypes, torch_file, tmp_path):
     torch.manual_seed(0)
     model = torch.nn.ParameterDict({f"of {name}": torch.rand(3, 5).to(getattr(torch, name)) for name in dtypes.split()})
     optimizer = torch.optim.AdamW(model.parameters())
     for one in model.values():
         one.grad = torch.rand_like(one)
     optimizer.step()
-    source = save_both(model, optimizer, tmp_path / "m.pt")
+    source = torch_file(live.both(model, optimizer))
     zckpt.convert(source, tmp_path / "out", to="deepspeed", world_size=2, stage=stage, names=list(model))
     found = zckpt.open(tmp_path / "out")
     for name, one in model.items():
@@ -215,26 +213,26 @@ def test_a_complex_parameter_beside_real_ones_is_refused(tmp_path):
         zckpt.convert(tmp_path / "m.pt", tmp_path / "out", to="deepspeed", world_size=2, stage=1)
 
 
-def test_group_of_which_nothing_has_state_gets_none(tmp_path):
+def test_group_of_which_nothing_has_state_gets_none(torch_file, tmp_path):
     model = torch.nn.Linear(3, 5)
     optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.1}])
     model.weight.grad = torch.randn(5, 3)
     optimizer.step()
-    save_both(model, optimizer, tmp_path / "m.pt")
-    state, notes = first_rank_of(tmp_path / "m.pt", tmp_path / "out", 2)
+    path = torch_file(live.both(model, optimizer))
+    state, notes = first_rank_of(path, tmp_path / "out", 2)
     assert list(state["base_optimizer_state"]["state"]) == [0]
     assert notes == ()
-    assert zckpt.fingerprint(tmp_path / "out").text == zckpt.fingerprint(tmp_path / "m.pt").text
+    assert zckpt.fingerprint(tmp_path / "out").text == zckpt.fingerprint(path).text
 
 
-def test_order_of_parameters_without_any_state_is_not_guessed(tmp_path):
+def test_order_of_parameters_without_any_state_is_not_guessed(torch_file, tmp_path):
     """Masters lie in it, and DeepSpeed looks at no names: it would load others' without a word."""
     model = torch.nn.Linear(3, 5)
-    save_both(model, torch.optim.SGD([model.bias, model.weight]), tmp_path / "m.pt")  # the model has the weight first
+    path = torch_file(live.both(model, torch.optim.SGD([model.bias, model.weight])))  # the model has the weight first
     with refusing(zckpt.UnsupportedError, "no state that could tell their order.*--names FILE"):
-        first_rank_of(tmp_path / "m.pt", tmp_path / "out", 2)
+        first_rank_of(path, tmp_path / "out", 2)
     names = ["bias", "weight"]
-    zckpt.convert(tmp_path / "m.pt", tmp_path / "out", to="deepspeed", world_size=1, stage=2, names=names)
+    zckpt.convert(path, tmp_path / "out", to="deepspeed", world_size=1, stage=2, names=names)
     flat = loaded(tmp_path / "out")["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
     assert torch.equal(flat[:20], torch.cat([model.bias, model.weight.flatten()]))
 
@@ -257,7 +255,7 @@ def nadam(folder, form, *, late=False) -> Path:
         weights, state = get_state_dict(model, optimizer)
         dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "c")
         return folder / "c"
-    save_both(model, optimizer, folder / "c.pt")
+    live.save_both(model, optimizer, folder / "c.pt")
     return folder / "c.pt"
 
 

@@ -113,7 +113,7 @@ def test_groups_of_another_rule_are_not_read_by_the_trainers(tmp_path):
         assert torch.equal(opened.read(name, "exp_avg"), moments[name]), name
 
 
-def test_groups_that_cannot_be_one_say_what_their_steps_are(tmp_path):
+def test_groups_that_cannot_be_one_say_what_their_steps_are(torch_file, tmp_path):
     names = ["first.weight", "second.weight"]
     weights = {name: torch.nn.Parameter(torch.ones(2, 2)) for name in names}
     optimizer = torch.optim.AdamW([{"params": [one]} for one in weights.values()])
@@ -121,8 +121,6 @@ def test_groups_that_cannot_be_one_say_what_their_steps_are(tmp_path):
     optimizer.step()
     state = optimizer.state_dict()
     state["state"][1]["step"] += 4
-    torch.save({"model": weights, "optimizer": state, "step": 5}, tmp_path / "one.pt")
+    path = torch_file({"model": weights, "optimizer": state, "step": 5})
     with pytest.raises(UnsupportedError, match=r"are one in the Trainer differ.* found step 1\.0 and 5\.0$"):
-        zckpt.convert(
-            tmp_path / "one.pt", tmp_path / "target", to="transformers-trainer", train_batch_size=2, names=names
-        )
+        zckpt.convert(path, tmp_path / "target", to="transformers-trainer", train_batch_size=2, names=names)
