@@ -226,6 +226,7 @@ def _layers(checkpoint: Checkpoint, taken: Taken, where: str) -> Checkpoint:
         """Return new names and old ones, by layer where the old ones are, else each tensor's together."""
         old = list(every)
         own = [parts[name][1] for name in old if name in parts]
+        by_layer = own == sorted(own)
         first: dict[str, int] = {}
         keyed: list[tuple[tuple[int, ...], str, str]] = []
         for at, name in enumerate(old):
@@ -233,7 +234,7 @@ def _layers(checkpoint: Checkpoint, taken: Taken, where: str) -> Checkpoint:
                 keyed.append(((at,), name, name))
                 continue
             front, number, rest = parts[name]
-            begin = first.setdefault("" if own == sorted(own) else rest, at)
+            begin = first.setdefault("" if by_layer else rest, at)
             keyed += (((begin, new, at), f"{front}{new}{rest}", name) for new in places.get(number, ()))
         return [(new, name) for _, new, name in sorted(keyed)]
 

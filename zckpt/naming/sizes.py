@@ -97,17 +97,17 @@ class Sizes:
         self._map, self._config, self._tensors = map_, config, tensors
         self._solved: dict[str, int] = {}
         self._asked: set[str] = set()
-        padded = [factor for factor in rule.factors if factor.name in rule.padded]
-        late = {
-            factor: dict.fromkeys([factor.name, *names_in(f"{factor.low or ''} {factor.high or ''}")])
-            for factor in padded
-        }
-        self._late = {name for names in late.values() for name in names}
+        late = [
+            [factor.name, *names_in(f"{factor.low or ''} {factor.high or ''}")]
+            for factor in rule.factors
+            if factor.name in rule.padded
+        ]
+        self._late = {name for names in late for name in names}
         for letter in {letter for one in tensors for letter in one.indices} - set(rule.shared):
             self._solved[letter] = 1 + max(one.indices.get(letter, 0) for one in tensors)
         self._solve()
         self._late = set()
-        for names in late.values():  # what nothing tells is as many as there are: no padding
+        for names in late:  # what nothing tells is as many as there are: no padding
             known = [size for name in names if (size := self.of(name)) is not None]
             for name in names if known else ():
                 self._solved.setdefault(name, self._configured(name) or max(known))
@@ -120,7 +120,7 @@ class Sizes:
                     f"{self._map.name}: there are not that many {factor.name}",
                     expected=f"at most {most}",
                     found=f"{low} to {high}",
-                    advice="the configuration belongs to another model" if padded else None,
+                    advice="the configuration belongs to another model" if late else None,
                 )
         for one in tensors:
             expected = tuple(
