@@ -133,16 +133,18 @@ def run(
 
 
 def on_ranks(*world_sizes: int, each: Sequence[Sequence[Any]] = ((),), fresh: bool = False) -> Callable[..., Any]:
-    """Make a test of what each of so many ranks runs, given its rank, their number, and what pytest gives.
+    """Make a test of what each of so many ranks runs, given what it names: `rank`, `world_size`, and what pytest gives.
 
-    `each`: further arguments, before those of pytest; the same ranks run it with one after the other. Those that
-    `tests/pairwise.py` has marked are another test, which is `nightly`.
+    `each`: further arguments, between these two and those of pytest; the same ranks run it with one after the other.
+    Those that `tests/pairwise.py` has marked are another test, which is `nightly`.
     """
     every = [(bool(getattr(one, "marks", ())), getattr(one, "values", one)) for one in each]
     parts = {rest: [values for marked, values in every if marked == rest] for rest in (False, True)}
 
     def of(body: Callable[..., None]) -> Any:
-        names = [*inspect.signature(body).parameters][2 + len(every[0][1]) :]
+        named = [*inspect.signature(body).parameters]
+        of_rank = [name for name in named[:2] if name in ("rank", "world_size")]
+        names = named[len(of_rank) + len(every[0][1]) :]
         given_number = ["world_size"] if len(world_sizes) > 1 else []
         names += ["rest"] if parts[True] else []
 
@@ -154,7 +156,7 @@ def on_ranks(*world_sizes: int, each: Sequence[Sequence[Any]] = ((),), fresh: bo
         del test.__wrapped__  # type: ignore[attr-defined]  # of which pytest would take the parameters
         parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (*given_number, *names)]
         test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        test.body, test.each = body, parts  # type: ignore[attr-defined]
+        test.body, test.each, test.of_rank = body, parts, of_rank  # type: ignore[attr-defined]
         if parts[True]:
             test = pytest.mark.parametrize("rest", some([False], [True]))(test)
         return pytest.mark.parametrize("world_size", world_sizes)(test) if given_number else test
@@ -164,9 +166,10 @@ def on_ranks(*world_sizes: int, each: Sequence[Sequence[Any]] = ((),), fresh: bo
 
 def _in_turn(rank: int, world_size: int, module: str, name: str, rest: bool, given: dict[str, Any]) -> None:
     test = getattr(importlib.import_module(module), name)
+    told = {"rank": rank, "world_size": world_size}
     for arguments in test.each[rest]:
         try:
-            test.body(rank, world_size, *copy.deepcopy(arguments), **given)
+            test.body(*(told[one] for one in test.of_rank), *copy.deepcopy(arguments), **given)
         except BaseException as error:
             raise AssertionError(f"{name}, with {arguments}") from error
 

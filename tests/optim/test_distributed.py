@@ -17,6 +17,7 @@ import zckpt
 from tests.folders import names_in
 from tests.gloo import run
 from tests.logical import assert_same_tree
+from tests.refusals import refusing
 from zckpt.errors import DamagedFileError, UsageError
 from zckpt.formats.native.rank_file import recorded
 from zckpt.optim import DistributedOptimizer, files
@@ -304,7 +305,7 @@ def workers_write_and_read_their_own_parts(directory: Path) -> None:
         moved.step(other, x)
     assert_same_tree(model.weights(), moved.weights())
     another = DistributedOptimizer(torch.optim.RMSprop, named(moved), lr=1.0)
-    with pytest.raises(UsageError, match="RMSprop cannot continue from the state of layer0"):
+    with refusing(UsageError, "RMSprop cannot continue from the state of layer0"):
         files.load(another, path)
     assert another.param_groups[0]["lr"] == 1.0
 
@@ -328,7 +329,7 @@ def workers_save_what_lives_with_them(directory: Path) -> None:
     data = bytearray(Path(one.path).read_bytes())
     data[one.offset] ^= 1
     Path(one.path).write_bytes(data)
-    with pytest.raises(DamagedFileError, match="exp_avg_sq/layer0: changed since it was written"):
+    with refusing(DamagedFileError, "exp_avg_sq/layer0: changed since it was written"):
         zckpt.load(path, optimizer=its)
     zckpt.load(path, optimizer=its, verify=False)
 

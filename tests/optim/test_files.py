@@ -14,6 +14,7 @@ from tests.folders import contents
 from tests.gloo import on_ranks, run
 from tests.live import Words, equal, groups_of, same, train, whole
 from tests.pairwise import each
+from tests.refusals import refusing
 from zckpt.optim import ZeroRedundancyOptimizer, files
 
 pytestmark = pytest.mark.interop
@@ -99,7 +100,7 @@ def load_by_torch(rank, world_size, path: Path) -> None:
     """PyTorch's own optimizer takes the rank's file, and goes on as ours does."""
     model, other = weights_of(path), weights_of(path)
     theirs = TorchOptimizer(groups_of(model), torch.optim.AdamW, lr=0.01)
-    theirs.optim.load_state_dict(torch.load(path / f"optimizer_rank_{rank}.pt", weights_only=True))
+    theirs.optim.load_state_dict(torch.load(f"{path}/optimizer_rank_{rank}.pt", weights_only=True))
     for mine, its in zip(theirs.param_groups, theirs.optim.param_groups, strict=True):
         mine.update({key: value for key, value in its.items() if key != "params"})
     ours = make("adamw", other, named=True)
@@ -115,15 +116,15 @@ def test_torchs_own_optimizer_loads_what_ranks_write():
 
 
 @on_ranks(2)
-def test_refusals_reach_all_ranks(rank, world_size):
+def test_refusals_reach_all_ranks():
     model, path = net(), Path("saved")
     files.save(make("adamw", model, named=True), path, model=model)
     before = contents()
     optimizer = ZeroRedundancyOptimizer([("embed.weight", model.embed.weight)], torch.optim.AdamW, lr=1.0)
-    with pytest.raises(zckpt.UsageError, match="param groups"):
+    with refusing(zckpt.UsageError, "param groups"):
         files.load(optimizer, path)
     unnamed = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1.0)
-    with pytest.raises(zckpt.UsageError, match="has no name"):
+    with refusing(zckpt.UsageError, "has no name"):
         files.save(unnamed, "other")
     with pytest.raises(zckpt.TargetExistsError):
         files.save(optimizer, path)

@@ -44,13 +44,14 @@ class Net(torch.nn.Module):
         return self.last(hidden) * self.scale
 
 
-def batch(step: int, rank: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a batch that depends on nothing but its arguments."""
+def batch(step: int, rank: int | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the batch that this rank, or another, has in a step."""
+    rank = dist.get_rank() if rank is None else rank
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(1000 * rank + step)).to(dtype)
 
 
-def loss_of(model: torch.nn.Module, step: int, rank: int = 0, **options: Any) -> torch.Tensor:
-    """Return the loss of one rank's batch."""
+def loss_of(model: torch.nn.Module, step: int, rank: int | None = None, **options: Any) -> torch.Tensor:
+    """Return the loss of the batch of this rank, or another."""
     dtype = next(model.parameters()).dtype
     return (model(batch(step, rank, dtype), **options).float() - 1).pow(2).mean()
 
@@ -63,16 +64,16 @@ def make(model: torch.nn.Module, optimizer_class: type[Optimizer] = torch.optim.
     )
 
 
-def stepped(ours: ZeroOptimizer, model: torch.nn.Module, step: int, rank: int = 0, **options: Any) -> None:
-    """Step once with one rank's batch."""
-    ours.backward(loss_of(model, step, rank, **options))
+def stepped(ours: ZeroOptimizer, model: torch.nn.Module, step: int, **options: Any) -> None:
+    """Step once with this rank's batch."""
+    ours.backward(loss_of(model, step, **options))
     ours.step()
 
 
-def losses(steps: int | range, world_size: int) -> list[Callable[[torch.nn.Module], torch.Tensor]]:
+def losses(steps: int | range) -> list[Callable[[torch.nn.Module], torch.Tensor]]:
     """Return the losses of all ranks' batches of a step, or of several."""
     its = [steps] if isinstance(steps, int) else steps
-    return [partial(loss_of, step=step, rank=rank) for step in its for rank in range(world_size)]
+    return [partial(loss_of, step=step, rank=rank) for step in its for rank in range(dist.get_world_size())]
 
 
 class Unsharded:
@@ -86,17 +87,19 @@ class Unsharded:
         its = {**SGD, **defaults} if optimizer_class is torch.optim.SGD else {"lr": 0.01, **defaults}
         self.optimizer = optimizer_class(groups_of(self.model, named=True), **its)
 
-    def train(self, losses: Iterable[Callable[[torch.nn.Module], torch.Tensor]], divisor: float) -> None:
-        """Step once with the gradient of a sum of losses, divided."""
+    def train(self, losses: Iterable[Callable[[torch.nn.Module], torch.Tensor]], divisor: float | None = None) -> None:
+        """Step once with the gradient of a sum of losses, divided, if nothing else is said by the number of ranks."""
         self.gradients(losses, divisor)
         self.optimizer.step()
 
-    def gradients(self, losses: Iterable[Callable[[torch.nn.Module], torch.Tensor]], divisor: float) -> None:
-        """Compute the gradient of a sum of losses, divided."""
+    def gradients(
+        self, losses: Iterable[Callable[[torch.nn.Module], torch.Tensor]], divisor: float | None = None
+    ) -> None:
+        """Compute that gradient."""
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         for loss in losses:
-            (loss(self.model) / divisor).backward()
+            (loss(self.model) / (divisor or dist.get_world_size())).backward()
 
     def assert_is(self, model: torch.nn.Module) -> None:
         """Fail unless another model has the same parameters, but for rounding."""
@@ -111,14 +114,11 @@ def beside_unsharded(
     return model, Unsharded(model, optimizer_class), make(model, optimizer_class, **options)
 
 
-def both_step(
-    ours: ZeroOptimizer, model: torch.nn.Module, twin: Unsharded, steps: Iterable[int], rank: int = 0
-) -> None:
-    """Step the sharded optimizer with one rank's batches, and the unsharded training with all ranks': the same."""
-    world_size = dist.get_world_size()
+def both_step(ours: ZeroOptimizer, model: torch.nn.Module, twin: Unsharded, steps: Iterable[int]) -> None:
+    """Step the sharded optimizer with this rank's batches, and the unsharded training with all ranks': the same."""
     for step in steps:
-        stepped(ours, model, step, rank)
-        twin.train(losses(step, world_size), world_size)
+        stepped(ours, model, step)
+        twin.train(losses(step))
     twin.assert_is(model)
 
 

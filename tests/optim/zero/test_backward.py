@@ -65,14 +65,14 @@ def test_parameters_that_some_passes_or_ranks_do_not_use(rank, world_size, kind,
     model, twin, ours = beside_unsharded(**options)
     for step in range(3):
         ours.zero_grad()
-        stepped(ours, model, step, rank, spare=uses(step, rank))
-        twin.train([partial(loss_of, step=step, rank=r, spare=uses(step, r)) for r in range(world_size)], world_size)
+        stepped(ours, model, step, spare=uses(step, rank))
+        twin.train([partial(loss_of, step=step, rank=r, spare=uses(step, r)) for r in range(world_size)])
         twin.assert_is(model)
     assert_alike(model)
 
 
 @on_ranks(1)
-def test_one_rank_is_flat_training_bit_for_bit(rank, world_size):
+def test_one_rank_is_flat_training_bit_for_bit():
     """Nothing is summed over ranks, so that all is equal, bit for bit, to one flat tensor's training."""
     for options in MODES:
         model, flat = Net(), Net()
@@ -103,7 +103,7 @@ class Sparse(torch.nn.Module):
 
 
 @on_ranks(2, each=pairwise((True, False), (1, 2), (True, False)))
-def test_sparse_gradients_are_refused_by_name(rank, world_size, everywhere, stage, first):
+def test_sparse_gradients_are_refused_by_name(rank, everywhere, stage, first):
     """Those after the first backward leave no trace of what had been reduced before they came."""
     model = Sparse()
     ours = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, stage=stage, lr=1.0, reduce_bucket_size=8)
@@ -140,16 +140,16 @@ def test_accumulated_by_several_backwards(rank, world_size, options, how):
             with ours.no_sync() if how == "no_sync" and number < PARTS else nullcontext():
                 loss(model).backward() if how == "Tensor.backward" else ours.backward(loss(model))
         ours.step()
-        twin.train([loss for its in range(world_size) for loss in parts_of(step, its)], world_size)
+        twin.train([loss for its in range(world_size) for loss in parts_of(step, its)])
         twin.assert_is(model)
     assert_alike(model)
 
 
 @on_ranks(2, each=zip(MODES))
-def test_of_two_losses_with_one_graph(rank, world_size, options):
+def test_of_two_losses_with_one_graph(world_size, options):
     model, twin, ours = beside_unsharded(**options)
     for step in range(2):
-        out = model(batch(step, rank))
+        out = model(batch(step))
         ours.backward(out.pow(2).mean(), retain_graph=True)
         ours.backward(out.sin().mean())
         ours.step()
@@ -157,23 +157,23 @@ def test_of_two_losses_with_one_graph(rank, world_size, options):
         def both(net: Net, its: int, at: int = step) -> torch.Tensor:
             return net(batch(at, its)).pow(2).mean() + net(batch(at, its)).sin().mean()
 
-        twin.train([partial(both, its=its) for its in range(world_size)], world_size)
+        twin.train([partial(both, its=its) for its in range(world_size)])
         twin.assert_is(model)
 
 
 @on_ranks(2)
-def test_zeroed_inside_of_no_sync(rank, world_size):
+def test_zeroed_inside_of_no_sync():
     """Without a number of steps nothing is a window, and gradients are forgotten as torch forgets them."""
     for stage in (1, 2):
         model, twin, ours = beside_unsharded(stage=stage)
         with ours.no_sync():
-            ours.backward(loss_of(model, 7, rank))
+            ours.backward(loss_of(model, 7))
         assert all(p.grad is not None for p in model.parameters())
         ours.zero_grad()
         assert all(p.grad is None for p in model.parameters())
-        ours.backward(loss_of(model, 0, rank))
+        ours.backward(loss_of(model, 0))
         ours.zero_grad()
-        both_step(ours, model, twin, [1], rank)
+        both_step(ours, model, twin, [1])
 
 
 @on_ranks(2, each=each(MODES, (1, 10_000)))
@@ -182,14 +182,14 @@ def test_put_by_hand(rank, world_size, options, size):
     model, twin, ours = beside_unsharded(reduce_bucket_size=size, **options)
     for step in range(4):
         if step == 2:
-            ours.backward(loss_of(model, step, rank))
+            ours.backward(loss_of(model, step))
         else:
             mine = [torch.full_like(p, (rank + 1.0) * (step + 1)) for p in model.parameters()]
             for parameter, gradient in zip(model.parameters(), mine, strict=True):
                 parameter.grad = gradient
         ours.step()
         if step == 2:
-            twin.train(losses(step, world_size), world_size)
+            twin.train(losses(step))
         else:
             twin.gradients([], 1)
             for parameter in twin.model.parameters():
@@ -206,10 +206,10 @@ def _half(model: Net, hidden: torch.Tensor) -> torch.Tensor:
 
 
 @on_ranks(2, each=each(MODES, (True, False)))
-def test_gradients_through_activation_checkpoints(rank, world_size, options, reentrant):
+def test_gradients_through_activation_checkpoints(world_size, options, reentrant):
     model, twin, ours = beside_unsharded(**options)
     for step in range(3):
-        hidden = torch.tanh(model.first(batch(step, rank).requires_grad_()))
+        hidden = torch.tanh(model.first(batch(step).requires_grad_()))
         for _ in range(2):  # two segments share a parameter
             hidden = checkpoint(partial(_half, model), hidden, use_reentrant=reentrant)
         out = checkpoint(model.last, checkpoint(model.spare, hidden, use_reentrant=reentrant), use_reentrant=False)
@@ -220,38 +220,38 @@ def test_gradients_through_activation_checkpoints(rank, world_size, options, ree
             hidden = _half(net, _half(net, torch.tanh(net.first(x))))
             return (net.last(net.spare(hidden)) * net.scale).pow(2).mean()
 
-        twin.train([partial(loss, x=batch(step, its)) for its in range(world_size)], world_size)
+        twin.train([partial(loss, x=batch(step, its)) for its in range(world_size)])
         twin.assert_is(model)
     assert_alike(model)
 
 
-def _closure(ours: ZeroOptimizer, model: Net, step: int, rank: int, told: list[torch.Tensor]) -> torch.Tensor:
+def _closure(ours: ZeroOptimizer, model: Net, step: int, told: list[torch.Tensor]) -> torch.Tensor:
     assert torch.is_grad_enabled()
     ours.zero_grad()
-    loss = loss_of(model, step, rank)
+    loss = loss_of(model, step)
     ours.backward(loss)
     told.append(loss)
     return loss
 
 
 @on_ranks(2)
-def test_by_a_closure(rank, world_size):
+def test_by_a_closure():
     for stage in (1, 2):
         model, twin, ours = beside_unsharded(stage=stage)
         for step in range(3):
             told = []
-            assert ours.step(partial(_closure, ours, model, step, rank, told)) is told[0]
+            assert ours.step(partial(_closure, ours, model, step, told)) is told[0]
             assert len(told) == 1
-            twin.train(losses(step, world_size), world_size)
+            twin.train(losses(step))
             twin.assert_is(model)
 
 
 @on_ranks(2)
-def test_of_part_of_a_graph(rank, world_size):
+def test_of_part_of_a_graph():
     """Arguments of `Tensor.backward` reach it."""
     model = Net()
     ours = make(model)
-    ours.backward(loss_of(model, 0, rank), inputs=[model.scale])
+    ours.backward(loss_of(model, 0), inputs=[model.scale])
     assert ours.full_state("scale", "gradient").abs() > 0
     assert not ours.full_state("first.weight", "gradient").any()
 
@@ -260,7 +260,7 @@ def test_of_part_of_a_graph(rank, world_size):
 
 
 @on_ranks(1, 3, each=zip(MODES))
-def test_whole_tensors_are_those_of_unsharded_training(rank, world_size, options):
+def test_whole_tensors_are_those_of_unsharded_training(options):
     model, twin, ours = beside_unsharded(torch.optim.AdamW, **options)
     theirs = dict(twin.model.named_parameters())
 
@@ -268,8 +268,8 @@ def test_whole_tensors_are_those_of_unsharded_training(rank, world_size, options
         return {name: ours.full_state(name, slot) for name in theirs}
 
     for step in range(2):
-        ours.backward(loss_of(model, step, rank))
-        twin.gradients(losses(step, world_size), world_size)
+        ours.backward(loss_of(model, step))
+        twin.gradients(losses(step))
         gradients = {name: parameter.grad for name, parameter in theirs.items()}
         torch.testing.assert_close(whole("gradient"), gradients, **TOLERANCE)
         ours.step()
@@ -285,16 +285,16 @@ def test_whole_tensors_are_those_of_unsharded_training(rank, world_size, options
 
 
 @on_ranks(3, each=each(MODES, (torch.float32, torch.bfloat16)))
-def test_what_is_set_takes_effect(rank, world_size, options, dtype):
+def test_what_is_set_takes_effect(options, dtype):
     model = Net(dtype)
     ours = make(model, weight_decay=0.0, **options)
     for group in ours.param_groups:
         group["weight_decay"] = 0.0
-    stepped(ours, model, 0, rank)
+    stepped(ours, model, 0)
     shape = model.twice.weight.shape
     master, momentum, gradient = (torch.randn(shape) for _ in range(3))  # ranks have the same seed
     other = model.last.weight.detach().clone()
-    ours.backward(loss_of(model, 1, rank) * 0)
+    ours.backward(loss_of(model, 1) * 0)
     ours.set_full_state("twice.weight", "master", master)
     assert torch.equal(model.twice.weight.detach(), master.to(dtype))
     ours.set_full_state("twice.weight", "momentum_buffer", momentum)
@@ -314,7 +314,7 @@ def test_what_is_set_takes_effect(rank, world_size, options, dtype):
 
 
 @on_ranks(3)
-def test_what_is_not_there_is_refused(rank, world_size):
+def test_what_is_not_there_is_refused():
     model = Net()
     model.spare.requires_grad_(False)
     ours = make(model, torch.optim.AdamW)
@@ -326,7 +326,7 @@ def test_what_is_not_there_is_refused(rank, world_size):
         ours.full_state("spare.weight", "master")
     with pytest.raises(ValueError, match=r"has the shape \(9, 5\), not \(5, 9\)"):
         ours.set_full_state("first.weight", "master", torch.zeros(5, 9))
-    stepped(ours, model, 0, rank)
+    stepped(ours, model, 0)
     with pytest.raises(ValueError, match="no momentum, only master, step, exp_avg, exp_avg_sq, gradient"):
         ours.full_state("first.weight", "momentum")
     with pytest.raises(ValueError, match="one value for its whole param group"):
@@ -376,7 +376,7 @@ def test_ranks_may_make_gradients_in_different_orders(rank, world_size):
 
 
 @on_ranks(2)
-def test_second_gradients_in_one_backward_are_refused_or_taken(rank, world_size):
+def test_second_gradients_in_one_backward_are_refused_or_taken():
     """After the first was sent they are refused, not lost. First of all, or under no_sync, they are taken."""
     for way in ("refused", "first", "no_sync"):
         model = Ordered()

@@ -44,7 +44,7 @@ def train(
         optimizer.zero_grad()
         for part in range(parts):
             with model.no_sync() if no_sync and part < parts - 1 else contextlib.nullcontext():
-                loss = loss_of(model, step + part, rank, spare=not in_turn or (step + rank) % 2 == 0)
+                loss = loss_of(model, step + part, spare=not in_turn or (step + rank) % 2 == 0)
                 optimizer.backward(loss) if isinstance(optimizer, ZeroOptimizer) and not by_tensor else loss.backward()
         optimizer.step()
 
@@ -110,15 +110,15 @@ def test_trains_as_the_plain_optimizer(rank, world_size, mode, options):
 
 
 @on_ranks(2)
-def test_two_ranks_equal_the_plain_optimizer_bit_for_bit(rank, world_size):
+def test_two_ranks_equal_the_plain_optimizer_bit_for_bit(world_size):
     """Of two ranks, whose sum has no order, with one bucket, and elements that lie in the same places."""
     model, ours = pair(torch.float32, {}, reduce_scatter=False)
     net = Net()
     theirs = Flat(net, torch.optim.SGD, parts=world_size)
     other = DDP(net)
     for step in range(4):
-        stepped(ours, model, step, rank)
-        loss_of(other, step, rank).backward()
+        stepped(ours, model, step)
+        loss_of(other, step).backward()
         theirs.step()
     assert is_unchanged(model, bits(other))
 
@@ -138,18 +138,18 @@ def what_ddp_gets_back(optimizer: ZeroOptimizer) -> list[torch.Tensor]:
 
 
 @on_ranks(2)
-def test_reduces_each_gradient_once(rank, world_size):
+def test_reduces_each_gradient_once(world_size):
     """To its owner, also if there is accumulation; and DDP's own reducer, which counts beside Python, sends nothing."""
     for reduce_scatter, name in ((True, "reduce"), (False, "all_reduce")):
         model, ours = pair(torch.float32, {"bucket_cap_mb": 1e-4}, reduce_scatter=reduce_scatter)
         returned = what_ddp_gets_back(ours)
         numel = sum(p.numel() for p in model.parameters())
-        stepped(ours, model, 0, rank)
+        stepped(ours, model, 0)
         for parts in (1, 3):
             with traffic() as seen:
                 for part in range(parts):
                     with model.no_sync() if part < parts - 1 else contextlib.nullcontext():
-                        ours.backward(loss_of(model, part, rank))
+                        ours.backward(loss_of(model, part))
                 assert seen.elements == {name: numel}
                 assert not any(map(has_gradient, model.parameters()))
                 ours.step()
@@ -163,21 +163,21 @@ def test_reduces_each_gradient_once(rank, world_size):
 
 
 @on_ranks(2)
-def test_holds_its_own_part_only(rank, world_size):
+def test_holds_its_own_part_only(world_size):
     model, ours = pair(torch.float32, {})
-    ours.backward(loss_of(model, 0, rank))
+    ours.backward(loss_of(model, 0))
     for group in ours.groups:
         assert group.gradient is not None
         assert group.gradient.numel() == group.partition == group.flat.numel() // world_size
     whole = {name: ours.full_state(name, "gradient") for name in ours.names()}
     other = DDP(Net())
-    loss_of(other, 0, rank).backward()
+    loss_of(other, 0).backward()
     for name, parameter in other.module.named_parameters():
         torch.testing.assert_close(whole[name], parameter.grad, **TOLERANCE)
 
 
 @on_ranks(2)
-def test_scales_the_loss(rank, world_size):
+def test_scales_the_loss(rank):
     """Overflow on one rank skips the step on all."""
     model, ours = pair(torch.float32, {}, loss_scale=1024.0)
     other, theirs = pair(torch.float32, {})
@@ -185,7 +185,7 @@ def test_scales_the_loss(rank, world_size):
         train(one, optimizer, rank)
     assert_near(model, other)
     before = bits(model)
-    ours.backward(loss_of(model, 9, rank) * (float("inf") if rank == 1 else 1.0))
+    ours.backward(loss_of(model, 9) * (float("inf") if rank == 1 else 1.0))
     ours.step()
     assert ours.overflow
     assert is_unchanged(model, before)
@@ -194,7 +194,7 @@ def test_scales_the_loss(rank, world_size):
 
 
 @on_ranks(2)
-def test_without_attach(rank, world_size):
+def test_without_attach(rank):
     """What both reduce is right, too: it is only sent twice."""
     model, other = DDP(Net()), DDP(Net())
     ours = make(model.module)
@@ -205,12 +205,12 @@ def test_without_attach(rank, world_size):
 
 
 @on_ranks(2)
-def test_other_ranks_are_refused(rank, world_size):
+def test_other_ranks_are_refused(rank):
     halves = [dist.new_group([0]), dist.new_group([1])]
     model = DDP(Net(), process_group=halves[rank])
     ours = make(model.module)
     with pytest.raises(ValueError, match="the model and the optimizer must have the same ranks"):
         ours.attach(model)
-    ours.backward(loss_of(model.module, 0, rank))  # its own hooks are still there
+    ours.backward(loss_of(model.module, 0))  # its own hooks are still there
     ours.step()
     assert_alike(model)

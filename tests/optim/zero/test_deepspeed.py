@@ -312,7 +312,7 @@ KINDS = [("adamw", 1), ("sgdm", 2), ("adamw", 2), ("sgdm", 1)]
 
 
 @on_ranks(3, each=some([(FEWER, *kind) for kind in KINDS[:2]], [(STEPS, *kind) for kind in KINDS]))
-def test_fp32_is_unsharded_training(rank, world_size, steps, optimizer, stage):
+def test_fp32_is_unsharded_training(world_size, steps, optimizer, stage):
     spec = Spec("ddp", dtype="fp32", world_size=world_size, optimizer=optimizer, clip=0.5)
     wanted, weights = losses_and_weights_of_ddp(spec, steps)
     options = {"reduce_scatter": optimizer == "adamw"}

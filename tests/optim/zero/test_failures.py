@@ -64,11 +64,11 @@ class Fragile(Net):
         return out
 
 
-def train_on(ours: ZeroOptimizer, model: torch.nn.Module, twin: Unsharded, rank: int) -> None:
+def train_on(ours: ZeroOptimizer, model: torch.nn.Module, twin: Unsharded) -> None:
     """Go on as if nothing had happened, and compare with a training in which nothing has."""
     for step in (50, 51):
         ours.zero_grad()
-        both_step(ours, model, twin, [step], rank)
+        both_step(ours, model, twin, [step])
     assert_alike(model)
 
 
@@ -91,11 +91,11 @@ def test_exception_in_backward_of_one_rank(rank, world_size, way, options, at):
     model = Fragile()
     twin = Unsharded(model)
     ours = make(model, process_group=patient(), **options, **more)
-    both_step(ours, model, twin, range(at), rank)
+    both_step(ours, model, twin, range(at))
     before = bits(model)
     steps_before = len(ours.optim.state)
     bad = rank == world_size - 1
-    loss = loss_of(model, 20, rank, breaks=breaks if bad else "")
+    loss = loss_of(model, 20, breaks=breaks if bad else "")
     if bad:
         with pytest.raises(BrokenError):
             loss.backward() if by_tensor else ours.backward(loss)
@@ -108,7 +108,7 @@ def test_exception_in_backward_of_one_rank(rank, world_size, way, options, at):
         ours.zero_grad()
     assert is_unchanged(model, before)
     assert len(ours.optim.state) == steps_before
-    train_on(ours, model, twin, rank)
+    train_on(ours, model, twin)
 
 
 @on_ranks(2, each=each(OPTIONS, [(0, False), (1, False), (2, False), (0, True), (1, True)]))
@@ -121,28 +121,28 @@ def test_exception_in_one_of_several_passes(rank, world_size, options, where):
     before = bits(model)
     if rank == 0:
         for step in range(failing):
-            stepped(ours, model, step, rank)
+            stepped(ours, model, step)
         with pytest.raises(BrokenError), ours.no_sync() if no_sync else contextlib.nullcontext():
-            ours.backward(loss_of(model, 7, rank, breaks="late"))
+            ours.backward(loss_of(model, 7, breaks="late"))
         with pytest.raises(RuntimeError, match="failed on this rank"):
             ours.step()
     else:
         for step in range(2):
-            stepped(ours, model, step, rank)
-        ours.backward(loss_of(model, 2, rank))
+            stepped(ours, model, step)
+        ours.backward(loss_of(model, 2))
         with pytest.raises(RuntimeError, match="failed on another rank"):
             ours.step()
     assert is_unchanged(model, before)
     for step in range(2):
         for part in range(3):
-            stepped(ours, model, 3 * step + part, rank)
-        twin.train(losses(range(3 * step, 3 * step + 3), world_size), 3 * world_size)
+            stepped(ours, model, 3 * step + part)
+        twin.train(losses(range(3 * step, 3 * step + 3)), 3 * world_size)
     twin.assert_is(model)
     assert_alike(model)
 
 
 @on_ranks(2, each=each(OPTIONS, (0, 2)))
-def test_exception_in_forward_of_one_rank(rank, world_size, options, at):
+def test_exception_in_forward_of_one_rank(rank, options, at):
     """A rank without a backward steps with the others, who take its gradient for zero."""
     model, twin, ours = beside_unsharded(process_group=patient(), **options)
     for step in range(4):
@@ -150,16 +150,16 @@ def test_exception_in_forward_of_one_rank(rank, world_size, options, at):
             with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
                 model(torch.ones(1, 99))
         else:
-            ours.backward(loss_of(model, step, rank))
+            ours.backward(loss_of(model, step))
         ours.step()
-        those = losses(step, world_size)
-        twin.train(those[1:] if step == at else those, world_size)
+        those = losses(step)
+        twin.train(those[1:] if step == at else those)
         twin.assert_is(model)
     assert_alike(model)
 
 
 @on_ranks(2, each=each(itertools.product(("before", "inside", "after"), (False, True)), OPTIONS))
-def test_closure_that_raises(rank, world_size, way, options):
+def test_closure_that_raises(rank, way, options):
     """Before its backward, in it, or after it; on one rank or on all. That rank's step raises what the closure did."""
     where, everywhere = way
     model = Fragile()
@@ -172,7 +172,7 @@ def test_closure_that_raises(rank, world_size, way, options):
         ours.zero_grad()
         if bad and where == "before":
             raise BrokenError
-        loss = loss_of(model, 3, rank, breaks="late" if bad and where == "inside" else "")
+        loss = loss_of(model, 3, breaks="late" if bad and where == "inside" else "")
         ours.backward(loss)
         if bad and where == "after":
             raise BrokenError
@@ -182,26 +182,26 @@ def test_closure_that_raises(rank, world_size, way, options):
     with pytest.raises(BrokenError) if bad else other:
         ours.step(closure)
     assert is_unchanged(model, before)
-    train_on(ours, model, twin, rank)
+    train_on(ours, model, twin)
 
 
 @on_ranks(2, each=each(OPTIONS, [(0, False), (1, True), (1, False), (0, True)]))
-def test_unused_parameters_of_one_rank_are_refused_on_all_if_asked(rank, world_size, options, where):
+def test_unused_parameters_of_one_rank_are_refused_on_all_if_asked(rank, options, where):
     """Those of one rank are told on all."""
     at, by_tensor = where
     model, twin, ours = beside_unsharded(ignore_unused_parameters=False, process_group=patient(), **options)
-    both_step(ours, model, twin, range(at), rank)
+    both_step(ours, model, twin, range(at))
     before = bits(model)
-    loss = loss_of(model, 9, rank, spare=rank != 1)
+    loss = loss_of(model, 9, spare=rank != 1)
     with pytest.raises(RuntimeError, match=r"no gradient on rank 1 for spare\.(weight|bias), spare\.(bias|weight);"):
         loss.backward() if by_tensor else ours.backward(loss)
     ours.zero_grad()
     assert is_unchanged(model, before)
-    train_on(ours, model, twin, rank)
+    train_on(ours, model, twin)
 
 
 @on_ranks(1)
-def test_many_unused_parameters_are_told_in_a_line(rank, world_size):
+def test_many_unused_parameters_are_told_in_a_line():
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(7)]
     ours = ZeroOptimizer(parameters, torch.optim.SGD, ignore_unused_parameters=False, lr=1.0)
     with pytest.raises(RuntimeError, match=r"parameter 1 of param group 0, .* and 2 more; ignore_unused_parameters="):
@@ -232,20 +232,20 @@ def test_ranks_that_join_early(rank, world_size, options, where):
     windows, every = range(world_size - 1), range(world_size)
     with Join([ours]):
         for step in [step for window in windows for step in batches(window, rank)]:
-            stepped(ours, model, step, rank)
+            stepped(ours, model, step)
     for window in windows:
         its = [partial(loss_of, step=step, rank=r) for r in every for step in batches(window, r)]
         twin.train(its, world_size * accumulation)
     twin.assert_is(model)
     assert_alike(model)
     for _ in range(accumulation):
-        stepped(ours, model, 70, rank)
-    twin.train(losses(70, world_size), world_size)
+        stepped(ours, model, 70)
+    twin.train(losses(70))
     twin.assert_is(model)
 
 
 @on_ranks(3)
-def test_rank_that_has_joined_while_another_fails(rank, world_size):
+def test_rank_that_has_joined_while_another_fails(rank):
     """A rank that has joined takes part in a step that fails on another, and in the next ones."""
     model = Fragile()
     ours = make(model, process_group=patient())
@@ -255,9 +255,9 @@ def test_rank_that_has_joined_while_another_fails(rank, world_size):
         for step in range(0 if rank == 1 else 4):
             if rank == 0 and step == 1:
                 with pytest.raises(BrokenError):
-                    ours.backward(loss_of(model, step, rank, breaks="late"))
+                    ours.backward(loss_of(model, step, breaks="late"))
             else:
-                ours.backward(loss_of(model, step, rank))
+                ours.backward(loss_of(model, step))
             try:
                 ours.step()
             except RuntimeError as error:
@@ -314,7 +314,7 @@ REFUSED: dict[str, Refused] = {  # beside what every sharded optimizer refuses: 
 
 
 @on_ranks(1)
-def test_what_is_refused(rank, world_size):
+def test_what_is_refused():
     for name, (parameters, options, error, message) in REFUSED.items():
         with pytest.raises(error, match=message) as told:
             ZeroOptimizer(parameters, SGD, **{"lr": 1.0, **options})
@@ -322,13 +322,13 @@ def test_what_is_refused(rank, world_size):
 
 
 @on_ranks(2)
-def test_reentrant_checkpoints_of_a_backward_that_is_not_ours_are_told(rank, world_size):
+def test_reentrant_checkpoints_of_a_backward_that_is_not_ours_are_told():
     """A backward inside of one that `Tensor.backward` runs is told, wherever it comes, and nothing stepped."""
     for stage in (1, 2):
         for inside in ("first", "twice", "last"):
             model, twin, ours = beside_unsharded(stage=stage, process_group=patient())
             before = bits(model)
-            hidden = batch(0, rank).requires_grad_()
+            hidden = batch(0).requires_grad_()
             for layer, module in (("first", model.first), ("twice", model.twice), ("last", model.last)):
                 hidden = checkpoint(module, hidden, use_reentrant=True) if layer == inside else module(hidden)
             with pytest.raises(RuntimeError, match="a backward ran inside another"):
@@ -336,11 +336,11 @@ def test_reentrant_checkpoints_of_a_backward_that_is_not_ours_are_told(rank, wor
             with pytest.raises(RuntimeError, match="no rank has stepped"):
                 ours.step()
             assert is_unchanged(model, before)
-            train_on(ours, model, twin, rank)
+            train_on(ours, model, twin)
 
 
 @on_ranks(2)
-def test_groups_that_are_refused(rank, world_size):
+def test_groups_that_are_refused():
     shared = one()
     with pytest.raises(ValueError, match="more than one parameter group"):
         ZeroOptimizer([{"params": [shared]}, {"params": [shared]}], SGD, lr=1.0)

@@ -94,7 +94,7 @@ def test_dynamic_scale_follows_deepspeeds_rule():
 
 
 @on_ranks(1)
-def test_fixed_scale_stays(rank, world_size):
+def test_fixed_scale_stays():
     from deepspeed.runtime.fp16 import loss_scaler
 
     ours, theirs = LossScaler(8.0), loss_scaler.LossScaler(8.0)
@@ -119,23 +119,23 @@ OVERFLOWS = [(torch.float32, math.inf, 2.0), (torch.float16, -math.inf, math.inf
 
 
 @on_ranks(3, each=each(KINDS, (0, 2), OVERFLOWS))
-def test_overflow_on_one_rank_skips_the_step_on_all(rank, world_size, options, bad, overflow):
+def test_overflow_on_one_rank_skips_the_step_on_all(rank, options, bad, overflow):
     """Of one element. Weights and state are bit for bit what they were, and the scale has fallen on all ranks."""
     dtype, value, norm_type = overflow
     model = Net(dtype)
     scaler = DynamicLossScaler(2.0**6, delayed_shift=1)
     ours = make(model, torch.optim.AdamW, loss_scale=scaler, norm_type=norm_type, **options)
-    stepped(ours, model, 0, rank)
+    stepped(ours, model, 0)
     before = everything(model, ours)
     assert (ours.loss_scale, ours.overflow) == (2.0**6, False)
     for times in (1, 2):
-        loss = loss_of(model, times, rank)
+        loss = loss_of(model, times)
         ours.backward(loss + value * model.last.bias[1].float() if rank == bad else loss)
         ours.step()
         assert (ours.loss_scale, ours.overflow) == (2.0 ** (6 - times), True)
         assert not math.isfinite(ours.last_grad_norm)
     assert same(before, everything(model, ours))
-    stepped(ours, model, 3, rank)
+    stepped(ours, model, 3)
     assert not ours.overflow
     assert math.isfinite(ours.last_grad_norm)
     assert not same(before, everything(model, ours))
@@ -143,7 +143,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(rank, world_size, options, b
 
 
 @on_ranks(2)
-def test_small_gradients(rank, world_size):
+def test_small_gradients():
     """Gradients of 2 ** -30 vanish in float16 unless they are scaled; steps are as without a scale."""
     for scale, survives in ((1.0, False), (2.0**20, True)):
         model = Net(torch.float16)
@@ -158,32 +158,32 @@ def test_small_gradients(rank, world_size):
 
 
 @on_ranks(2)
-def test_powers_of_two_change_nothing(rank, world_size):
+def test_powers_of_two_change_nothing():
     """In float32, bit for bit; clipping and norm are of what is not scaled."""
     models = [Net(), Net()]
     scales = [1.0, DynamicLossScaler(2.0**4, scale_window=1)]
     both = [make(m, loss_scale=s, clip_grad=0.1) for m, s in zip(models, scales, strict=True)]
     for step in range(5):
         for model, ours in zip(models, both, strict=True):
-            stepped(ours, model, step, rank)
+            stepped(ours, model, step)
         assert both[0].last_grad_norm == both[1].last_grad_norm > 0.1
     assert equal(*models)
     assert both[1].loss_scale == 2.0**8  # raised in all steps but the first, which has none before it
 
 
 @on_ranks(2)
-def test_scale_of_somebody_else(rank, world_size):
+def test_scale_of_somebody_else():
     """One that is set holds, whatever happens; None gives the choice back."""
     model, twin, ours = beside_unsharded(loss_scale=DynamicLossScaler(4.0, delayed_shift=1))
     ours.loss_scale = 32.0
-    ours.backward(loss_of(model, 0, rank))
-    twin.gradients(losses(0, world_size), world_size)
+    ours.backward(loss_of(model, 0))
+    twin.gradients(losses(0))
     wanted = 32.0 * twin.model.last.bias.grad
     torch.testing.assert_close(ours.full_state("last.bias", "gradient"), wanted, rtol=1e-5, atol=1e-5)
     ours.step()
     twin.optimizer.step()
     twin.assert_is(model)
-    ours.backward(loss_of(model, 1, rank) * math.inf)
+    ours.backward(loss_of(model, 1) * math.inf)
     ours.step()
     assert ours.overflow
     assert ours.loss_scale == 32.0
@@ -192,18 +192,18 @@ def test_scale_of_somebody_else(rank, world_size):
 
 
 @on_ranks(2)
-def test_scales_itself_by_hand(rank, world_size):
+def test_scales_itself_by_hand():
     """Whoever runs `Tensor.backward` scales the loss by what `loss_scale` tells."""
     model, twin, ours = beside_unsharded(loss_scale=64.0)
     for step in range(2):
-        (loss_of(model, step, rank) * ours.loss_scale).backward()
+        (loss_of(model, step) * ours.loss_scale).backward()
         ours.step()
-        twin.train(losses(step, world_size), world_size)
+        twin.train(losses(step))
     twin.assert_is(model)
 
 
 @on_ranks(2)
-def test_least_scale(rank, world_size):
+def test_least_scale(rank):
     """Raised on all ranks, with nothing stepped; or kept, and the step skipped."""
     for raises in (True, False):
         model = Net()
@@ -211,7 +211,7 @@ def test_least_scale(rank, world_size):
         ours = make(model, loss_scale=scaler)
         before = bits(model)
         for _ in range(2):
-            ours.backward(loss_of(model, 0, rank) * (math.inf if rank == 1 else 1.0))
+            ours.backward(loss_of(model, 0) * (math.inf if rank == 1 else 1.0))
             if raises and ours.loss_scale == 1.0:
                 with pytest.raises(FloatingPointError, match=r"^gradients overflow at the minimum loss scale of 1\.0"):
                     ours.step()
@@ -219,13 +219,13 @@ def test_least_scale(rank, world_size):
                 ours.step()
         assert ours.loss_scale == 1.0
         assert is_unchanged(model, before)
-        stepped(ours, model, 0, rank)
+        stepped(ours, model, 0)
         assert not is_unchanged(model, before)
         assert_alike(model)
 
 
 @on_ranks(2)
-def test_scale_in_state(rank, world_size):
+def test_scale_in_state(world_size):
     """All of what decides about the next scales is saved and loaded; also where the kind of scaler is another."""
     kinds = [
         DynamicLossScaler(2.0**10, scale_window=2, delayed_shift=3, consecutive_hysteresis=True, min_scale=0.5),
@@ -236,7 +236,7 @@ def test_scale_in_state(rank, world_size):
             model = Net()
             ours = make(model, loss_scale=copy.deepcopy(scaler), elastic_checkpoint=elastic)
             for step, overflows in enumerate((True, False, False, True, False, True)):
-                ours.backward(loss_of(model, step, rank) * (math.inf if overflows else 1.0))
+                ours.backward(loss_of(model, step) * (math.inf if overflows else 1.0))
                 ours.step()
             states = [None] * world_size
             torch.distributed.all_gather_object(states, ours.state_dict())

@@ -61,8 +61,8 @@ class Layers(torch.nn.Module):
         torch.manual_seed(3)
         self.layers = torch.nn.Sequential(*(torch.nn.Linear(6, 6, bias=False) for _ in range(4))).to(dtype)
 
-    def loss(self, rank: int, step: int = 0) -> torch.Tensor:
-        x = torch.randn(6, generator=torch.Generator().manual_seed(10 * step + rank))
+    def loss(self, step: int = 0) -> torch.Tensor:
+        x = torch.randn(6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
         return self.layers(x.to(self.layers[0].weight.dtype)).float().pow(2).sum()
 
 
@@ -83,19 +83,19 @@ def single(numel: int, dtype: torch.dtype = torch.float32, **options: Any) -> tu
     return parameter, ZeroOptimizer([("p", parameter)], torch.optim.SGD, lr=1.0, **options)
 
 
-def warmed(rank, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Layers, ZeroOptimizer]:
+def warmed(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Layers, ZeroOptimizer]:
     """Return them after a first window, in which the order of gradients is agreed on."""
     model, ours = layered(dtype, **options)
     for _ in range(options.get("gradient_accumulation_steps", 1)):
-        ours.backward(model.loss(rank))
+        ours.backward(model.loss())
     ours.step()
     return model, ours
 
 
-def sent(rank: int, model: Layers, ours: ZeroOptimizer, step: int = 1) -> Traffic:
+def sent(model: Layers, ours: ZeroOptimizer, step: int = 1) -> Traffic:
     """Return what a backward sends."""
     with traffic() as seen:
-        ours.backward(model.loss(rank, step))
+        ours.backward(model.loss(step))
     return seen
 
 
@@ -104,7 +104,7 @@ def sent(rank: int, model: Layers, ours: ZeroOptimizer, step: int = 1) -> Traffi
 def what_reduces_while_backward_runs_has_reduced_all_buckets_but_the_last(rank, world_size) -> None:
     """When the last gradient is made. Stage 2 does so, and stage 1 if it overlaps; what is reduced is not held."""
     for stage, overlap, reduced in ((1, False, 0), (1, True, 3), (2, False, 3)):
-        model, ours = warmed(rank, stage=stage, overlap_comm=overlap)
+        model, ours = warmed(stage=stage, overlap_comm=overlap)
         held: list[int] = []
         with traffic() as seen:
             model.layers[0].weight.register_hook(
@@ -112,7 +112,7 @@ def what_reduces_while_backward_runs_has_reduced_all_buckets_but_the_last(rank, 
                     [len(seen.reductions), sum(p.grad is not None for p in model.parameters())]
                 )
             )
-            ours.backward(model.loss(rank, 1))
+            ours.backward(model.loss(1))
         assert held == [reduced, 3 - reduced]
         assert len(seen.reductions) == 4
 
@@ -120,10 +120,10 @@ def what_reduces_while_backward_runs_has_reduced_all_buckets_but_the_last(rank, 
 @of("stage", 2)
 def stage_2_reduces_in_every_backward_and_stage_1_in_the_last(rank, world_size) -> None:
     for stage in (1, 2):
-        model, ours = warmed(rank, stage=stage, gradient_accumulation_steps=3)
+        model, ours = warmed(stage=stage, gradient_accumulation_steps=3)
         counts = []
         for step in range(3):
-            counts.append(len(sent(rank, model, ours, step).reductions))
+            counts.append(len(sent(model, ours, step).reductions))
         assert counts == ([0, 0, 4] if stage == 1 else [4, 4, 4])
         assert not any(map(has_gradient, model.parameters()))
 
@@ -132,11 +132,11 @@ def stage_2_reduces_in_every_backward_and_stage_1_in_the_last(rank, world_size) 
 def memory_held_between_two_backwards_is_whole_or_a_partition(rank, world_size) -> None:
     for stage in (1, 2):
         model, ours = layered(stage=stage, gradient_accumulation_steps=2)
-        ours.backward(model.loss(rank))
+        ours.backward(model.loss())
         whole = sum(p.numel() for p in model.parameters() if has_gradient(p))
         parts = sum(group.gradient.numel() for group in ours.groups if group.gradient is not None)
         assert (whole, parts) == ((ALL, 0) if stage == 1 else (0, ALL // 2))
-        ours.backward(model.loss(rank))
+        ours.backward(model.loss())
         assert sum(group.gradient.numel() for group in ours.groups) == ALL // 2
 
 
@@ -150,7 +150,7 @@ def buckets_are_filled_with_whole_parameters(rank, world_size) -> None:
             (3 * EACH, [3 * EACH, EACH]),
             (ALL, [ALL]),
         ):
-            seen = sent(rank, *warmed(rank, stage=stage, reduce_bucket_size=size, reduce_scatter=False))
+            seen = sent(*warmed(stage=stage, reduce_bucket_size=size, reduce_scatter=False))
             assert seen.reductions == [("all_reduce", numel, torch.float32) for numel in wanted]
 
 
@@ -158,7 +158,7 @@ def buckets_are_filled_with_whole_parameters(rank, world_size) -> None:
 def weights_are_gathered_in_pieces(rank, world_size) -> None:
     for size, wanted in ((ALL, [72, 72]), (ALL // 2, [36] * 4), (100, [50, 50, 22, 22]), (1, [1] * ALL)):
         model, ours = layered(allgather_bucket_size=size)
-        ours.backward(model.loss(rank))
+        ours.backward(model.loss())
         with traffic() as seen:
             ours.step()
         assert [numel for _, numel, _ in seen.of("broadcast")] == wanted
@@ -169,7 +169,7 @@ def weights_are_gathered_in_pieces(rank, world_size) -> None:
 def gradients_are_reduced_to_owners_or_on_all_ranks(rank, world_size) -> None:
     """A bucket with parts of two ranks is two reductions, of one part each."""
     for scatter in (False, True):
-        seen = sent(rank, *warmed(rank, reduce_scatter=scatter, reduce_bucket_size=ALL))
+        seen = sent(*warmed(reduce_scatter=scatter, reduce_bucket_size=ALL))
         wanted = [("reduce", ALL // 2)] * 2 if scatter else [("all_reduce", ALL)]
         assert [(name, numel) for name, numel, _ in seen.reductions] == wanted
 
@@ -178,8 +178,8 @@ def gradients_are_reduced_to_owners_or_on_all_ranks(rank, world_size) -> None:
 def what_is_reduced_to_an_owner_others_do_not_get(rank, world_size) -> None:
     """Half as many elements come back: those of other ranks' partitions are not averaged here."""
     for scatter in (False, True):
-        model, ours = warmed(rank, reduce_scatter=scatter, reduce_bucket_size=ALL, overlap_comm=False)
-        ours.backward(model.loss(rank, 1))
+        model, ours = warmed(reduce_scatter=scatter, reduce_bucket_size=ALL, overlap_comm=False)
+        ours.backward(model.loss(1))
         (wire,) = ours._reducer._buffers.values()
         mine = ours.groups[0].gradient
         whole = torch.cat([ours.full_state(name, "gradient").reshape(-1) for name in ours.names()])
@@ -196,14 +196,14 @@ def a_bucket_is_sent_before_the_last_one_has_arrived(rank, world_size) -> None:
             (False, ["send", "wait"] * 4),
             (True, ["send", "send", "wait", "send", "wait", "send", "wait", "wait"]),
         ):
-            seen = sent(rank, *warmed(rank, stage=stage, overlap_comm=overlap, reduce_scatter=False))
+            seen = sent(*warmed(stage=stage, overlap_comm=overlap, reduce_scatter=False))
             assert seen.events == wanted
 
 
 @of("overlap_comm", 2)
 def buffers_are_one_or_two(rank, world_size) -> None:
     for overlap in (False, True):
-        _, ours = warmed(rank, overlap_comm=overlap, reduce_bucket_size=2 * EACH)
+        _, ours = warmed(overlap_comm=overlap, reduce_bucket_size=2 * EACH)
         assert len(ours._reducer._buffers) == 1 + overlap
 
 
@@ -278,8 +278,8 @@ def gradients_are_clipped_by_their_norm(rank, world_size) -> None:
         for clip in (0.0, 0.05, 1e6):
             model, twin, ours = beside_unsharded(clip_grad=clip, norm_type=norm_type)
             for step in range(2):
-                stepped(ours, model, step, rank)
-                twin.gradients(losses(step, world_size), world_size)
+                stepped(ours, model, step)
+                twin.gradients(losses(step))
                 norm = float(torch.linalg.vector_norm(flat_gradient(twin.model), norm_type))
                 assert ours.last_grad_norm == pytest.approx(norm, rel=1e-5)
                 if clip:
@@ -367,7 +367,7 @@ def only_the_ranks_of_the_group_train_together(rank, world_size) -> None:
     members = [1] if rank == 1 else [0, 2]
     ours = make(model, process_group=alone if rank == 1 else pair, clip_grad=0.5)
     for step in range(3):
-        stepped(ours, model, step, rank)
+        stepped(ours, model, step)
         twin.gradients([partial(loss_of, step=step, rank=r) for r in members], len(members))
         torch.nn.utils.clip_grad_norm_(twin.model.parameters(), 0.5)
         twin.optimizer.step()
@@ -422,7 +422,7 @@ def offloaded_training_is_the_same_bit_for_bit(rank, world_size) -> None:
                 gradient_accumulation_steps=2, gradient_accumulation_dtype=torch.float32,
             )  # fmt: skip
             for step in range(4):
-                ours.backward(loss_of(model, step, rank))
+                ours.backward(loss_of(model, step))
                 for group in ours.groups:
                     assert group.master.device.type == "cpu"
                     if step % 2:
@@ -439,7 +439,7 @@ def elastic_state_has_no_padding(rank, world_size) -> None:
     for elastic in (False, True):
         model = Net()
         ours = make(model, torch.optim.AdamW, elastic_checkpoint=elastic)
-        stepped(ours, model, 0, rank)
+        stepped(ours, model, 0)
         state = ours.state_dict()["base_optimizer_state"]
         if not elastic:
             assert [s["exp_avg"].numel() for s in state["state"].values()] == [g.partition for g in ours.groups]

@@ -81,7 +81,7 @@ class Derived(torch.optim.Adafactor):
 
 @pytest.mark.interop
 @on_ranks(2)
-def test_what_looks_at_whole_tensors_is_refused_unless_told(rank, world_size):
+def test_what_looks_at_whole_tensors_is_refused_unless_told():
     """Before anything is moved; unless told; and by the optimizer that steps whole tensors not at all."""
     for cls in (torch.optim.Adafactor, Derived, partial(Derived, eps=(1e-9, 1e-3))):
         net = Net()
@@ -94,7 +94,7 @@ def test_what_looks_at_whole_tensors_is_refused_unless_told(rank, world_size):
     model = Net()
     before_step = bits(model)
     ours = make(model, torch.optim.Adafactor, allow_per_tensor=True)
-    stepped(ours, model, 0, rank)
+    stepped(ours, model, 0)
     assert not is_unchanged(model, before_step)
     ZeroRedundancyOptimizer(Net().named_parameters(), torch.optim.Adafactor, lr=0.01)
     with pytest.raises(ValueError, match="LBFGS looks at whole tensors"):

@@ -49,13 +49,13 @@ WAYS = each((False, True), OPTIONS)
 
 
 @on_ranks(3, each=pairwise((False, True), OPTIONS, (2.0, math.inf)))
-def test_clipping_of_torch_by_norm(rank, world_size, attached, options, norm_type):
+def test_clipping_of_torch_by_norm(attached, options, norm_type):
     """torch's own clipping gives the norm of the average, whatever the loss scale, and clips it."""
     model, net, twin, ours = prepared(attached, **options)
     for step in range(2):
-        ours.backward(loss_of(model, step, rank))
+        ours.backward(loss_of(model, step))
         mine = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type=norm_type)
-        twin.gradients(losses(step, world_size), world_size)
+        twin.gradients(losses(step))
         its = torch.nn.utils.clip_grad_norm_(twin.model.parameters(), 0.05, norm_type=norm_type)
         assert float(its) > 0.1
         torch.testing.assert_close(mine, its.detach(), rtol=1e-5, atol=0)
@@ -67,12 +67,12 @@ def test_clipping_of_torch_by_norm(rank, world_size, attached, options, norm_typ
 
 
 @on_ranks(2, each=WAYS)
-def test_clipping_of_torch_by_value(rank, world_size, attached, options):
+def test_clipping_of_torch_by_value(attached, options):
     model, net, twin, ours = prepared(attached, **options)
     for step in range(3):
-        ours.backward(loss_of(model, step, rank))
+        ours.backward(loss_of(model, step))
         torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        twin.gradients(losses(step, world_size), world_size)
+        twin.gradients(losses(step))
         torch.nn.utils.clip_grad_value_(twin.model.parameters(), 0.01)
         ours.step()
         twin.optimizer.step()
@@ -80,12 +80,12 @@ def test_clipping_of_torch_by_value(rank, world_size, attached, options):
 
 
 @on_ranks(2, each=WAYS)
-def test_scaled_and_dropped(rank, world_size, attached, options):
+def test_scaled_and_dropped(attached, options):
     """What is taken out of `grad` is forgotten, for one parameter or all, as torch's own optimizers forget it."""
     model, net, twin, ours = prepared(attached, **options)
     for step in range(3):
-        ours.backward(loss_of(model, step, rank))
-        twin.gradients(losses(step, world_size), world_size)
+        ours.backward(loss_of(model, step))
+        twin.gradients(losses(step))
         for one in (net, twin.model):
             one.last.weight.grad.mul_(0.5)
             one.last.bias.grad /= 4
@@ -95,15 +95,15 @@ def test_scaled_and_dropped(rank, world_size, attached, options):
         twin.optimizer.step()
         twin.assert_is(net)
     for to_none in (True, False):
-        ours.backward(loss_of(model, 7, rank))
+        ours.backward(loss_of(model, 7))
         model.zero_grad(set_to_none=to_none)
-        both_step(ours, model, twin, [8], rank)
+        both_step(ours, model, twin, [8])
 
 
 @on_ranks(2, each=WAYS)
-def test_what_is_refused(rank, world_size, attached, options):
+def test_what_is_refused(attached, options):
     model, net, _, ours = prepared(attached, **options)
-    ours.backward(loss_of(model, 0, rank))
+    ours.backward(loss_of(model, 0))
     gradient = net.last.weight.grad
     assert gradient.shape == net.last.weight.shape
     assert "the gradient lies with the ranks that step it" in repr(gradient)
@@ -123,12 +123,12 @@ def test_what_is_refused(rank, world_size, attached, options):
 
 
 @on_ranks(2, each=WAYS)
-def test_scaler_of_torch(rank, world_size, attached, options):
+def test_scaler_of_torch(attached, options):
     """It is told what to use instead, and nothing is stepped."""
     model, _, _, ours = prepared(attached, **options)
     before = bits(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(loss_of(model, 0, rank)).backward()
+    scaler.scale(loss_of(model, 0)).backward()
     with pytest.raises(RuntimeError, match=r"GradScaler.*loss_scale=DynamicLossScaler\(\).*backward\(loss\)"):
         scaler.step(ours)
     assert is_unchanged(model, before)
@@ -141,16 +141,16 @@ def test_parts_of_models(rank, world_size):
 
     net = Net()
     ours = make(net, process_group=alone[rank], model_parallel=ModelParallel(dist.group.WORLD))
-    ours.backward(loss_of(net, 0, rank))
+    ours.backward(loss_of(net, 0))
     with pytest.raises(RuntimeError, match=r"that other ranks share.*clip_grad"):
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
 
 
 @on_ranks(2)
-def test_another_optimizer_after_this_one(rank, world_size):
+def test_another_optimizer_after_this_one():
     """One that is gone between backward and step leaves nothing that the next one trips over."""
     net, twin, ours = beside_unsharded()
-    ours.backward(loss_of(net, 0, rank))
+    ours.backward(loss_of(net, 0))
     gone = weakref.ref(ours)
     del ours
     gc.collect()
@@ -158,4 +158,4 @@ def test_another_optimizer_after_this_one(rank, world_size):
     with pytest.raises(RuntimeError, match="lie in partitions"):
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
     ours = make(net, loss_scale=DynamicLossScaler(cur_scale=4.0))
-    both_step(ours, net, twin, [1], rank)
+    both_step(ours, net, twin, [1])

@@ -47,7 +47,7 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = OPTIMIZER
 
 
 @on_ranks(1, 2, each=zip(KINDS))
-def test_every_optimizer_class_of_torch(rank, world_size, kind):
+def test_every_optimizer_class_of_torch(world_size, kind):
     """On one rank bit for bit what the class does with one flat tensor; and within a tolerance, unsharded training."""
     if kind == "rprop" and world_size > 1:  # which looks at the sign of a sum, and so at its last bit
         return
@@ -59,8 +59,8 @@ def test_every_optimizer_class_of_torch(rank, world_size, kind):
     before = bits(model)
     for step in range(3):
         ours.zero_grad()
-        both_step(ours, model, twin, [step], rank)
-        loss_of(flat, step, rank).backward()
+        both_step(ours, model, twin, [step])
+        loss_of(flat, step).backward()
         plain.step()
     assert not is_unchanged(model, before)
     assert world_size > 1 or is_unchanged(model, bits(flat))
@@ -83,13 +83,13 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 @on_ranks(2, each=zip(SCHEDULERS))
-def test_schedulers(rank, world_size, kind):
+def test_schedulers(kind):
     """Rates are those that torch's optimizer gets; they reach the step."""
     model, twin, ours = beside_unsharded()
     schedulers = [SCHEDULERS[kind](optimizer) for optimizer in (ours, twin.optimizer)]
     rates = set()
     for step in range(5):
-        both_step(ours, model, twin, [step], rank)
+        both_step(ours, model, twin, [step])
         for scheduler in schedulers:
             scheduler.step(1.0) if kind == "plateau" else scheduler.step()
         for mine, its in zip(ours.param_groups, twin.optimizer.param_groups, strict=True):
@@ -103,13 +103,13 @@ CHANGES = [{"lr": 0.3}, {"weight_decay": 0.5}, {"betas": (0.5, 0.6)}, {"eps": 1.
 
 
 @on_ranks(2, each=zip(CHANGES))
-def test_changed_hyperparameters(rank, world_size, changes):
+def test_changed_hyperparameters(changes):
     """What a param group is told takes effect in the next step, in that group."""
     model, twin, ours = beside_unsharded(torch.optim.AdamW)
     unchanged = copy.deepcopy(twin)
     for step in range(4):
-        both_step(ours, model, twin, [step], rank)
-        unchanged.train(losses(step, world_size), world_size)
+        both_step(ours, model, twin, [step])
+        unchanged.train(losses(step))
         if step == 1:
             for optimizer in (ours, twin.optimizer):
                 optimizer.param_groups[1].update(changes)
@@ -117,22 +117,22 @@ def test_changed_hyperparameters(rank, world_size, changes):
 
 
 @on_ranks(2)
-def test_hooks_of_a_step(rank, world_size):
+def test_hooks_of_a_step():
     model = Net()
     ours = make(model)
     seen = []
     before = bits(model)
     ours.register_step_pre_hook(lambda optimizer, *_: seen.append((optimizer is ours, is_unchanged(model, before))))
     ours.register_step_post_hook(lambda optimizer, *_: seen.append((optimizer is ours, is_unchanged(model, before))))
-    stepped(ours, model, 0, rank)
+    stepped(ours, model, 0)
     assert seen == [(True, True), (True, False)]
 
 
 @on_ranks(2)
-def test_hooks_of_state_dicts(rank, world_size):
+def test_hooks_of_state_dicts():
     model = Net()
     ours = make(model)
-    stepped(ours, model, 0, rank)
+    stepped(ours, model, 0)
     seen = []
     ours.register_state_dict_pre_hook(lambda _: seen.append("before"))
     ours.register_state_dict_post_hook(lambda _, state: {**state, "note": 7})
@@ -143,7 +143,7 @@ def test_hooks_of_state_dicts(rank, world_size):
 
 
 @on_ranks(2)
-def test_names_and_defaults(rank, world_size):
+def test_names_and_defaults():
     model = Net()
     ours = make(model, torch.optim.AdamW)
     theirs = Unsharded(model, torch.optim.AdamW).optimizer
@@ -159,13 +159,13 @@ def test_names_and_defaults(rank, world_size):
 
 
 @on_ranks(2)
-def test_zeroed_gradients(rank, world_size):
+def test_zeroed_gradients():
     """Forgotten are those of parameters, those reduced, and those of frozen parameters."""
     for set_to_none in (True, False):
         model = Net()
         model.spare.requires_grad_(False)
         ours = make(model)
-        ours.backward(loss_of(model, 0, rank))
+        ours.backward(loss_of(model, 0))
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         ours.zero_grad(set_to_none=set_to_none)
@@ -181,13 +181,13 @@ STATES += [("adamw", {"offload": True}), ("sgd_nesterov", {"dtype": torch.bfloat
 
 
 @on_ranks(2, each=some(STATES[::3] + STATES[-1:], STATES[1::3] + STATES[2:-1:3]))
-def test_state_dict_goes_on_bit_for_bit(rank, world_size, kind, options):
+def test_state_dict_goes_on_bit_for_bit(kind, options):
     """Training goes on bit for bit, in a new model and optimizer, from bytes; also with a scheduler's rates."""
     optimizer_class, defaults = KINDS[kind]
     model = Net(options.pop("dtype", torch.float32))
     ours = make(model, optimizer_class, **options, **defaults)
     for step in range(2):
-        stepped(ours, model, step, rank)
+        stepped(ours, model, step)
     ours.param_groups[1]["lr"] = 0.07
     held = io.BytesIO()
     torch.save(ours.state_dict(), held)
@@ -200,17 +200,17 @@ def test_state_dict_goes_on_bit_for_bit(rank, world_size, kind, options):
     assert is_unchanged(again, bits(model))
     assert other.param_groups[1]["lr"] == 0.07
     for step in range(2, 4):
-        stepped(ours, model, step, rank)
-        stepped(other, again, step, rank)
+        stepped(ours, model, step)
+        stepped(other, again, step)
     assert same(everything(model, ours), everything(again, other))
 
 
 @on_ranks(2)
-def test_rates_that_are_tensors(rank, world_size):
+def test_rates_that_are_tensors():
     """A rate may be a tensor, which is read at each step."""
     model, twin, ours = beside_unsharded(torch.optim.AdamW, lr=torch.tensor(0.01), foreach=False)
     for step in range(4):
-        both_step(ours, model, twin, [step], rank)
+        both_step(ours, model, twin, [step])
         if step == 1:
             for group in ours.param_groups:
                 group["lr"] = torch.tensor(0.05)
@@ -222,7 +222,7 @@ def test_rates_that_are_tensors(rank, world_size):
 
 
 @on_ranks(1)
-def test_defaults_are_optional(rank, world_size):
+def test_defaults_are_optional():
     """An optimizer class may have defaults of its own, which groups get."""
     p = torch.nn.Parameter(torch.ones(3))
     ours = ZeroOptimizer([p], torch.optim.Adam)

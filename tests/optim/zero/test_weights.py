@@ -35,7 +35,7 @@ BEGINNINGS = ({"stage": 1}, {"stage": 2, "offload": True}, {"round_robin_gradien
 
 
 @on_ranks(3, each=each(DTYPES, BEGINNINGS))
-def test_ranks_begin_with_the_same_weights(rank, world_size, dtype, options):
+def test_ranks_begin_with_the_same_weights(rank, dtype, options):
     """All get the weights of the first rank; a step at a rate of zero changes nothing."""
     net = seeded(rank, dtype)
     first = bits(seeded(0, dtype))
@@ -43,7 +43,7 @@ def test_ranks_begin_with_the_same_weights(rank, world_size, dtype, options):
     for group in ours.param_groups:
         group["lr"] = group["weight_decay"] = 0.0
     assert is_unchanged(net, first)
-    stepped(ours, net, 0, rank)
+    stepped(ours, net, 0)
     assert is_unchanged(net, first)
     added = torch.nn.Parameter(torch.full((3,), float(rank + 1)))
     ours.add_param_group({"params": [("added", added)]})
@@ -51,7 +51,7 @@ def test_ranks_begin_with_the_same_weights(rank, world_size, dtype, options):
 
 
 @on_ranks(2)
-def test_ranks_that_are_left_alone(rank, world_size):
+def test_ranks_that_are_left_alone(rank):
     """On one's own word nothing is sent; what DDP has made of the weights is then what is trained."""
     net = seeded(rank, freeze=False)
     mine = bits(net)
@@ -61,12 +61,12 @@ def test_ranks_that_are_left_alone(rank, world_size):
     assert is_unchanged(net, bits(seeded(0, freeze=False)))
     ours.attach(model)
     twin = Unsharded(net)
-    both_step(ours, model, twin, range(2), rank)
+    both_step(ours, model, twin, range(2))
     assert_alike(net)
 
 
 @on_ranks(4)
-def test_weights_in_subgroups(rank, world_size):
+def test_weights_in_subgroups(rank):
     """The first rank of a group is not the first of all; experts come from the first that holds the same."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     dense, expert = (torch.nn.Parameter(torch.full((5,), float(rank))) for _ in range(2))
@@ -107,12 +107,12 @@ OPTIONS = ({"stage": 1}, {"stage": 2, "offload": True, "parameter_alignment": Tr
 
 
 @on_ranks(2, each=each(WRITES, DTYPES, OPTIONS))
-def test_weights_that_somebody_writes_are_trained(rank, world_size, write, dtype, options):
+def test_weights_that_somebody_writes_are_trained(write, dtype, options):
     """The next step goes on from what was written; other masters keep what rounding has lost."""
     net = Net(dtype)
     ours = make(net, **options)
     for step in range(2):
-        stepped(ours, net, step, rank)
+        stepped(ours, net, step)
     was = {name: ours.full_state(name, "master") for name in ours.names()}
     before = {n: p.detach().clone() for n, p in net.named_parameters()}
     write(net)
@@ -123,17 +123,17 @@ def test_weights_that_somebody_writes_are_trained(rank, world_size, write, dtype
     }
     for group in ours.param_groups:
         group["lr"], group["weight_decay"], group["momentum"] = 0.0, 0.0, 0.0
-    stepped(ours, net, 2, rank)
+    stepped(ours, net, 2)
     assert is_unchanged(net, written)
     for name in ours.names():
         assert torch.equal(ours.full_state(name, "master"), expected[name]), name
 
 
 @on_ranks(2)
-def test_saved_before_the_next_step(rank, world_size):
+def test_saved_before_the_next_step():
     net = Net(torch.bfloat16)
     ours = make(net)
-    stepped(ours, net, 0, rank)
+    stepped(ours, net, 0)
     by_data(net)
     for group, master in zip(ours.groups, ours.state_dict()["single_partition_of_fp32_groups"], strict=True):
         assert torch.equal(master.bfloat16(), group.weights[: master.numel()])
@@ -144,7 +144,7 @@ def test_saved_before_the_next_step(rank, world_size):
 
 
 @on_ranks(2)
-def test_loaded_beside(rank, world_size):
+def test_loaded_beside(rank):
     """A checkpoint that is loaded into the model alone is where training goes on."""
     source = Net()
     by_data(source)
@@ -153,16 +153,16 @@ def test_loaded_beside(rank, world_size):
     dist.barrier()
     net = Net()
     ours = make(net)
-    stepped(ours, net, 0, rank)
+    stepped(ours, net, 0)
     zckpt.load("model.pt", model=net)
     twin = Unsharded(net, torch.optim.SGD, momentum=0.0)
     for group in ours.param_groups:
         group["momentum"] = 0.0
-    both_step(ours, net, twin, range(2), rank)
+    both_step(ours, net, twin, range(2))
 
 
 @on_ranks(2)
-def test_masters_that_are_set(rank, world_size):
+def test_masters_that_are_set():
     """With a master its weight is set, rounded once."""
     net = Net(torch.bfloat16)
     ours = make(net)

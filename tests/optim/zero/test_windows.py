@@ -52,7 +52,7 @@ HOWS = ("optimizer.backward", "Tensor.backward")
 
 
 @on_ranks(2, each=each(("each", "last", "none"), HOWS, (1, 2)))
-def test_attached_steps_once_in_a_window(rank, world_size, syncs, how, stage):
+def test_attached_steps_once_in_a_window(world_size, syncs, how, stage):
     """A step comes with the last backward of a window, whether DDP synchronises each of them, the last or none."""
     net = Net()
     model = DDP(net, gradient_as_bucket_view=stage == 1, bucket_cap_mb=1e-4)
@@ -65,10 +65,10 @@ def test_attached_steps_once_in_a_window(rank, world_size, syncs, how, stage):
             ours.zero_grad()
             is_synced = {"each": True, "last": part == PARTS - 1, "none": False}[syncs]
             with nullcontext() if is_synced else model.no_sync():
-                run_backward(ours, loss_of(model, PARTS * step + part, rank), how)
+                run_backward(ours, loss_of(model, PARTS * step + part), how)
             ours.step()
             assert is_unchanged(model, before) == (part < PARTS - 1)
-        twin.train(losses(range(PARTS * step, PARTS * step + PARTS), world_size), PARTS * world_size)
+        twin.train(losses(range(PARTS * step, PARTS * step + PARTS)), PARTS * world_size)
         twin.assert_is(net)
     assert_alike(net)
 
@@ -95,7 +95,7 @@ def wrapped(model: Split) -> DDP:
 
 
 @on_ranks(2, each=pairwise(HOWS, (1, 2), (1, 2)))
-def test_parameters_that_ddp_does_not_reduce_are_trained(rank, world_size, how, steps, stage):
+def test_parameters_that_ddp_does_not_reduce_are_trained(world_size, how, steps, stage):
     model = Split()
     twin = Unsharded(model)
     ours = make(model, gradient_accumulation_steps=steps, stage=stage)
@@ -106,9 +106,9 @@ def test_parameters_that_ddp_does_not_reduce_are_trained(rank, world_size, how, 
     for step in range(2):
         for part in range(steps):
             with nullcontext() if part == steps - 1 else model.net.no_sync():
-                run_backward(ours, loss_of(model, steps * step + part, rank), how)
+                run_backward(ours, loss_of(model, steps * step + part), how)
             ours.step()
-        twin.train(losses(range(steps * step, steps * step + steps), world_size), steps * world_size)
+        twin.train(losses(range(steps * step, steps * step + steps)), steps * world_size)
     model.net = net
     twin.assert_is(model)
     assert_alike(model)
@@ -116,7 +116,7 @@ def test_parameters_that_ddp_does_not_reduce_are_trained(rank, world_size, how, 
 
 
 @on_ranks(2)
-def test_of_two_optimizers(rank, world_size):
+def test_of_two_optimizers():
     """What is in DDP's buckets and another optimizer's, is averaged for that one."""
     model, other = DDP(Net(), bucket_cap_mb=1e-4), DDP(Net(), bucket_cap_mb=1e-4)
     every_one = list(model.module.named_parameters())
@@ -126,7 +126,7 @@ def test_of_two_optimizers(rank, world_size):
     theirs = torch.optim.SGD(other.parameters(), **SGD)
     for step in range(4):
         for one, optimizers in ((model, (ours, beside)), (other, (theirs,))):
-            loss_of(one, step, rank).backward()
+            loss_of(one, step).backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -135,7 +135,7 @@ def test_of_two_optimizers(rank, world_size):
 
 
 @on_ranks(2, each=each(("all-reduce", "fp16", "power"), (1, 2)))
-def test_inner_hooks(rank, world_size, kind, steps):
+def test_inner_hooks(kind, steps):
     """As DDP with this hook and the plain optimizer; what is not in its buckets, is trained all the same."""
 
     def hook_of(model: DDP) -> tuple[Any, Any]:
@@ -158,10 +158,10 @@ def test_inner_hooks(rank, world_size, kind, steps):
         for part in range(steps):
             last = part == steps - 1
             with nullcontext() if last else model.no_sync():
-                ours.backward(loss_of(model, steps * step + part, rank))
+                ours.backward(loss_of(model, steps * step + part))
             ours.step()
             with nullcontext() if last else other.no_sync():
-                (loss_of(other, steps * step + part, rank) / steps).backward()
+                (loss_of(other, steps * step + part) / steps).backward()
         theirs.step()
         theirs.zero_grad()
         assert_near(model, other)
@@ -169,7 +169,7 @@ def test_inner_hooks(rank, world_size, kind, steps):
 
 
 @on_ranks(2)
-def test_hooks_that_are_refused(rank, world_size):
+def test_hooks_that_are_refused():
     model = DDP(Net())
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     ours = make(model.module)
@@ -179,7 +179,7 @@ def test_hooks_that_are_refused(rank, world_size):
         ours.attach(model)
     model = DDP(Net())
     ours = make(model.module)
-    ours.backward(loss_of(model.module, 0, rank))
+    ours.backward(loss_of(model.module, 0))
     with pytest.raises(RuntimeError, match="between backward and step"):
         ours.attach(model)
     ours.step()
@@ -189,7 +189,7 @@ STAGES = [{"stage": 1}, {"stage": 2}, {"stage": 1, "overlap_comm": False}]
 
 
 @on_ranks(2, each=each(STAGES, (False, True)))
-def test_partial_window(rank, world_size, options, attached):
+def test_partial_window(world_size, options, attached):
     """Five batches in windows of three: the last window is two, and is stepped. Not all parameters are in each."""
     net = Net()
     twin = Unsharded(net)
@@ -205,7 +205,7 @@ def test_partial_window(rank, world_size, options, attached):
             ours.zero_grad()
             before = bits(net)
             assert ours.is_gradient_accumulation_boundary() == ends
-            ours.backward(loss_of(model, 5 * epoch + number, rank, spare=number != 1))
+            ours.backward(loss_of(model, 5 * epoch + number, spare=number != 1))
             assert ours.is_gradient_accumulation_boundary() == ends
             if not ends:
                 ours.zero_grad()
@@ -224,7 +224,7 @@ def test_partial_window(rank, world_size, options, attached):
 
 
 @on_ranks(2, each=[(options,) for options in STAGES])
-def test_boundary_by_hand(rank, world_size, options):
+def test_boundary_by_hand(options):
     """Windows of any length, and one that is ended when its last backward has been."""
     net, twin, ours = beside_unsharded(**options)
     step = 0
@@ -233,25 +233,25 @@ def test_boundary_by_hand(rank, world_size, options):
             ours.set_gradient_accumulation_boundary(told_before and part == length - 1)
             before = bits(net)
             ours.zero_grad()
-            stepped(ours, net, step + part, rank)
+            stepped(ours, net, step + part)
             assert is_unchanged(net, before) == (not told_before or part < length - 1)
         if not told_before:
             ours.set_gradient_accumulation_boundary(True)
             ours.step()
-        twin.train(losses(range(step, step + length), world_size), world_size)
+        twin.train(losses(range(step, step + length)))
         twin.assert_is(net)
         step += length
 
 
 @on_ranks(2, each=each((0, 2), (1, 2)))
-def test_failure_in_a_window_whose_end_is_told(rank, world_size, at, stage):
+def test_failure_in_a_window_whose_end_is_told(rank, at, stage):
     """A rank that fails in a window whose end is told goes through it with the others, and all go on."""
     net = Net()
     ours = make(net, stage=stage)
     for part in range(3):
         ours.set_gradient_accumulation_boundary(part == 2)
         before = bits(net)
-        loss = loss_of(net, part, rank)
+        loss = loss_of(net, part)
         if part == at and rank == 0:
             loss.register_hook(fails)
             with pytest.raises(BrokenError):
@@ -263,7 +263,7 @@ def test_failure_in_a_window_whose_end_is_told(rank, world_size, at, stage):
             ours.step()
         assert is_unchanged(net, before)
     twin = Unsharded(net)
-    both_step(ours, net, twin, [7], rank)
+    both_step(ours, net, twin, [7])
     assert_alike(net)
 
 
@@ -272,18 +272,18 @@ def test_left_by_no_sync(rank, world_size, stage):
     """A backward under no_sync after one that was reduced: the step has both."""
     net, twin, ours = beside_unsharded(stage=stage)
     for step in range(0, 6, 2):
-        ours.backward(loss_of(net, step, rank))
+        ours.backward(loss_of(net, step))
         with ours.no_sync():
-            ours.backward(loss_of(net, step + 1, rank, spare=rank == 0))
+            ours.backward(loss_of(net, step + 1, spare=rank == 0))
         ours.step()
         last = [partial(loss_of, step=step + 1, rank=r, spare=r == 0) for r in range(world_size)]
-        twin.train([*losses(step, world_size), *last], world_size)
+        twin.train([*losses(step), *last])
         twin.assert_is(net)
     assert_alike(net)
 
 
 @on_ranks(2, each=[(1,), (2,)])
-def test_no_sync_of_the_optimizer_beside_ddp(rank, world_size, stage):
+def test_no_sync_of_the_optimizer_beside_ddp(stage):
     """The optimizer's own no_sync holds back what DDP would have reduced; before a backward outside it, and after."""
     net = Net()
     model = DDP(net, bucket_cap_mb=1e-4)
@@ -293,9 +293,9 @@ def test_no_sync_of_the_optimizer_beside_ddp(rank, world_size, stage):
     for step in range(0, 6, 2):
         for part in range(2):
             with ours.no_sync() if part == (step // 2) % 2 else nullcontext():
-                ours.backward(loss_of(model, step + part, rank))
+                ours.backward(loss_of(model, step + part))
         ours.step()
-        twin.train(losses(range(step, step + 2), world_size), world_size)
+        twin.train(losses(range(step, step + 2)))
         twin.assert_is(net)
     assert_alike(net)
 
@@ -303,11 +303,11 @@ def test_no_sync_of_the_optimizer_beside_ddp(rank, world_size, stage):
 @on_ranks(2, each=[(1,), (2,)])
 def test_put_by_hand_after_backward(rank, world_size, stage):
     net, twin, ours = beside_unsharded(stage=stage)
-    ours.backward(loss_of(net, 0, rank))
+    ours.backward(loss_of(net, 0))
     for parameter in net.parameters():
         parameter.grad = torch.full_like(parameter, rank + 1.0)
     ours.step()
-    twin.gradients(losses(range(1), world_size), world_size)
+    twin.gradients(losses(range(1)))
     for parameter in twin.model.parameters():
         parameter.grad += (1 + world_size) / 2
     twin.optimizer.step()
@@ -324,7 +324,7 @@ def test_joined_in_a_window(rank, world_size, stage):
     twin = Unsharded(net)
     with Join([model, ours]):
         for step in range(4 + 4 * rank):
-            stepped(ours, model, step, rank)
+            stepped(ours, model, step)
     for window in range(4):
         ranks = range(world_size) if window < 2 else [1]
         steps = range(2 * window, 2 * window + 2)
@@ -336,7 +336,7 @@ def test_joined_in_a_window(rank, world_size, stage):
 
 
 @on_ranks(2)
-def test_joining_and_boundary(rank, world_size):
+def test_joining_and_boundary():
     ours = make(Net())
     with Join([ours]), pytest.raises(RuntimeError, match="cannot know where a window ends"):
         ours.set_gradient_accumulation_boundary(True)

@@ -36,7 +36,7 @@ def _status(key: str) -> int:
 
 @pytest.mark.nightly
 @on_ranks(3)
-def test_consolidation_costs_those_nothing_that_do_not_want_it(rank, world_size):
+def test_consolidation_costs_those_nothing_that_do_not_want_it(rank):
     grown = {}
     for optimizer_class in (TorchOptimizer, ZeroRedundancyOptimizer):
         parameters = [torch.nn.Parameter(torch.zeros(MEGABYTE // 4)) for _ in range(24)]
@@ -52,7 +52,7 @@ def test_consolidation_costs_those_nothing_that_do_not_want_it(rank, world_size)
 
 
 @on_ranks(3)
-def test_few_messages_are_sent(rank, world_size):
+def test_few_messages_are_sent(world_size):
     sent = {}
     for optimizer_class in (TorchOptimizer, ZeroRedundancyOptimizer):
         parameters = [torch.nn.Parameter(torch.ones(n)) for n in range(1, 41)]

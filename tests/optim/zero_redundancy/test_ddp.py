@@ -114,7 +114,7 @@ def test_trains_as_the_unsharded_optimizer(world_size, modes):
 
 
 @on_ranks(2)
-def test_mixed_precision_with_a_scaler_that_skips_a_step(rank, world_size):
+def test_mixed_precision_with_a_scaler_that_skips_a_step(rank):
     model = Net()
     other = copy.deepcopy(model)
     for net, sharded in ((model, True), (other, False)):

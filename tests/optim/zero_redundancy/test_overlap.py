@@ -94,7 +94,7 @@ def as_an_optimizer_that_steps_after_backward(rank, world_size, part: int) -> No
 
 
 @on_ranks(2)
-def test_first_iterations_change_nothing_unless_asked_to(rank, world_size):
+def test_first_iterations_change_nothing_unless_asked_to(rank):
     for static, lost in ((False, 2), (True, 3)):
         model, other = Net(), Net()
         ddp = DDP(model, static_graph=static)
@@ -107,7 +107,7 @@ def test_first_iterations_change_nothing_unless_asked_to(rank, world_size):
 
 
 @on_ranks(2)
-def test_learning_rates_take_effect(rank, world_size):
+def test_learning_rates_take_effect(rank):
     for hook in HOOKS:
         pairs = pair_of(hook)
         schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for _, optimizer in pairs]
@@ -123,7 +123,7 @@ def test_learning_rates_take_effect(rank, world_size):
 
 
 @on_ranks(2, each=each((0, 1, 2, 5), (True, False)))
-def test_state_is_saved_and_loaded(rank, world_size, before, whole):
+def test_state_is_saved_and_loaded(rank, before, whole):
     """At any time: before DDP has settled on its buckets, and after; whole, or each rank its own part."""
     pairs = pair_of()
     train(pairs, range(before), rank)
@@ -149,7 +149,7 @@ def elsewhere(group, bucket):  # without annotations, which DDP compares to clas
 
 
 @on_ranks(2, each=each(WAYS, [(allreduce_hook, 2), (fp16_compress_hook, 1), (elsewhere, 1)]))
-def test_other_reductions_and_accumulated_gradients(rank, world_size, way, reduced):
+def test_other_reductions_and_accumulated_gradients(rank, way, reduced):
     (hook, shard), (reduce, parts) = way, reduced
     train_alike(pair_of(hook, reduce=reduce, shard_buckets=shard), range(5), rank, parts=parts)
 
@@ -166,7 +166,7 @@ def test_uneven_inputs(rank, world_size, fewest, hook):
 
 
 @on_ranks(2)
-def test_parameters_taken_out_of_their_bucket(rank, world_size):
+def test_parameters_taken_out_of_their_bucket(rank):
     pairs = pair_of()
     train(pairs, range(4), rank)
     for ddp, _ in pairs:
@@ -175,7 +175,7 @@ def test_parameters_taken_out_of_their_bucket(rank, world_size):
 
 
 @on_ranks(2)
-def test_optimizer_that_counts_steps_in_its_groups(rank, world_size):
+def test_optimizer_that_counts_steps_in_its_groups(rank):
     class Counting(FusedLayoutAdam):
         """Counts as apex does: once for each call of `step`."""
 
@@ -194,7 +194,7 @@ def test_optimizer_that_counts_steps_in_its_groups(rank, world_size):
 
 
 @on_ranks(2)
-def test_what_it_refuses_and_warns_of(rank, world_size):
+def test_what_it_refuses_and_warns_of(rank):
     (ddp, ours), _ = pair_of()
     with pytest.raises(ValueError, match="needs an optimizer with overlap_with_ddp=True"):
         hook_with_zero_step(allreduce_hook, ddp, make("adamw", ddp))
@@ -206,7 +206,7 @@ def test_what_it_refuses_and_warns_of(rank, world_size):
 
 
 @on_ranks(2)
-def test_torchs_own_hook_runs_it(rank, world_size):
+def test_torchs_own_hook_runs_it(rank):
     """The surface that torch's hook uses is there. It refuses gloo, on which it may wait for ever, and rarely does."""
     model, other = Net(strange=False), Net(strange=False)
     ddp = DDP(model, bucket_cap_mb=SMALL)
@@ -227,7 +227,7 @@ def test_torchs_own_hook_runs_it(rank, world_size):
 
 
 @on_ranks(3, each=each(HOOKS, (False, True)))
-def test_group_ranks_are_told_from_global_ranks(rank, world_size, hook, shard):
+def test_group_ranks_are_told_from_global_ranks(rank, hook, shard):
     group = dist.new_group([1, 2])
     if rank in (1, 2):
         train_alike(pair_of(hook, shard_buckets=shard, process_group=group), range(5), rank)

@@ -75,7 +75,7 @@ def test_tools_read_what_ranks_save():
 
 
 @on_ranks(2)
-def test_room_is_made_of_what_the_optimizer_has(rank, world_size, tmp_path):
+def test_room_is_made_of_what_the_optimizer_has(tmp_path):
     """Without metadata, state is read into state that is there already."""
     model, other = Net(), Net()
     ours, theirs = make("adamw", model, named=True), make("adamw", other, named=True)
@@ -90,7 +90,7 @@ def test_room_is_made_of_what_the_optimizer_has(rank, world_size, tmp_path):
 
 
 @on_ranks(2)
-def test_refuses_what_would_be_lost(rank, world_size, tmp_path):
+def test_refuses_what_would_be_lost(tmp_path):
     model = Net()
     ours = make("adamw", model, named=True)
     train(model, ours, range(2))
@@ -116,7 +116,7 @@ def test_refuses_what_would_be_lost(rank, world_size, tmp_path):
 
 
 @on_ranks(2)
-def test_every_rank_has_its_own_and_nothing_is_copied(rank, world_size):
+def test_every_rank_has_its_own_and_nothing_is_copied(world_size):
     model = Net()
     ours = ZeroRedundancyOptimizer(groups(model), torch.optim.Adam, lr=0.1)
     train(model, ours, range(2))

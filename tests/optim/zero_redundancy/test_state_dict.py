@@ -32,7 +32,7 @@ def consolidated(optimizer: ZeroRedundancyOptimizer | TorchOptimizer, to: int = 
 
 
 @on_ranks(3, each=each(OPTIMIZERS, range(3)))
-def test_consolidated_is_the_unsharded_optimizers(rank, world_size, kind, to):
+def test_consolidated_is_the_unsharded_optimizers(rank, kind, to):
     _, ours, _, theirs = pair = twins(kind, named=kind == "adamw")
     train_twins(pair)
     ours.consolidate_state_dict(to=to)
@@ -44,7 +44,7 @@ def test_consolidated_is_the_unsharded_optimizers(rank, world_size, kind, to):
 
 
 @on_ranks(3, each=some([*zip(OPTIMIZERS)][::3], [one for at, one in enumerate(zip(OPTIMIZERS)) if at % 3]))
-def test_loaded_from_each_other(rank, world_size, kind):
+def test_loaded_from_each_other(world_size, kind):
     model, ours, other, theirs = pair = twins(kind)
     train_twins(pair)
     whole, single = consolidated(ours, to=world_size - 1), copy.deepcopy(theirs.state_dict())
@@ -97,7 +97,7 @@ def test_part_of_another_partition_is_taken_over(rank, world_size):
 
 
 @on_ranks(3)
-def test_consolidated_copy_shares_nothing_and_is_released(rank, world_size):
+def test_consolidated_copy_shares_nothing_and_is_released(rank):
     model, ours, _, _ = pair = twins("adamw")
     train_twins(pair)
     ours.consolidate_state_dict(to=1)
@@ -114,7 +114,7 @@ def test_consolidated_copy_shares_nothing_and_is_released(rank, world_size):
 
 
 @on_ranks(3)
-def test_load_leaves_the_dict_alone_and_shares_nothing(rank, world_size):
+def test_load_leaves_the_dict_alone_and_shares_nothing(rank):
     model, _, _, theirs = pair = twins("adamw")
     train_twins(pair)
     given = theirs.state_dict()
@@ -128,7 +128,7 @@ def test_load_leaves_the_dict_alone_and_shares_nothing(rank, world_size):
 
 
 @on_ranks(3)
-def test_load_clears_what_the_dict_does_not_have(rank, world_size):
+def test_load_clears_what_the_dict_does_not_have():
     _, ours, _, theirs = pair = twins("adamw")
     fresh = theirs.state_dict()
     train_twins(pair)
@@ -146,7 +146,7 @@ def test_load_clears_what_the_dict_does_not_have(rank, world_size):
 
 
 @on_ranks(3)
-def test_load_casts_as_torch_does(rank, world_size):
+def test_load_casts_as_torch_does():
     for options in ({}, {"fused": True}, {"amsgrad": True}):
         parameters = [torch.nn.Parameter(torch.ones(n, 3, dtype=torch.bfloat16)) for n in (3, 4, 5)]
         ours = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=0.1, **options)
@@ -165,7 +165,7 @@ def test_load_casts_as_torch_does(rank, world_size):
 
 
 @on_ranks(3)
-def test_names_find_parameters_in_another_order(rank, world_size):
+def test_names_find_parameters_in_another_order():
     model, _, other, theirs = pair = twins("adamw", named=True)
     train_twins(pair)
     turned = [{**group, "params": group["params"][::-1]} for group in groups(model, named=True)]
@@ -210,7 +210,7 @@ def test_mismatched_dicts_are_refused_by_what_differs(rank, world_size):
 
 
 @on_ranks(3)
-def test_hyperparameters_that_count_steps_come_from_a_rank_that_steps(rank, world_size):
+def test_hyperparameters_that_count_steps_come_from_a_rank_that_steps(world_size):
     x, y = (torch.nn.Parameter(torch.ones(n)) for n in (5, 3))
     ours = ZeroRedundancyOptimizer([{"params": [x]}, {"params": [y]}], FusedLayoutAdam, lr=0.1)
     for group in ours.optim.param_groups:
@@ -223,7 +223,7 @@ def test_hyperparameters_that_count_steps_come_from_a_rank_that_steps(rank, worl
 
 
 @on_ranks(3)
-def test_hooks_of_state_dicts_are_called(rank, world_size):
+def test_hooks_of_state_dicts_are_called():
     _, ours, _, _ = twins("adamw")
     seen = []
 

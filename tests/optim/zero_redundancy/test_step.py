@@ -51,7 +51,7 @@ def steps_as_the_unsharded_optimizer(rank, world_size, view: bool) -> None:
 
 
 @on_ranks(3, each=VIEWS)
-def test_large_parameters_are_sent_as_they_are_and_small_ones_packed(rank, world_size, view):
+def test_large_parameters_are_sent_as_they_are_and_small_ones_packed(view):
     model = Net(wide=25000)
     other = copy.deepcopy(model)
     ours = make("adamw", model, parameters_as_bucket_view=view)
@@ -60,7 +60,7 @@ def test_large_parameters_are_sent_as_they_are_and_small_ones_packed(rank, world
 
 
 @on_ranks(3, each=VIEWS)
-def test_several_element_types(rank, world_size, view):
+def test_several_element_types(view):
     """The first parameter is empty."""
     torch.manual_seed(0)
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.float16] * 3
@@ -92,7 +92,7 @@ def test_more_ranks_than_parameters(rank, world_size, view):
 
 
 @on_ranks(3, each=VIEWS)
-def test_group_added_later(rank, world_size, view):
+def test_group_added_later(view):
     model, other = Net(), Net()
     both = groups(model), groups(other)
     ours = ZeroRedundancyOptimizer([both[0][0]], torch.optim.AdamW, parameters_as_bucket_view=view, lr=0.1)
@@ -109,7 +109,7 @@ def test_group_added_later(rank, world_size, view):
 
 
 @on_ranks(3, each=VIEWS)
-def test_trainability_that_changes(rank, world_size, view):
+def test_trainability_that_changes(view):
     """What was frozen in all steps is not sent."""
     model = Net()
     model.first.requires_grad_(False)
@@ -126,7 +126,7 @@ def test_trainability_that_changes(rank, world_size, view):
 
 
 @on_ranks(3)
-def test_closure_and_its_loss(rank, world_size):
+def test_closure_and_its_loss():
     model, ours, other, theirs = twins("sgd_nesterov")
 
     def closure(net: Net, optimizer: torch.optim.Optimizer) -> torch.Tensor:
@@ -150,7 +150,7 @@ class Keyed(torch.optim.SGD):
 
 
 @on_ranks(3)
-def test_inner_steps_of_other_signatures(rank, world_size):
+def test_inner_steps_of_other_signatures():
     model = Net()
     ours = ZeroRedundancyOptimizer(groups(model), Keyed, lr=0.1)
     backward(model, 0)
@@ -163,7 +163,7 @@ def test_inner_steps_of_other_signatures(rank, world_size):
 
 
 @on_ranks(3)
-def test_schedulers_and_changes_of_hyperparameters(rank, world_size):
+def test_schedulers_and_changes_of_hyperparameters():
     _, ours, _, theirs = pair = twins("adamw")
     schedulers = [torch.optim.lr_scheduler.OneCycleLR(one, 0.1, total_steps=9) for one in (ours, theirs)]
     for step in range(8):
@@ -176,7 +176,7 @@ def test_schedulers_and_changes_of_hyperparameters(rank, world_size):
 
 
 @on_ranks(3)
-def test_parameters_taken_out_of_their_bucket(rank, world_size):
+def test_parameters_taken_out_of_their_bucket():
     model, ours, other, _ = pair = twins("adamw", parameters_as_bucket_view=True)
     train_twins(pair, range(2))
     for net in (model, other):
@@ -203,7 +203,7 @@ def test_shares_nearly_equal_are_gathered_at_once(rank, world_size):
 
 
 @on_ranks(3)
-def test_zero_grad_and_step_hooks(rank, world_size):
+def test_zero_grad_and_step_hooks():
     model, ours, _, _ = twins("adamw")
     seen = []
     ours.register_step_pre_hook(lambda *_: seen.append("before"))
@@ -219,7 +219,7 @@ def test_zero_grad_and_step_hooks(rank, world_size):
 
 
 @on_ranks(4)
-def test_group_ranks_are_told_from_global_ranks(rank, world_size):
+def test_group_ranks_are_told_from_global_ranks(rank):
     group = dist.new_group([1, 3])
     if rank not in (1, 3):
         with pytest.raises(ValueError, match="not in the process group"):
