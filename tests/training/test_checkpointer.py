@@ -17,6 +17,7 @@ from tests.folders import names_in
 from tests.gloo import on_ranks, run
 from tests.live import equal
 from tests.pairwise import some
+from tests.refusals import refusing
 from tests.training.trainings import BY_NAME, Training, differences
 from zckpt.errors import DamagedFileError, SourceError, UsageError
 from zckpt.formats.native.rank_file import recorded
@@ -27,7 +28,7 @@ RECORD = "checkpointer.json"
 
 
 def train(
-    rank, world_size, directory: Path, steps: int, options: dict[str, Any], terminated: int | None
+    rank, world_size, directory: str, steps: int, options: dict[str, Any], terminated: int | None
 ) -> dict[str, Any]:
     """Resume, train up to a step, and let the last rank be told to end before one."""
     training = Training.of(BY_NAME["zero2-plain-float32"])
@@ -86,11 +87,11 @@ def damage(checkpoint: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", some(["short"], ["missing", "document"]))
-def test_what_is_not_sound_is_passed_over_and_named(how, tmp_path):
-    run(train, 2, tmp_path, 4, {"every": 1, "keep": None}, None)
+def test_what_is_not_sound_is_passed_over_and_named(how):
+    run(train, 2, ".", 4, {"every": 1, "keep": None}, None)
     damage("step-00000004", how)
     damage("step-00000003", how)
-    told = run(train, 2, tmp_path, 3, {}, None)
+    told = run(train, 2, ".", 3, {}, None)
     for one in told:
         assert one["first"] == 2
         assert [note.split(":")[0] for note in one["notes"]] == [f"skipped step-0000000{n}" for n in (4, 3)]
@@ -100,30 +101,30 @@ def test_what_is_not_sound_is_passed_over_and_named(how, tmp_path):
     for name in ("step-00000001", "step-00000002"):
         damage(name, how)
     with (
-        pytest.raises(SourceError, match="none of the checkpoints is sound"),
+        refusing(SourceError, "none of the checkpoints is sound"),
         pytest.warns(UserWarning, match="skipped step"),
     ):
-        zckpt.Checkpointer(tmp_path, on_sigterm=False).resume()
+        zckpt.Checkpointer(".", on_sigterm=False).resume()
 
 
-def flipped(rank, world_size, directory: Path) -> list[int]:
+def flipped(rank, world_size) -> list[int]:
     training = Training.of(BY_NAME["zero2-plain-float32"])
-    checkpointer = zckpt.Checkpointer(directory, on_sigterm=False)
+    checkpointer = zckpt.Checkpointer(".", on_sigterm=False)
     both = {"model": training.model, "optimizer": training.optimizer}
     found = [checkpointer.resume(**both, verify=verify).step for verify in (False, None, True)]
-    with pytest.raises(DamagedFileError, match="must not be used"):  # of the weights, which another may not have
+    with refusing(DamagedFileError, "must not be used"):  # of the weights, which another may not have
         checkpointer.resume(model=training.model, strict=False)
     return found
 
 
-def test_a_flipped_bit_is_found_unless_nothing_is_to_be_verified(tmp_path):
-    run(train, 2, tmp_path, 2, {"every": 1}, None)
+def test_a_flipped_bit_is_found_unless_nothing_is_to_be_verified():
+    run(train, 2, ".", 2, {"every": 1}, None)
     path = Path("step-00000002")
     damage(path, "bit")
     damage_weights(path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert run(flipped, 2, tmp_path) == [[2, 1, 1], [2, 1, 1]]
+        assert run(flipped, 2) == [[2, 1, 1], [2, 1, 1]]
 
 
 def damage_weights(path: Path) -> None:
@@ -136,8 +137,8 @@ def damage_weights(path: Path) -> None:
         file.write_bytes(data)
 
 
-def test_the_last_sound_one_is_never_removed(tmp_path):
-    checkpointer = zckpt.Checkpointer(tmp_path, keep=1, on_sigterm=False)
+def test_the_last_sound_one_is_never_removed():
+    checkpointer = zckpt.Checkpointer(".", keep=1, on_sigterm=False)
     for step in (1, 2, 3):
         checkpointer.save(step, model=torch.nn.Linear(2, 2))
         checkpointer.close()
@@ -160,17 +161,17 @@ def test_a_new_run_begins_afresh_and_replaces_a_step_of_its_own():
 
 
 @pytest.mark.parametrize("options", [{"keep": 0}, {"every": 0}, {"keep": -1}])
-def test_unusable_numbers_are_refused(options, tmp_path):
-    with pytest.raises(UsageError, match="must be at least 1"):
-        zckpt.Checkpointer(tmp_path, **options)
+def test_unusable_numbers_are_refused(options):
+    with refusing(UsageError, "must be at least 1"):
+        zckpt.Checkpointer(".", **options)
 
 
 @on_ranks(2)
-def test_a_save_that_fails_in_the_background_does_not_become_the_latest(rank, world_size, tmp_path):
+def test_a_save_that_fails_in_the_background_does_not_become_the_latest(rank):
     training = Training.of(BY_NAME["zero2-plain-float32"])
     training.train([0])
     before = training.state()
-    checkpointer = zckpt.Checkpointer(tmp_path, every=1, async_=True, on_sigterm=False)
+    checkpointer = zckpt.Checkpointer(".", every=1, async_=True, on_sigterm=False)
     both = {"model": training.model, "optimizer": training.optimizer}
     checkpointer.step(1, **both)
     checkpointer.close()

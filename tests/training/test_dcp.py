@@ -222,7 +222,7 @@ def test_what_is_saved_is_the_truth_and_goes_on(world_size, names, saved):
 
 
 @on_ranks(2)
-def test_errors_are_one_clear_line(rank, world_size):
+def test_errors_are_one_clear_line(rank):
     training = Training.of(BY_NAME["adamw-fsdp-float32"])
     model, optimizer = get_state_dict(training.model, training.optimizer)
 
@@ -274,7 +274,7 @@ def test_errors_are_one_clear_line(rank, world_size):
 
 
 @on_ranks(2)
-def test_kept_plans_overwriting_and_checkpoint_ids(rank, world_size):
+def test_kept_plans_overwriting_and_checkpoint_ids():
     """Save again with planners that keep their plans, over what is there, and to where `checkpoint_id` says."""
     weight = torch.full((3, 2), 1.0)
     state = {"model": {"w": weight, "b": torch.arange(3.0)}, "step": 0}

@@ -76,7 +76,7 @@ def assert_loaded_into_the_bare_model(path: Path, model: nn.Module, *, empty: bo
 
 
 @on_ranks(2)
-def test_what_is_frozen_and_has_no_elements_has_its_shape_under_zero3(rank, world_size, tmp_path):
+def test_what_is_frozen_and_has_no_elements_has_its_shape_under_zero3(tmp_path):
     import deepspeed
 
     model = Net(empty=True)
@@ -89,7 +89,7 @@ def test_what_is_frozen_and_has_no_elements_has_its_shape_under_zero3(rank, worl
 
 
 @on_ranks(2, each=[(0,), (1,), (2,)])
-def test_trained_parameters_of_no_elements_need_no_state(rank, world_size, stage):
+def test_trained_parameters_of_no_elements_need_no_state(stage):
     path = Path(str(stage))
     assert_loaded_into_the_bare_model(path, trained(False, True, stage, path), empty=True)
 

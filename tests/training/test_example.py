@@ -79,7 +79,7 @@ def test_the_example_is_a_program_that_needs_no_matplotlib(argument, status, las
     Path("matplotlib.py").write_text("raise ImportError")
     its = environment()
     done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "train_and_resume.py", argument, "--directory", "run"],
+        [sys.executable, ROOT / "examples/train_and_resume.py", argument, "--directory", "run"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False,
         env=its | {"PYTHONPATH": os.pathsep.join([str(tmp_path), its["PYTHONPATH"]])},
     )  # fmt: skip

@@ -26,7 +26,7 @@ TRAININGS = {
 
 
 @on_ranks(2, each=[(form,) for form in TRAININGS])
-def test_a_checkpoint_of_each_format_is_loaded_and_replaced_and_nothing_else(rank, world_size, form):
+def test_a_checkpoint_of_each_format_is_loaded_and_replaced_and_nothing_else(rank, form):
     directory = Path(form)
     training = Training.of(BY_NAME[TRAININGS[form]])
     training.train([0])
@@ -46,13 +46,13 @@ def test_a_checkpoint_of_each_format_is_loaded_and_replaced_and_nothing_else(ran
     assert differences(other.state(), training.state()) == []
     assert other.train(range(1, 3)) == training.train(range(1, 3))
     if rank == 0:
-        (directory / "c" / "notes.txt").write_text("precious")
+        (directory / "c/notes.txt").write_text("precious")
     torch.distributed.barrier()
     with refusing(TargetExistsError, r"holds other files, which would be removed.*notes\.txt"):
         save()
     torch.distributed.barrier()
     if rank == 0:
-        (directory / "c" / "notes.txt").unlink()
+        (directory / "c/notes.txt").unlink()
         (directory / "latest").unlink(missing_ok=True)
         (directory / "latest").symlink_to("elsewhere")
     torch.distributed.barrier()
@@ -65,9 +65,9 @@ def test_a_checkpoint_of_each_format_is_loaded_and_replaced_and_nothing_else(ran
 def test_a_checkpoint_of_another_format_is_not_replaced():
     zckpt.save("c", model=torch.nn.Linear(2, 2))
     zckpt.convert("c", "d", to="dcp")
-    with pytest.raises(TargetExistsError, match=r"\.metadata"):
+    with refusing(TargetExistsError, r"\.metadata"):
         zckpt.save("d", model=torch.nn.Linear(2, 2), overwrite=True)
-    with pytest.raises(TargetExistsError, match=r"checkpoint\.json"):
+    with refusing(TargetExistsError, r"checkpoint\.json"):
         zckpt.convert("d", "c", to="dcp", overwrite=True)
     assert zckpt.open("c").format == "zckpt"
     assert zckpt.open("d").format == "dcp"

@@ -14,6 +14,7 @@ import zckpt
 from tests.fsdp_training.training import STEPS, Net, made, step, trained, truth, truth_and_losses
 from tests.gloo import on_ranks, run
 from tests.pairwise import some
+from tests.refusals import refusing
 from zckpt.errors import UnsupportedError, UsageError
 
 Found = dict[str, torch.Tensor]
@@ -30,18 +31,18 @@ PAIRS = [
 """How a model is wrapped that is saved, at how many ranks, and into what it is loaded."""
 
 
-def train_and_save(rank, world_size, wrap: str, folder: Path) -> tuple[Found, list[float]]:
+def train_and_save(rank, world_size, wrap: str) -> tuple[Found, list[float]]:
     torch.set_num_threads(1)
     model, optimizer, scheduler = trained(wrap, world_size)
-    zckpt.save(folder / "saved", model=model, optimizer=optimizer, scheduler=scheduler, step=STEPS)
+    zckpt.save("saved", model=model, optimizer=optimizer, scheduler=scheduler, step=STEPS)
     return truth_and_losses(model, optimizer, scheduler)
 
 
-def load_and_train(rank, world_size, wrap: str, folder: Path) -> tuple[Found, list[float]]:
+def load_and_train(rank, world_size, wrap: str) -> tuple[Found, list[float]]:
     torch.set_num_threads(1)
     model, optimizer, scheduler = made(wrap, world_size, seed=1)
     model(torch.zeros(1, 3, dtype=torch.int64))  # leaves whole parameters in memory, which are old afterwards
-    restored = zckpt.load(folder / "saved", model=model, optimizer=optimizer, scheduler=scheduler)
+    restored = zckpt.load("saved", model=model, optimizer=optimizer, scheduler=scheduler)
     assert restored.step == STEPS
     return truth_and_losses(model, optimizer, scheduler)
 
@@ -52,9 +53,9 @@ def different(found: Found, expected: Found) -> list[str]:
 
 
 @pytest.mark.parametrize(("wrap", "ranks", "into", "other"), some(PAIRS[2:5], [*PAIRS[:2], *PAIRS[5:]]))
-def test_training_goes_on_under_any_strategy_at_any_number_of_ranks(wrap, ranks, into, other, tmp_path):
-    [(expected, losses), *_] = run(train_and_save, ranks, wrap, tmp_path)
-    [(found, then), *_] = run(load_and_train, other, into, tmp_path)
+def test_training_goes_on_under_any_strategy_at_any_number_of_ranks(wrap, ranks, into, other):
+    [(expected, losses), *_] = run(train_and_save, ranks, wrap)
+    [(found, then), *_] = run(load_and_train, other, into)
     slots_of_frozen = ("step/frozen", "exp_avg/frozen", "exp_avg_sq/frozen")  # a unit is trained as a whole
     assert [key for key in different(found, expected) if not key.startswith(slots_of_frozen)] == []
     alike = "fsdp2" in wrap + into or ("orig" in wrap) == ("orig" in into)
@@ -66,7 +67,7 @@ def test_training_goes_on_under_any_strategy_at_any_number_of_ranks(wrap, ranks,
             assert torch.equal(opened.read(name, slot), one), key
 
 
-def test_numbers_of_the_bare_models_optimizer_are_units_members(tmp_path):
+def test_numbers_of_the_bare_models_optimizer_are_units_members():
     """Those of a file of torch's, of a training in one process."""
     torch.manual_seed(0)
     net = Net()
@@ -79,7 +80,7 @@ def test_numbers_of_the_bare_models_optimizer_are_units_members(tmp_path):
     root = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
     torch.save({**root, "step": STEPS}, "saved")
     expected = truth(net, optimizer)
-    found, _ = run(load_and_train, 2, "fsdp1", tmp_path)[0]
+    found, _ = run(load_and_train, 2, "fsdp1")[0]
     assert different(found, expected) == []
 
 
@@ -130,7 +131,7 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
 
 
 @on_ranks(3)
-def test_units_beside_parameters_that_are_in_none(rank, world_size):
+def test_units_beside_parameters_that_are_in_none():
     model, optimizer = pieces(0)
     data = torch.rand(6, 5, generator=torch.Generator().manual_seed(1))
     for _ in range(2):
@@ -157,13 +158,13 @@ def test_units_beside_parameters_that_are_in_none(rank, world_size):
 
 
 @on_ranks(2)
-def test_what_cannot_be_told_is_refused(rank, world_size):
+def test_what_cannot_be_told_is_refused(world_size):
     model, optimizer, _ = made("fsdp1", world_size)
-    with pytest.raises(UsageError, match="give the optimizer's model"):
+    with refusing(UsageError, "give the optimizer's model"):
         zckpt.save("saved", optimizer=optimizer)
     with (
         FullyShardedDataParallel.summon_full_params(model),
-        pytest.raises(UsageError, match="outside of forward, backward and summon_full_params"),
+        refusing(UsageError, "outside of forward, backward and summon_full_params"),
     ):
         zckpt.save("saved", model=model)
     assert not Path("saved").exists()
@@ -173,7 +174,7 @@ def test_what_cannot_be_told_is_refused(rank, world_size):
         if name.endswith("norm.weight") and parameter in its.state:
             its.state[parameter]["step"] += 1
     zckpt.save("steps", model=other, optimizer=its)
-    with pytest.raises(UsageError, match="whose flat parameter can have only one"):
+    with refusing(UsageError, "whose flat parameter can have only one"):
         zckpt.load("steps", model=model, optimizer=optimizer, strict=False)
 
 
@@ -183,7 +184,7 @@ class Own(nn.Linear):
 
 
 @on_ranks(2)
-def test_a_state_dict_of_a_modules_own_making_is_refused(rank, world_size):
+def test_a_state_dict_of_a_modules_own_making_is_refused():
     model = FullyShardedDataParallel(nn.Sequential(Own(2, 2)), device_id=torch.device("cpu"))
-    with pytest.raises(UnsupportedError, match="has a custom state dict"):
+    with refusing(UnsupportedError, "has a custom state dict"):
         zckpt.save("saved", model=model)

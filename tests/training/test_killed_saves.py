@@ -13,11 +13,11 @@ from tests.training.test_run_directory import RECORD, checkpointer, model_of, na
 
 
 def three(here: Path) -> None:
-    saved(here, 1, 2, 3, keep=2)
+    saved(1, 2, 3, directory=here, keep=2)
 
 
 def save_fourth(here: Path) -> None:
-    saved(here, 4, keep=2)
+    saved(4, directory=here, keep=2)
 
 
 def save_third_again(here: Path) -> None:
@@ -44,7 +44,7 @@ def test_whenever_a_save_is_killed_the_run_goes_on_and_nothing_is_left(act, with
             warnings.simplefilter("error")  # nothing is passed over
             restored = checkpointer(here).resume(model=model, verify=True)
         found.append((restored.step, int(model.weight[0, 0])))
-        saved(here, 5, keep=1)
+        saved(5, directory=here, keep=1)
         assert steps_in(here) == [5]
         assert resumed(here) == 5
     before, after = (3, 3), (4, 4) if act == "save_fourth" else (3, 30)

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.interop
 
 
 @on_ranks(3)
-def test_what_all_ranks_have_is_written_once_and_evenly(rank, world_size):
+def test_what_all_ranks_have_is_written_once_and_evenly():
     torch.manual_seed(0)
     model, optimizer = trained(nn.Sequential(nn.Linear(64, 1000), nn.Linear(1000, 3)))
     zckpt.save("replicated", model=model, optimizer=optimizer)
@@ -67,7 +67,7 @@ class Counting(nn.Module):
 
 
 @on_ranks(3)
-def test_buffers_and_extra_are_those_of_the_first_rank(rank, world_size):
+def test_buffers_and_extra_are_those_of_the_first_rank(rank):
     zckpt.save("c", model=Counting(rank + 5), extra={"rank": rank})
     model = Counting(99)
     restored = zckpt.load("c", model=model)
@@ -177,7 +177,7 @@ def test_a_buffer_whose_elements_share_memory_is_refused_before_anything_changes
     model.register_buffer("mask", torch.zeros(9).as_strided((3, 3), stride))
     zckpt.save("c", model=saved)
     before = model.weight.detach().clone()
-    with pytest.raises(UsageError, match="elements of mask share memory"):
+    with refusing(UsageError, "elements of mask share memory"):
         zckpt.load("c", model=model)
     assert torch.equal(model.weight, before)
 
@@ -195,9 +195,9 @@ def test_a_buffer_with_other_strides_is_loaded(stride):
 @pytest.mark.parametrize("step", [-1, 2.5, "7", 1 << 63])
 def test_a_step_that_no_file_could_hold_is_refused_before_anything_is_written(step):
     model = nn.Linear(2, 2)
-    with pytest.raises(UsageError, match="step is not a number of steps"):
+    with refusing(UsageError, "step is not a number of steps"):
         zckpt.save("c", model=model, step=step)
-    with zckpt.Checkpointer("run") as checkpointer, pytest.raises(UsageError, match="number of steps"):
+    with zckpt.Checkpointer("run") as checkpointer, refusing(UsageError, "number of steps"):
         checkpointer.save(step, model=model)
     assert not Path("c").exists()
 
@@ -272,19 +272,17 @@ class ByRank(torch.optim.SGD):
 
 
 @on_ranks(2)
-def test_state_that_one_rank_alone_has_is_refused_and_not_lost(rank, world_size):
+def test_state_that_one_rank_alone_has_is_refused_and_not_lost():
     model = nn.Linear(4, 4)
     optimizer = ByRank(model.named_parameters())
     optimizer.step()
-    with pytest.raises(
-        UnsupportedError, match=r"only on some ranks momentum_buffer of bias \[4\], momentum_buffer of w"
-    ):
+    with refusing(UnsupportedError, r"only on some ranks momentum_buffer of bias \[4\], momentum_buffer of w"):
         zckpt.save("c", model=model, optimizer=optimizer)
     assert not Path("c").exists()
 
 
 @on_ranks(2)
-def test_ranks_may_have_parameters_in_another_order(rank, world_size):
+def test_ranks_may_have_parameters_in_another_order(rank):
     torch.manual_seed(0)
     model = nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(sorted(model.named_parameters(), reverse=bool(rank)))
@@ -295,12 +293,12 @@ def test_ranks_may_have_parameters_in_another_order(rank, world_size):
 
 
 @on_ranks(2)
-def test_a_stage_that_is_no_part_of_a_list_is_told_to_be_given_in_one(rank, world_size):
+def test_a_stage_that_is_no_part_of_a_list_is_told_to_be_given_in_one(rank):
     with refusing(UnsupportedError, r"only on some ranks weight of .*0\.weight .*in a list, model=\[stage\]"):
         zckpt.save("c", model=nn.ModuleDict({str(rank): nn.Linear(2, 2)}))
 
 
-def test_what_cannot_be_saved_is_refused(tmp_path):
+def test_what_cannot_be_saved_is_refused():
     of_bits = nn.Linear(2, 2)
     of_bits.register_buffer("bits", torch.zeros(4, dtype=torch.uint8).view(torch.bits8))
     of_complex = torch.optim.SGD([{"params": nn.Linear(2, 2).named_parameters(), "phase": torch.tensor(1j)}])
@@ -314,11 +312,11 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
     ):
         with refusing(kind, said):
             zckpt.save("c", **{"model": nn.Linear(2, 2), **given})
-        assert list(tmp_path.iterdir()) == []
+        assert names_in() == []
 
 
 @on_ranks(2)
-def test_a_zero_optimizer_is_saved_and_loaded_with_groups_of_which_it_steps_nothing(rank, world_size):
+def test_a_zero_optimizer_is_saved_and_loaded_with_groups_of_which_it_steps_nothing():
     def made(seed: int) -> tuple[nn.Module, ZeroOptimizer]:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False))
@@ -354,7 +352,7 @@ EXTRA = {
 
 
 @on_ranks(2)
-def test_what_is_beside_comes_back(rank, world_size):
+def test_what_is_beside_comes_back():
     def made(scale: float) -> dict[str, Any]:
         model = nn.Linear(3, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -380,23 +378,23 @@ def test_what_is_beside_comes_back(rank, world_size):
     assert_same_tree(*({**one, "array": one["array"].tolist()} for one in (found, EXTRA)))
 
 
-def random_numbers(rank, world_size, directory: Path, what: str) -> tuple[Any, list[str]]:
+def random_numbers(rank, world_size, what: str) -> tuple[Any, list[str]]:
     model = nn.Linear(1, 1)
     torch.manual_seed(100 + rank)
     if what == "save":
-        zckpt.save(directory / "c", model=model)
+        zckpt.save("c", model=model)
         return torch.rand(2).tolist(), []
-    restored = zckpt.load(directory / "c", model=model, random_states=what == "load")
+    restored = zckpt.load("c", model=model, random_states=what == "load")
     return torch.rand(2).tolist(), restored.notes
 
 
-def test_each_rank_goes_on_with_its_own_random_numbers(tmp_path):
-    saved = run(random_numbers, 2, tmp_path, "save")
-    loaded = run(random_numbers, 3, tmp_path, "load")
+def test_each_rank_goes_on_with_its_own_random_numbers():
+    saved = run(random_numbers, 2, "save")
+    loaded = run(random_numbers, 3, "load")
     assert [numbers for numbers, _ in loaded[:2]] == [numbers for numbers, _ in saved]
     assert loaded[2][1] == ["no random states for rank 2: only 2 ranks saved theirs"]
     torch.manual_seed(101)
-    assert run(random_numbers, 2, tmp_path, "leave")[1][0] == torch.rand(2).tolist()
+    assert run(random_numbers, 2, "leave")[1][0] == torch.rand(2).tolist()
 
 
 SIZED = {"deepspeed": {"world_size": 2, "stage": 2}, "fsdp-rank-files": {"world_size": 2}}
@@ -425,7 +423,7 @@ def test_what_save_kept_comes_back_from_every_format_whatever_the_user_calls_his
 
 
 @on_ranks(2)
-def test_models_that_differ_are_refused_or_loaded_as_far_as_they_go(rank, world_size):
+def test_models_that_differ_are_refused_or_loaded_as_far_as_they_go():
     torch.manual_seed(0)
     saved = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(3, 4), "c": nn.Linear(2, 2)})
     optimizer = ZeroOptimizer(list(saved.named_parameters()), torch.optim.AdamW, lr=0.5)
@@ -436,7 +434,7 @@ def test_models_that_differ_are_refused_or_loaded_as_far_as_they_go(rank, world_
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     other = ZeroOptimizer(list(model.named_parameters()), torch.optim.AdamW, lr=0.25)
     for options in ({}, {"optimizer": other}):
-        with pytest.raises(UsageError, match=r"not a checkpoint of this model.*strict=False"):
+        with refusing(UsageError, r"not a checkpoint of this model.*strict=False"):
             zckpt.load("c", model=model, **options)
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
     restored = zckpt.load("c", model=model, optimizer=other, strict=False)
@@ -456,7 +454,7 @@ def test_models_that_differ_are_refused_or_loaded_as_far_as_they_go(rank, world_
 
 
 @on_ranks(4)
-def test_boxes_are_saved_once_and_loaded_into_other_boxes(rank, world_size):
+def test_boxes_are_saved_once_and_loaded_into_other_boxes():
     """Shard along one dimension of a mesh and replicate along the other; rows and columns; load into other cuts."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     torch.manual_seed(0)
@@ -480,7 +478,7 @@ def test_boxes_are_saved_once_and_loaded_into_other_boxes(rank, world_size):
 
 
 @on_ranks(2)
-def test_ranks_of_a_mesh_in_another_order_than_torch_cuts_by_are_refused(rank, world_size):
+def test_ranks_of_a_mesh_in_another_order_than_torch_cuts_by_are_refused(rank):
     def sharded(**options: Any) -> nn.Module:
         return fully_shard(nn.Linear(4, 4), mesh=DeviceMesh("cpu", [1, 0], mesh_dim_names=("shards",), **options))
 
@@ -497,7 +495,7 @@ def test_ranks_of_a_mesh_in_another_order_than_torch_cuts_by_are_refused(rank, w
 
 
 @on_ranks(3)
-def test_a_part_of_the_world_saves_and_loads(rank, world_size):
+def test_a_part_of_the_world_saves_and_loads(rank):
     pair = dist.new_group([0, 2])
     other = dist.new_group([1])
     if rank == 1:
@@ -587,7 +585,7 @@ def test_a_model_alone_has_no_optimizer_to_load():
     model = nn.Linear(2, 2)
     zckpt.save("c", model=model)
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(UsageError, match="param groups"):
+    with refusing(UsageError, "param groups"):
         zckpt.load("c", model=model, optimizer=optimizer)
     notes = zckpt.load("c", model=model, optimizer=optimizer, strict=False).notes
     assert any("param groups" in note for note in notes)
@@ -682,10 +680,10 @@ class TwoEnds(nn.Module):
 
 def tie_what_differs(rank, world_size, path: Path) -> None:
     tied, what = TwoEnds(tied=True), "last.weight is the same tensor as first.weight here, but not in the checkpoint"
-    with pytest.raises(UsageError, match=what):
+    with refusing(UsageError, what):
         zckpt.load(path, model=tied)
     assert f"left out: {what}" in zckpt.load(path, model=tied, strict=False).notes
-    with pytest.raises(zckpt.NotRestoredError, match=what):
+    with refusing(zckpt.NotRestoredError, what):
         zckpt.assert_restored(path, model=tied, strict=False)
 
 
@@ -781,10 +779,10 @@ def test_with_broadcast_one_rank_compares_tied_tensors():
 
 
 @on_ranks(2)
-def test_with_broadcast_all_ranks_must_have_the_same_tensors(rank, world_size):
+def test_with_broadcast_all_ranks_must_have_the_same_tensors(rank):
     model = TwoEnds(tied=True)
     zckpt.save("c", model=model)
-    with pytest.raises(UsageError, match=r"that all ranks have alike: expected torch\.float32 last"):
+    with refusing(UsageError, r"that all ranks have alike: expected torch\.float32 last"):
         zckpt.load("c", model=TwoEnds(tied=rank == 1), broadcast=True)
 
 

@@ -20,6 +20,7 @@ from tests.gloo import run
 from tests.live import equal, whole
 from tests.logical import assert_same_tree
 from tests.pairwise import some
+from tests.refusals import refusing
 from tests.training.trainings import State, differences, slots_of
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 
@@ -183,7 +184,7 @@ def test_every_tool_sees_which_optimizer_a_group_is_of(saved):
     scalers = zckpt.open(directory / "zero").optimizer_metadata["optimizers"]
     assert list(getattr(scalers, "node", scalers)) == ["matrices", "rest"]
     for to, options in (("universal", {}), ("deepspeed", {"world_size": 2, "stage": 1})):
-        with pytest.raises(zckpt.UnsupportedError, match=r"several optimizers.*matrices, rest"):
+        with refusing(zckpt.UnsupportedError, r"several optimizers.*matrices, rest"):
             zckpt.convert(source, to, to=to, **options)
 
 
@@ -199,7 +200,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed():
         ({"model": model, "optimizer": {"": gen}}, "name"),
         ({"optimizer": alike}, "are named weight"),
     ):
-        with pytest.raises(zckpt.UsageError, match=said):
+        with refusing(zckpt.UsageError, said):
             zckpt.save("x", **given)
     assert not Path("x").exists()
 
@@ -216,7 +217,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed():
         ("named", {"gen": disc, "disc": gen}, r"param group 0 has other parameters"),
         ("one", [gen, disc], r"the checkpoint has 1 optimizer, but 2 were given"),
     ):
-        with pytest.raises(zckpt.UsageError, match=said):
+        with refusing(zckpt.UsageError, said):
             zckpt.load(name, model=model, optimizer=given)
     assert not any(map(torch.equal, before.parameters(), model.parameters()))
     assert not zckpt.load("named", model=model, optimizer={"disc": disc}, strict=False).notes

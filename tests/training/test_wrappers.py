@@ -22,6 +22,7 @@ from tests import live
 from tests.gloo import on_ranks
 from tests.live import equal, save_both
 from tests.pairwise import some
+from tests.refusals import refusing
 from tests.training.trainings import compiled, traced_if
 from zckpt.errors import UnsupportedError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
@@ -114,7 +115,7 @@ MORE = [("net", list(WRAPPERS), True), ("child", ["bare", "ddp", "compile-ddp", 
 
 
 @on_ranks(2, each=some(SOME, MORE))
-def test_a_checkpoint_of_any_wrapper_is_loaded_into_any(rank, world_size, model, wrappers, every):
+def test_a_checkpoint_of_any_wrapper_is_loaded_into_any(rank, model, wrappers, every):
     """From each wrapper into the next; with `every`, also into itself, and the bare one's into all."""
     folder = Path(model)
     saved = save_all(rank, model, wrappers, every and model == "net", folder)
@@ -136,7 +137,7 @@ def test_a_checkpoint_of_any_wrapper_is_loaded_into_any(rank, world_size, model,
 @pytest.mark.parametrize("form", ["deepspeed", "zero-redundancy"])
 @on_ranks(2)
 @pytest.mark.every(3)
-def test_formats_of_other_programs_are_loaded_into_the_compiled_model(rank, world_size, form, named):
+def test_formats_of_other_programs_are_loaded_into_the_compiled_model(rank, form, named):
     def made(seed: int) -> tuple[nn.Module, ZeroOptimizer | ZeroRedundancyOptimizer]:
         torch.manual_seed(seed)
         model = compiled(Net())
@@ -183,7 +184,7 @@ def test_models_in_one_module_may_have_wrappers_of_their_own(tmp_path):
 
 
 @on_ranks(2)
-def test_what_fully_sharded_data_parallel_saved_is_loaded_into_the_bare_model_and_itself(rank, world_size):
+def test_what_fully_sharded_data_parallel_saved_is_loaded_into_the_bare_model_and_itself(rank):
     torch.manual_seed(1)
     model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
     with FullyShardedDataParallel.summon_full_params(model):
@@ -205,7 +206,7 @@ def test_what_fully_sharded_data_parallel_saved_is_loaded_into_the_bare_model_an
     other = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
     zckpt.load("inside.pt", model=other)
     assert equal(other, model)
-    with pytest.raises(UnsupportedError, match=r"use zckpt.save and zckpt.load"):
+    with refusing(UnsupportedError, r"use zckpt.save and zckpt.load"):
         zckpt.optim.files.load(torch.optim.SGD(model.parameters()), "whole.pt", model=model)
 
 
