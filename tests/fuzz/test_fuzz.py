@@ -30,7 +30,7 @@ def test_what_was_found_once(path):
         check_error(error)
 
 
-@pytest.mark.parametrize("limit", some(["--runs=15"], ["--time=60"]))
+@pytest.mark.parametrize("limit", some(["--runs=10"], ["--time=60"]))
 def test_every_target_runs(limit, tmp_path):
     pytest.importorskip("atheris", reason="there is no wheel of atheris for this Python")
     command = [sys.executable, "-m", "tests.fuzz.run", limit, "--jobs", "3", "--out", str(tmp_path)]
