@@ -62,7 +62,7 @@ SHOWN_WITHOUT_FORMATS = 20
 
 PROGRAM = """
 import json, os, sys
-import click  # once for all: nothing of it is heavy
+from zckpt.cli import main  # once for all: every command needs it
 
 found = {}
 for commands in json.load(sys.stdin):
@@ -73,7 +73,6 @@ for commands in json.load(sys.stdin):
         for command in commands:
             sys.argv = ["zckpt", *command.split()]
             try:
-                from zckpt.cli import main
                 main()
             except SystemExit as error:
                 said[command] = error.code, list(sys.modules)
@@ -86,8 +85,8 @@ for commands in json.load(sys.stdin):
     os.wait()
 print(json.dumps(found))
 """
-"""Runs commands, each help and those that may load the same in a process that has loaded nothing; says after each one
-what is loaded then."""
+"""Runs commands, each help and those that may load the same in a process that has loaded only what calls them; says
+after each one what is loaded then."""
 
 
 def load(folder: Path) -> dict[str, Any]:
