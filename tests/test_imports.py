@@ -58,9 +58,10 @@ def run_without(modules: tuple[str, ...], program: str, given: str = "") -> str:
     return done.stdout
 
 
-def commands_without(modules: tuple[str, ...], *commands: str) -> list[str]:
-    """Run commands, all in one process where these modules cannot be imported; return what each prints."""
-    said = json.loads(run_without(modules, COMMANDS, json.dumps([words_of(one) for one in commands])))
+def commands_without(modules: tuple[str, ...], *commands: str, after: str = "") -> list[str]:
+    """Run commands after a program, in one process where these modules cannot be imported; return what each prints."""
+    given = json.dumps([words_of(one) for one in commands])
+    said = json.loads(run_without(modules, after + COMMANDS, given).splitlines()[-1])
     for command, (status, _, errors) in zip(commands, said, strict=True):
         assert (status, errors if "inspect" in command else "") == (0, ""), (command, errors)
     return [out for _, out, _ in said]
@@ -84,34 +85,30 @@ def test_neither_what_is_inspected_nor_what_is_written_as_safetensors_needs_torc
             assert_same(model[parameter], value, parameter)
 
 
+PUBLIC = f"""
+import zckpt
+checkpoint = zckpt.open({str(FIXTURES / "s2_bf16_dp2")!r})
+assert checkpoint.read("fc1.weight", "exp_avg").shape == (13, 8)
+zckpt.inspect(checkpoint)
+zckpt.consolidate(checkpoint, "m.safetensors", dtype="bfloat16")
+assert zckpt.hf.prepare_resume and zckpt.dcp.Reader and zckpt.optim and zckpt.deepspeed.any_world_size
+"""
+"""Functions of Python, and modules without a further import."""
+
+
 def test_everything_works_without_deepspeed_and_what_is_written_loads_in_torch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     targets = {f"{dtype}{end}": dtype for dtype in ("float32", "bfloat16", "float16", "keep")
                for end in (".safetensors", ".pt", "")}  # fmt: skip
     source = "fixtures/s2_bf16_dp2"
     commands = (f"consolidate {source} {one} --dtype {dtype} --slots all" for one, dtype in targets.items())
-    commands_without(("deepspeed",), *commands)
-    assert targets.keys() <= set(names_in())
+    commands_without(("deepspeed",), *commands, after=PUBLIC)
+    assert {"m.safetensors", *targets} <= set(names_in())
     model = torch.load("float32.pt", weights_only=True)
     optimizer = torch.load("float32.optimizer.pt", weights_only=True)
     assert len(optimizer["state"]) == sum(len(group["params"]) for group in optimizer["param_groups"])
     for name, value in Truth(FIXTURES / "s2_bf16_dp2").masters.items():
         assert_same(model[name], value, name)
-
-
-def test_public_functions_work_without_deepspeed_and_modules_without_a_further_import(tmp_path):
-    program = f"""
-import zckpt
-checkpoint = zckpt.open({str(FIXTURES / "s2_bf16_dp2")!r})
-assert checkpoint.read("fc1.weight", "exp_avg").shape == (13, 8)
-zckpt.inspect(checkpoint)
-zckpt.consolidate(checkpoint, {str(tmp_path / "m.safetensors")!r}, dtype="bfloat16")
-print(zckpt.hf.prepare_resume.__name__, zckpt.dcp.Reader.__name__, zckpt.optim.__name__)
-print(zckpt.deepspeed.any_world_size.__name__)
-"""
-    said = run_without(("deepspeed",), program).split()
-    assert said[-4:] == ["prepare_resume", "Reader", "zckpt.optim", "any_world_size"]
-    assert (tmp_path / "m.safetensors").exists()
 
 
 def test_import_of_zckpt_loads_neither_torch_nor_deepspeed():
