@@ -108,7 +108,7 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
     Parameters
     ----------
     checkpoint : Checkpoint
-        Of any format; it is changed.
+        Of any format.
     training : Training
     optimizer : bool
         Whether the optimizer's state is asked for; else the model alone.
@@ -125,11 +125,11 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
         parameter_alignment=training.alignment, tensor_parallel_size=training.tensor_parallel,
     )  # fmt: skip
     notes: tuple[str, ...] = ()
+    trained = {name for names in training.groups for name in names}
+    filed = found = as_filed(replace(checkpoint))
     if training.pipeline is not None:
-        found, options = _pipelines(checkpoint, training, options)
-    elif optimizer and _keeps_files(checkpoint, training) and not checkpoint.is_bare:  # else a state alone
-        found = as_filed(checkpoint)
-    else:
+        options = _staged(checkpoint, training, training.pipeline, options)
+    elif not (optimizer and _keeps_files(filed, training) and not checkpoint.is_bare):  # else a state alone
         if training.tensor_parallel > 1:
             what = (
                 "a tensor-parallel engine can only load in place what ZeRO-1 to 3 saved with the same param groups "
@@ -138,7 +138,8 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
             raise _not_in_place(what, checkpoint, training)
         if checkpoint.per_rank and optimizer:
             raise of_other_ranks(checkpoint, f"{checkpoint.topology.dp} ranks", training)
-        found = _like_the_engine(checkpoint, training, optimizer=optimizer)
+        is_filed = len(trained & filed.parameters.keys()) > len(trained & checkpoint.parameters.keys())
+        found = _like_the_engine(filed if is_filed else checkpoint, training, optimizer=optimizer)
         notes = foreign.notes(found, stage=options.stage or 1) if optimizer else ()
         if optimizer and found.is_bare:
             found = replace(found, param_groups=with_hyperparameters(found.param_groups, training.hyperparameters))
@@ -147,7 +148,7 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
     target = decide(found, options, sub_group_size=training.sub_group_size)
     if target.origin.is_foreign:
         foreign.give_own(target)
-    own, trained = target.ranks[training.mp_rank].parameters, {name for names in training.groups for name in names}
+    own = target.ranks[training.mp_rank].parameters
     frozen = [own.get(names[0]) for names in training.names if names[0] not in trained]
     target = replace(target, lists_frozen=all(one is not None and one.slots for one in frozen))
     if training.stage == 0:
@@ -159,12 +160,11 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
     return served
 
 
-def _pipelines(checkpoint: Checkpoint, training: Training, options: RecutOptions) -> tuple[Checkpoint, RecutOptions]:
-    """Return a checkpoint for an engine of a pipeline, and how to cut it."""
-    origin, pipeline = origin_of(checkpoint), training.pipeline
+def _staged(checkpoint: Checkpoint, training: Training, pipeline: Pipeline, options: RecutOptions) -> RecutOptions:
+    """Return how to cut a checkpoint for an engine of a pipeline."""
+    origin = origin_of(checkpoint)
     if (
-        pipeline is None
-        or origin is None
+        origin is None
         or not origin.layers
         or not origin.members
         or origin.members[0].bf16_optimizer != training.bf16_optimizer
@@ -179,7 +179,7 @@ def _pipelines(checkpoint: Checkpoint, training: Training, options: RecutOptions
     same = len(firsts) == pipeline.stages and all(
         stage in dealt.of(name) for stage, files in enumerate(firsts) for name in files.model.trained
     )  # each stage of the source has trained parameters of the engine's layers of that stage alone
-    return as_filed(checkpoint), options if same else pipeline.options(options)
+    return options if same else pipeline.options(options)
 
 
 def _not_in_place(what: str, checkpoint: Checkpoint, training: Training) -> UnsupportedError:
@@ -191,23 +191,21 @@ def _not_in_place(what: str, checkpoint: Checkpoint, training: Training) -> Unsu
     )
 
 
-def _keeps_files(checkpoint: Checkpoint, training: Training) -> bool:
+def _keeps_files(filed: Checkpoint, training: Training) -> bool:
     """Tell whether files of DeepSpeed have all names and groups of the engine, so that only the cut is another."""
-    origin = origin_of(checkpoint)
+    origin = origin_of(filed)
     if origin is None or not origin.members or origin.members[0].bf16_optimizer != training.bf16_optimizer:
         return False
-    if training.stage == 0 and (training.tensor_parallel > 1 or checkpoint.per_rank):
+    if training.stage == 0 and (training.tensor_parallel > 1 or filed.per_rank):
         return False
-    filed = {name: checkpoint.wrapped.get(name, name) for name in checkpoint.parameters}
-    groups = [[filed.get(name, name) for name in group.parameters] for group in checkpoint.param_groups]
-    owners = {filed[p.name]: filed[p.tied_to or p.name] for p in checkpoint.parameters.values()}
+    owners = {p.name: p.tied_to or p.name for p in filed.parameters.values()}
     wanted = [[owners.get(name) for name in names] for names in training.groups]
     in_files = {name for one in origin.ranks for name in one.model.module}
     return (
-        groups == wanted
+        [group.parameters for group in filed.param_groups] == wanted
         and all(name in owners for names in training.names for name in names)
         and all(name == owner or name in in_files for name, owner in owners.items())
-        and not any(_is_too_narrow(p, training.dtype) for p in checkpoint.parameters.values())
+        and not any(_is_too_narrow(p, training.dtype) for p in filed.parameters.values())
     )
 
 
@@ -219,9 +217,6 @@ def _is_too_narrow(parameter: Parameter, dtype: str) -> bool:
 def _like_the_engine(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Checkpoint:
     """Return a checkpoint with the names, the param groups and the aliases that the engine has."""
     wanted = {name for names in training.groups for name in names}
-    filed = set(checkpoint.wrapped.values()) | (checkpoint.parameters.keys() - checkpoint.wrapped.keys())
-    if checkpoint.wrapped and len(wanted & filed) > len(wanted & checkpoint.parameters.keys()):
-        checkpoint = as_filed(checkpoint)
     parameters = dict(checkpoint.parameters)
     for names in training.names:
         known = first_of(parameters.get(name) for name in names)
@@ -251,14 +246,12 @@ def _like_the_engine(checkpoint: Checkpoint, training: Training, *, optimizer: b
             else:  # files need not have one in which nothing is trained
                 own = training.hyperparameters[at] if at < len(training.hyperparameters) else {}
                 groups.append(ParamGroup(dict(own), []))
-    group_of = {name: index for index, group in enumerate(groups) for name in group.parameters}
-    for name, one in parameters.items():
-        changed = replace(one, group=group_of.get(name), frozen=one.tied_to is None and name not in group_of)
+    made = replace(checkpoint, parameters=parameters, per_rank=[]).regrouped(groups)
+    for one in made.parameters.values():
+        one.frozen = one.tied_to is None and one.group is None
         if _is_too_narrow(one, training.dtype):
-            changed.dtype, weight = "float32", replace(one.slots[MASTER], name=WEIGHT)
-            changed.slots = {**one.slots, WEIGHT: weight}
-        parameters[name] = changed
-    return replace(checkpoint, parameters=parameters, param_groups=groups, per_rank=[])
+            one.dtype, one.slots = "float32", {**one.slots, WEIGHT: replace(one.slots[MASTER], name=WEIGHT)}
+    return made
 
 
 def _group_of(names: Sequence[str], checkpoint: Checkpoint, trained: Collection[str]) -> ParamGroup:
