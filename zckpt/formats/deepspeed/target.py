@@ -98,7 +98,7 @@ class TargetGroup:
             shares = partial(flat_shares, self.numels, self.starts, self.partition)
             return [[Part(own, self.partition, shares, self.starts[-1])] for own in self.experts]
         cut = sub_groups(self.numels, self.shared_by, self.sub_group_size)
-        return [[SubGroup([own[i] for i in one], self.shared_by) for one in cut] for own in self.experts]
+        return [[sub_group([own[i] for i in one], self.shared_by) for one in cut] for own in self.experts]
 
 
 def dtype_of(parameters: Sequence[Parameter], key: str) -> str:
@@ -119,14 +119,20 @@ def dtype_of(parameters: Sequence[Parameter], key: str) -> str:
 class Part:
     """Parameters of a group, all or, under ZeRO-3, some, of which all ranks that share them have `numel` elements.
 
-    `shares`: which these are, by the rank's position; `total`: of a flat buffer, all ranks' without padding at its end.
-    `dtypes`: of each slot the type that keeps every bit of it.
+    `shares`: which these are, by the rank's position; `total`: of a flat buffer, all ranks' without padding at its end;
+    `places`: of a sub-group, where each parameter's shard begins in a rank's elements, and how many it has, but for
+    those without elements. `dtypes`: of each slot the type that keeps every bit of it.
     """
 
     def __init__(
-        self, parameters: list[Parameter], numel: int, shares: Callable[[int], Iterator[FlatShare]], total: int = 0
+        self,
+        parameters: list[Parameter],
+        numel: int,
+        shares: Callable[[int], Iterator[FlatShare]],
+        total: int = 0,
+        places: Sequence[tuple[int, int]] = (),
     ) -> None:
-        self.parameters, self.numel, self.shares, self.total = parameters, numel, shares, total
+        self.parameters, self.numel, self.shares, self.total, self._places = parameters, numel, shares, total, places
         self.keys = list(dict.fromkeys(key for p in parameters for key in p.optimizer_slots))
         self.dtypes = {key: dtype_of(parameters, key) for key in (MASTER, *self.keys)}
 
@@ -134,48 +140,41 @@ class Part:
         """Return how many elements at the end of a rank's share of a flat buffer belong to no parameter."""
         return flat_padding(self.total, self.numel, position) if self.total else 0
 
-    @property
-    def rows(self) -> Mapping[str, PackedSlot | None]:
-        """Slots of all parameters as rows of packs; None, or not there, where no one rule says where they lie."""
-        return {}
-
-
-class SubGroup(Part):
-    """Some of a group's parameters under ZeRO-3, of which all ranks have shards, end to end; worked out once."""
-
-    def __init__(self, parameters: list[Parameter], shared_by: int) -> None:
-        held = [shard_numel(p.numel, shared_by) for p in parameters]
-        starts = list(accumulate(held, initial=0))
-
-        def shares(rank: int) -> Iterator[FlatShare]:
-            for index, (p, at) in enumerate(zip(parameters, starts, strict=False)):
-                start, numel = shard_share(p.numel, shared_by, rank)
-                yield FlatShare(index, start, at, numel)
-
-        super().__init__(parameters, starts[-1], shares)
-        self._places = [(at, numel) for at, numel in zip(starts, held, strict=False) if numel]
-
     @cached_property
     def rows(self) -> Mapping[str, PackedSlot | None]:
-        """These, worked out once."""
-        return {key: self._row(key) for key in self.dtypes}
+        """Slots of a sub-group's parameters as rows of packs; None where no one rule says where they lie."""
+        return {key: self._row(key) for key in self.dtypes if self._places}
 
     def _row(self, key: str) -> PackedSlot | None:
-        slots = [p.slots.get(key) for p in self.parameters if p.numel]
-        rules = [slot.spans for slot in slots if slot is not None and not slot.replicas]
-        cuts = [rule for rule in rules if isinstance(rule, CutSpans) and rule.files.byteorder == "little"]
-        if not cuts or len(cuts) < len(slots) or any(one.files is not cuts[0].files for one in cuts):
+        held = [p for p in self.parameters if p.numel]
+        slots = [p.slots[key] for p in held if key in p.slots and not p.slots[key].replicas]
+        rules = [slot.spans for slot in slots if isinstance(slot.spans, CutSpans)]
+        if not rules or len(rules) < len(held):
             return None
-        numels = [p.numel for p in self.parameters if p.numel]
-        if cuts[0].files.dtype != self.dtypes[key] or any(
-            one.numel != numel for one, numel in zip(cuts, numels, strict=True)
+        files = rules[0].files
+        if (files.dtype, files.byteorder) != (self.dtypes[key], "little") or any(
+            rule.files is not files or rule.numel != p.numel for rule, p in zip(rules, held, strict=True)
         ):
             return None  # a vocabulary's slot may have fewer rows than its parameter
         from zckpt.engine.together import PackedSlot
         from zckpt.state.cuts import Cuts
 
-        label = f"{key} of {len(cuts)} parameters"
-        return PackedSlot(label, cuts[0].files, Cuts(cuts), *map(list, zip(*self._places, strict=True)))
+        label = f"{key} of {len(rules)} parameters"
+        return PackedSlot(label, files, Cuts(rules), *map(list, zip(*self._places, strict=True)))
+
+
+def sub_group(parameters: list[Parameter], shared_by: int) -> Part:
+    """Return some of a group's parameters under ZeRO-3, of which all ranks have shards, end to end."""
+    held = [shard_numel(p.numel, shared_by) for p in parameters]
+    starts = list(accumulate(held, initial=0))
+
+    def shares(rank: int) -> Iterator[FlatShare]:
+        for index, (p, at) in enumerate(zip(parameters, starts, strict=False)):
+            start, numel = shard_share(p.numel, shared_by, rank)
+            yield FlatShare(index, start, at, numel)
+
+    places = [(at, numel) for at, numel in zip(starts, held, strict=False) if numel]
+    return Part(parameters, starts[-1], shares, places=places)
 
 
 @immutable

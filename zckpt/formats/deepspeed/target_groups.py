@@ -155,7 +155,7 @@ def _groups(state: Rank, stage: int) -> Iterator[_Group]:
         for its, names in (kinds or {degree: []}).items():
             same = its is None or names[0] in state.auto  # AutoEP's ranks have rows of the same tensors
             ranks = [names] * (its or 1) if same else by_rank(names, its or 1)
-            yield _Group(group if len(kinds) < 2 else replace(group, parameters=names), its, number, ranks)
+            yield _Group(replace(group, parameters=names), its, number, ranks)
 
 
 def _bundles(groups: Iterable[_Group], *, apart: bool) -> Iterator[list[_Group]]:
