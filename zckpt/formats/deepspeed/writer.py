@@ -72,17 +72,13 @@ def documents(target: Target) -> list[Document]:
     """
     found: list[Document] = []
     for mp in target.ranks:
-        name = f"mp_rank_{mp.mp_rank:02d}_model_states.pt"
-        if target.stage != 3:
-            found.append(Document(name, partial(model_tree, target, mp, 0)))
-            continue
-        alike = not mp.buffers and not any(p.frozen for p in mp.parameters.values())
-        for rank in range(target.world_size):
-            source = carried_from(mp, rank)
+        alike = target.stage == 3 and not mp.buffers and not any(p.frozen for p in mp.parameters.values())
+        for rank in range(target.world_size if target.stage == 3 else 1):
+            source, before = carried_from(mp, rank), f"zero_pp_rank_{rank}_" if target.stage == 3 else ""
             same = alike and not auto_experts(source)  # else each rank says which experts it has
             kind = mp.mp_rank, id(source.file.root), rank == 0, source is mp.model
-            tree = partial(model_tree, target, mp, rank)
-            found.append(Document(f"zero_pp_rank_{rank}_{name}", tree, kind if same else None))
+            name, tree = f"{before}mp_rank_{mp.mp_rank:02d}_model_states.pt", partial(model_tree, target, mp, rank)
+            found.append(Document(name, tree, kind if same else None))
     found += [*_experts(target), *_layers(target)]
     empty = target.origin.expert_optimizers
     if empty:  # DeepSpeed before 0.19 looks for these files of experts, which hold nothing
