@@ -182,33 +182,33 @@ def _module(target: Target, mp: Rank, source: ModelShard) -> object:
 
     Experts are in files of their own, and their model's other tensors do not share storages.
     """
-    old = source.content.get("module")
+    old = dict_of(source.content.get("module"))
     module = ordered((), old)
     weights: dict[str, Tensor] = {}
     apart = "num_experts" in source.content
     elsewhere = auto_experts(target.origin.model)
+    filed = {name: own for files in target.origin.ranks for name, own in files.model.filed.items()}
+    if target.origin.is_foreign:
+        filed = {name: unwrapped(name) for name in (*mp.parameters, *mp.buffers)}
     for group in mp.groups if target.stage in (1, 2) and not apart else []:
         weights.update(_views(group, columns=target.transposed))
     for name in dict.fromkeys([*source.module, *mp.parameters, *mp.buffers]):
+        key = filed.get(name, name)
         if name in mp.buffers:
             slot, own = mp.buffers[name].slots[WEIGHT], source.module.get(name)
             # Under ZeRO-3 every rank has written its own, and they may differ.
             if target.stage == 3 and source is not mp.model and own is not None and own.shape == slot.shape:
                 slot = slot_of(WEIGHT, own, source.path)
-            module[name] = SlotTensor(slot, slot.dtype, name)
+            module[key] = SlotTensor(slot, slot.dtype, name)
         elif name in mp.parameters and (name in source.module or not (is_expert(name) or name in elsewhere)):
             owner = mp.owner(name)
             if apart or owner.name not in weights:
                 weights[owner.name] = single(target, owner)
             # Each name gets a tensor of its own, as a view of what it shares with others.
-            module[name] = replace(weights[owner.name])
+            module[key] = replace(weights[owner.name])
         elif target.stage == 3 and name in source.module and source.module[name].shape == (0,):
-            module[name] = view(new_storage(source.module[name].dtype, 0), (0,))  # whose, no file says; DeepSpeed asks
-    filed = {name: own for files in target.origin.ranks for name, own in files.model.filed.items()}
-    if target.origin.is_foreign:
-        filed = {name: unwrapped(name) for name in (*mp.parameters, *mp.buffers)}
-    module = ordered(((filed.get(str(name), name), value) for name, value in module.items()), old)
-    if isinstance(old, dict) and any(isinstance(value, dict) for value in old.values()):
+            module[key] = view(new_storage(source.module[name].dtype, 0), (0,))  # whose, no file says; DeepSpeed asks
+    if any(isinstance(value, dict) for value in old.values()):
         return renested(old, module, source.file)
     for name, value in source.extra.items():
         module[name] = FromFile.of(source.file, value)
@@ -227,16 +227,13 @@ def single(target: Target, parameter: Parameter) -> Tensor:
 
 def _views(group: TargetGroup, *, columns: bool) -> dict[str, Tensor]:
     """Return the weights of a group as views of its flat buffer, as DeepSpeed keeps them."""
-    parameters, starts = group.experts[0], group.starts
-    dtypes = {p.dtype for p in parameters}
+    places = list(zip(group.experts[0], group.starts, strict=False))
+    dtypes = {p.dtype for p, _ in places}
     if len(dtypes) != 1:
         return {}
-    contents = [one for start, p in zip(starts, parameters, strict=False) for one in _contents(p, WEIGHT, start)]
+    contents = [one for p, start in places for one in _contents(p, WEIGHT, start)]
     storage = new_storage(dtypes.pop(), group.partition * group.shared_by, contents)
-    return {
-        p.name: upright(view(storage, p.shape, start=start), columns=columns)
-        for start, p in zip(starts, parameters, strict=False)
-    }
+    return {p.name: upright(view(storage, p.shape, start=start), columns=columns) for p, start in places}
 
 
 def _frozen_shards(target: Target, frozen: Sequence[Parameter], rank: int) -> OrderedMapping:
