@@ -67,8 +67,9 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf
     numbers = checkpoint.number_keys
     for index, group in enumerate(checkpoint.param_groups):
         values = group_values(checkpoint, group, numbers)
-        held = {key for name in group.parameters for key in parameters[name].optimizer_slots}
-        for own in (parameters[name] for name in group.parameters):
+        members = [parameters[name] for name in group.parameters]
+        held = {key for own in members for key in own.optimizer_slots}
+        for own in members:
             slots = without(own.slots, *values)
             lost = {key for key, slot in slots.items() if key in numbers or slot.shape != own.shape}
             lost |= {key for key, one in own.state.items() if key not in values or not same(one, values[key])}

@@ -216,14 +216,14 @@ def _odd_ones(values: Sequence[str | None], preferred: Collection[str]) -> tuple
 
 def _differences(members: Sequence[OptimizerShard], steps: Collection[str]) -> Iterator[ShardError]:
     """Yield in what some ranks' files differ from the rest that all ranks have in common; of each rank the first."""
-    seen: set[int] = set()
+    seen: set[int] = set()  # by their places among `members`
     for what, facts in _common_facts(members).items():
         usual, odd = _odd_ones(facts, steps)
-        found = {members[i].rank: i for i in reversed(odd) if members[i].rank not in seen}
-        if not found:
+        odd = [index for index in odd if index not in seen]
+        if not odd:
             continue
-        seen.update(found)
-        ranks, first = sorted(found), found[min(found)]
+        seen.update(odd)
+        ranks, first = [members[index].rank for index in odd], odd[0]
         texts, begin = [usual, facts[first] or ""], 0
         if max(map(len, texts)) > SHOWN_CHARACTERS:  # where they first differ is shown, from the word before it on
             at = len(commonprefix(texts))  # noqa: RUF071  # of characters
@@ -309,7 +309,10 @@ def survey(directory: TagDirectory) -> Survey:
 
 
 def check_slices_alike(states: Sequence[Rank]) -> None:
-    """Raise ShardError where tensor-parallel ranks have other steps or other hyperparameters of a group."""
+    """Raise ShardError where tensor-parallel ranks have other steps or other hyperparameters of a group.
+
+    All have the same parameters and groups.
+    """
     rows = list(zip(*(state.param_groups for state in states), strict=False))
     _check_steps(states, rows)
     for index, (mine, *others) in enumerate(rows):
@@ -325,8 +328,7 @@ def check_slices_alike(states: Sequence[Rank]) -> None:
                     raise _other_run(what, state.mp_rank, one, another, HYPERPARAMETERS_DIFFER)
     for name, parameter in states[0].parameters.items():  # without ZeRO, each has its own
         for other in states[1:] if parameter.state else ():
-            if name in other.parameters:
-                _check_same(parameter.state, other.parameters[name].state, name, other.mp_rank)
+            _check_same(parameter.state, other.parameters[name].state, name, other.mp_rank)
 
 
 def check_stages_alike(stages: Sequence[Rank], rows: Sequence[Sequence[ParamGroup | None]]) -> None:

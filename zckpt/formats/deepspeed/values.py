@@ -279,8 +279,13 @@ def keep_others(held: Iterable[Content], keys: Iterable[str], *where: str) -> tu
     every, keys = list(held), list(dict.fromkeys(keys))
     metadata: dict[str, object] = {}
     rules: FileRules = {}
-    said: dict[tuple[str, ...], tuple[Rule, ...]] = {}
     same: dict[tuple[str, int], bool] = {}  # files that are alike share a tree, but not what tensors hold
+
+    @cache
+    def copied(*keys: str) -> tuple[Rule, ...]:
+        about = f"as in {Path(every[0][0].path).name}"
+        return tuple(Rule((*where, exactly(key), "**"), COPY, about, tensors=True) for key in keys)
+
     for file, content in every[1:]:
         first, known = every[0]
         copies, own = [], []
@@ -297,10 +302,7 @@ def keep_others(held: Iterable[Content], keys: Iterable[str], *where: str) -> tu
                 kept = f"{Path(file.path).stem}.{key}"
                 metadata[kept] = carried(file, node)
                 own += [Rule((*where, exactly(key)), CARRIED, kept)] if type(node) in PLAIN else []
-        if (keyed := tuple(copies)) not in said:
-            about = f"as in {Path(first.path).name}"
-            said[keyed] = tuple(Rule((*where, exactly(key), "**"), COPY, about, tensors=True) for key in keyed)
-        rules[file.path] = (*said[keyed], *own)
+        rules[file.path] = (*copied(*copies), *own)
     return metadata, rules
 
 
