@@ -70,6 +70,14 @@ def test_copies_of_the_dense_state_are_compared(name, tmp_path):
     assert names == {zckpt.open(tag).param_groups[0].parameters[0]}
 
 
+def test_every_damaged_file_of_the_optimizer_is_told(tmp_path):
+    tag = copy(WITHOUT_ZERO[0], tmp_path)
+    files = [experts_file(tag, rank) for rank in range(2)]
+    for path in files:
+        path.write_bytes(path.read_bytes()[:300])
+    assert [one.file for one in zckpt.verify(tag).findings] == list(map(str, files))
+
+
 @pytest.mark.parametrize("to", ["zckpt", "consolidated", "dcp"])
 def test_it_is_converted(to, tmp_path):
     name = "moe_ep2_s0_bf16_dp2"

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from zckpt.codes import HYPERPARAMETERS_DIFFER, MISSING_FILE, OTHER_RUN, OTHER_WORLD_SIZE, STEPS_DIFFER, VALUES_DIFFER
 from zckpt.errors import DamagedFileError, ShardError, SourceError, listed
-from zckpt.formats.deepspeed.directory import EXPERT, MODEL, OPTIMIZER, PIPELINE_LAYER, TagDirectory
+from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, TagDirectory
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, read_models, read_optimizer
 from zckpt.formats.deepspeed.values import own_hyperparameters
@@ -288,10 +288,8 @@ def survey(directory: TagDirectory) -> Survey:
             elif shard.role == OPTIMIZER:
                 shards.append(read_optimizer(shard))
                 file = shards[-1].file
-            elif shard.role in (EXPERT, PIPELINE_LAYER):
-                file = read_torchfile(shard.path)
             else:
-                continue
+                file = read_torchfile(shard.path)
             files.append(describe(file, shard.role, shard.dp_rank, shard.mp_rank))
         except SourceError as error:
             if not error.ranks and shard.dp_rank is not None:
