@@ -154,11 +154,12 @@ def test_an_optimizer_that_does_not_fit_is_refused(saved):
         zckpt.open(saved)
 
 
-def test_two_files_of_one_rank_are_refused(tmp_path):
+@pytest.mark.parametrize(("own", "other"), [("_tp-0", "_dp-0-of-1_tp-0"), ("_tp-0-of-2", "_tp-2-of-2")])
+def test_a_second_file_of_a_rank_and_one_of_no_rank_are_refused(own, other, tmp_path):
     saved = shutil.copytree(OTHER / "nanotron_pp2_tp2" / "ckpt", tmp_path / "2")
     [path] = saved.glob("optimizer/optimizer_pp-0-*_tp-0-*.pt")
-    shutil.copy(path, path.with_name(path.name.replace("_tp-", "_dp-0-of-1_tp-")))
-    with refusing(LayoutError, "several optimizer files of one rank.*expected 4 files, found 5"):
+    shutil.copy(path, path.with_name(path.name.replace(own, other)))
+    with refusing(LayoutError, "more than one optimizer file of each rank.*expected 4 files, found 5"):
         zckpt.open(saved)
 
 

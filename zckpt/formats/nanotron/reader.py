@@ -233,8 +233,9 @@ def _ranks(checkpoint: Checkpoint, folder: Path, files: Sequence[tuple[Path, re.
         checkpoint.files.append(describe(file, "optimizer", dp_rank=rank.dp, rules=rules))
         found.append(rank)
     there = {at for at, *_ in every}
-    if len(there) < len(found):
-        raise LayoutError("holds several optimizer files of one rank", path=folder,
+    beyond = any(rank >= count for at in there for rank, count in zip(at, counts, strict=True))
+    if beyond or len(there) < len(found):
+        raise LayoutError("holds more than one optimizer file of each rank", path=folder,
                           expected=f"{math.prod(counts)} files", found=len(found))  # fmt: skip
     if len(found) not in (0, math.prod(counts)):
         gone = next(at for at in product(*map(range, counts)) if at not in there)
