@@ -135,9 +135,9 @@ def _copies(states: Sequence[Rank], merged: Rank, rules: Rules) -> Iterator[Dupl
                     copy, part = narrow(slot, rule.dim, source, size), narrow(whole.slots[key], rule.dim, target, size)
                     yield from copies_of(name, {key: copy}, {key: part}, state.mp_rank)
     read = {
-        name: {key: slot for key, slot in own.slots.items() if key in (used := merged.parameters[name].slots)
-               and used[key].spans == slot.spans and not used[key].replicas}
-        for name, own in first.parameters.items()
+        name: {key: slot for key, slot in whole.slots.items()
+               if slot.spans == first.parameters[name].slots[key].spans and not slot.replicas}
+        for name, whole in merged.parameters.items()
         if name not in first.whole  # which is read from the files of all ranks, and the same everywhere
     }  # fmt: skip
     for state in states[1:]:
