@@ -244,11 +244,11 @@ def rules_of(live: dict[str, Traced], saved: dict[str, Traced], letters: Letters
     lost = live.keys() - frozenset().union(*groups)
     if lost:
         raise NoMapError(f"it leaves out {min(lost)}")
-    made: list[dict[str, Any]] = []
-    for roots, names in groups.items():
-        memory = {name: one for name, one in live.items() if name in roots}
-        made.append(_rule({name: saved[name] for name in names}, memory, letters))
-    return _repeated(made)
+    made = (
+        ({name: saved[name] for name in names}, {name: one for name, one in live.items() if name in roots})
+        for roots, names in groups.items()
+    )
+    return _repeated([_rule(file, memory, letters) for file, memory in made])
 
 
 def _rule(file: dict[str, Traced], memory: dict[str, Traced], letters: Letters) -> dict[str, Any]:

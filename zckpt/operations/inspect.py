@@ -200,11 +200,11 @@ def _globals(checkpoint: Checkpoint) -> Iterator[Document]:
     from zckpt.operations.scan import ITEMS, scan_files
 
     for path, scanner in scan_files(Path(one.path) for one in checkpoint.files):
-        found: dict[str, set[str]] = {}
-        for one in scanner.mentions:
-            record = "items" if path.suffix == ITEMS else one.record or "pickle"
-            found.setdefault(record, set()).add(f"{one.module}.{one.name}")
-        yield {"globals": {record: sorted(names) for record, names in found.items()}}
+        found = by_key(
+            ("items" if path.suffix == ITEMS else one.record or "pickle", f"{one.module}.{one.name}")
+            for one in scanner.mentions
+        )
+        yield {"globals": {record: sorted({*names}) for record, names in found.items()}}
 
 
 def _slots(checkpoint: Checkpoint) -> Document:

@@ -260,10 +260,14 @@ def _different(found: Rows, width: int) -> list[str]:
 def render_parting(document: Document, *, limit: int) -> str:
     """Return what is found of two runs as text."""
     document = printable(document)
-    by_name: dict[str, list[str]] = {}
-    for one in document["changed"]:
-        most = "" if one["max_abs"] is None else f" (by at most {one['max_abs']:.3g})"
-        by_name.setdefault(one["name"], []).append((one["entry"] or "there in one only") + most)
+    by_name = by_key(
+        (
+            one["name"],
+            (one["entry"] or "there in one only")
+            + ("" if one["max_abs"] is None else f" (by at most {one['max_abs']:.3g})"),
+        )
+        for one in document["changed"]
+    )
     said = f"equal at step {document['equal']:,}" if document["equal"] is not None else "equal at no step"
     if document["different"] is not None:
         said += f", different at step {document['different']:,}: {count(len(by_name), 'parameter')}"
