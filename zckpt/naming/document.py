@@ -102,10 +102,10 @@ Templates = tuple[Template, ...]
 class Rule:
     """Tensors of one side that are the same elements as those of the other."""
 
-    sides: tuple[Templates, Templates]
+    sides: tuple[Templates, ...]  # two
     padded: tuple[str, ...]
     """Letters of which one side may have more values: these are padding, zero where they are added."""
-    beside: tuple[Templates, Templates] = ((), ())
+    beside: tuple[Templates, ...] = ((), ())
     """For each side, names that must be there, too, for it to hold from there to the other; they follow other rules."""
     copied: tuple[str, ...] = ()
     """Letters that one side alone has: what it has of each of their values is a copy of what the other has."""
@@ -441,8 +441,7 @@ def _rule(value: object, names: list[str]) -> Rule:
             _refuse("unusable beside", "a list of names")
         with within("unusable beside"):
             others.append(tuple(map(template, texts)))
-    both = _tensors(value[names[0]]), _tensors(value[names[1]])
-    rule = Rule(both, tuple(padded), (others[0], others[1]), tuple(copied))
+    rule = Rule(tuple(_tensors(value[name]) for name in names), tuple(padded), tuple(others), tuple(copied))
     if any(set(one.indices) - set(rule.shared) for side in others for one in side):
         _refuse("unusable beside", "letters that all names of the rule have")
     first, *rest = every = [*rule.sides[0], *rule.sides[1]]

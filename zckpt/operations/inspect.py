@@ -217,8 +217,7 @@ def _slots(checkpoint: Checkpoint) -> Document:
             "nbytes": nbytes_of(slots),
         }
         for name in checkpoint.slot_names()
-        for slots in [found.get(name)]
-        if slots
+        if (slots := found.get(name))
     }
 
 

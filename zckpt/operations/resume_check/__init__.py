@@ -158,7 +158,8 @@ def resume_check(
         checkpoint.named, checkpoint.format, program, about.title, facts.ranks, checkpoint.step, NO,
         yours=about.yours or None,
     )  # fmt: skip
-    if program != "zckpt" and _scheme(checkpoint) == PACKED:
+    scheme = None if program == "zckpt" else _scheme(checkpoint)
+    if scheme == PACKED:
         stored = f"it is in a store of checkpoints, and {about.title} looks for its files"
         return replace(found, why=[stored], commands=[f"zckpt unpack {quote(checkpoint.named)} TARGET"])
     way = next((one for one in about.ways if one.mark(facts)), None)
@@ -170,7 +171,7 @@ def resume_check(
     mismatch = _of_model(facts, strict=way.strict)
     reasons += mismatch if way.strict else [one for one in mismatch if "shape" in one]
     doubts = said_by((of_few_bits, *way.doubts, _lost), facts)
-    if program != "zckpt" and _scheme(checkpoint) is not None:
+    if scheme is not None:
         doubts.append(
             "it is not on a file system, and it is unknown whether the program can read it there: copy it first"
         )
