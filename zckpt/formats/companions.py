@@ -33,11 +33,9 @@ from zckpt.state import (
     WEIGHT,
     Checkpoint,
     Duplicate,
-    Extent,
     Parameter,
     Slot,
     SourceFile,
-    Span,
     by_key,
     dict_of,
     list_of,
@@ -330,9 +328,8 @@ def copy_of(path: Path, name: str, ranges: Sequence[Range] | None = None) -> Tar
     """Return a file that has the bytes of another, or some ranges of them. `name`: within the target."""
     file = TargetFile(name, 0)
     for low, high in [(0, path.stat().st_size)] if ranges is None else ranges:
-        extent = Extent.whole((high - low,))
-        slot = Slot("file", "uint8", extent.sizes, (Span(extent, str(path), low, "uint8"),))
-        file.holes += [Hole(file.nbytes, name, slot, extent, "uint8")] if high > low else []
+        slot = Slot.at(str(path), low, "uint8", (high - low,), "file")
+        file.holes += [Hole(file.nbytes, name, slot, slot.whole, "uint8")] if high > low else []
         file.nbytes += high - low
     return file
 

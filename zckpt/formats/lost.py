@@ -77,11 +77,11 @@ def is_lost(path: str | os.PathLike[str]) -> bool:
     return os.fspath(path).startswith(LOST)
 
 
-def tensor_of(dtype: str, shape: Shape) -> Tensor:
-    """Return the node of a tensor in a lost file."""
+def tensor_of(dtype: str, shape: Shape, key: str = "") -> Tensor:
+    """Return the node of a tensor of which no bytes are there, as in a lost file; `key`: of its storage."""
     from zckpt.torchfile import Storage, Tensor
 
-    return Tensor(Storage("", dtype, 0, "cpu", 0), dtype, shape, row_major(shape), 0, "little")
+    return Tensor(Storage(key, dtype, 0, "cpu", 0), dtype, shape, row_major(shape), 0, "little")
 
 
 def absent_boxes(label: str, shape: Shape, boxes: Sequence[Box]) -> list[Box]:

@@ -32,9 +32,8 @@ from zckpt.engine.scaled import Part, alone, coded, matrices, whole
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
 from zckpt.formats.adapters import MAXIMUM_CONFIG_NBYTES
 from zckpt.formats.low_bit import codes_in, settings_of
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, Span, dict_of
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, dict_of
 from zckpt.state.dtypes import is_floating
-from zckpt.state.spans import Extent
 from zckpt.state.views import transpose
 from zckpt.storage.files import Sources, json_object
 from zckpt.torchfile import MAX_ELEMENTS
@@ -378,8 +377,8 @@ class _Model:
         if -(-numel // 2) > slot.nbytes or len(slot.spans) != 1:
             return None
         [span] = slot.spans
-        flat, block = Extent.whole((slot.nbytes,)), min(block, numel)  # scales are repeated so often
-        codes = Slot(WEIGHT, "uint8", (slot.nbytes,), (Span(flat, span.path, span.offset, "uint8"),))
+        codes = Slot.at(span.path, span.offset, "uint8", (slot.nbytes,), WEIGHT)
+        block = min(block, numel)  # scales are repeated so often
         nested, nested_map = self.get(f"{name}.nested_absmax"), self.get(f"{name}.nested_quant_map")
         if scale.dtype == "uint8":
             if nested is None or nested_map is None or -(-scale.numel // nested_block) != nested.numel:

@@ -30,7 +30,7 @@ from zckpt.engine.targets import TargetFile
 from zckpt.formats.companions import copy_of, files_below
 from zckpt.formats.torch_files.writer import FromFile, SlotContent, lay_out, new_storage
 from zckpt.immutable import immutable, mutable
-from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span, by_key
+from zckpt.state import MASTER, WEIGHT, Slot, by_key
 from zckpt.state.boxes import Range, merge, total, without
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import is_file
@@ -221,8 +221,7 @@ def _narrow(file: TorchFile, edited: Edited, *, unreferenced: bool) -> dict[str,
             size, parts = itemsize(storage.dtype), []
             for (low, high), start in zip(kept.ranges, kept.starts, strict=True):
                 shape, at = ((high - low) // size,), storage.offset + low
-                span = Span(Extent.whole(shape), file.path, at, storage.dtype, None, views[0].byteorder)
-                slot = Slot("storage", storage.dtype, shape, (span,))
+                slot = Slot.at(file.path, at, storage.dtype, shape, "storage", views[0].byteorder)
                 parts.append(SlotContent(start // size, slot, f"storage {storage.key} of {file.path}"))
             shrunk = new_storage(storage.dtype, kept.nbytes // size, parts, location=storage.location)
             for one in views:

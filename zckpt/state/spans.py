@@ -316,6 +316,12 @@ class Slot:
     replicas: tuple[Sequence[Span], ...] = ()
     factors: Shape | None = None
 
+    @classmethod
+    def at(cls, path: str, offset: int, dtype: str, shape: Shape, name: str, byteorder: str = "little") -> Slot:
+        """Return one whose elements lie in a file from a byte on, end to end."""
+        span = Span(Extent.whole(shape), path, offset, dtype, None, byteorder)
+        return cls(name, dtype, shape, (span,) if math.prod(shape) else ())
+
     def __repr__(self) -> str:
         """Return a line: its name, shape and type, and how its spans are said."""
         return f"<Slot {self.name} {list(self.shape)} {self.dtype}: {type(self.spans).__name__} of spans>"

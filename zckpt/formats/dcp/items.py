@@ -34,7 +34,7 @@ from zckpt.formats.safetensors.file import header_in, offsets_in
 from zckpt.formats.torch_files.quantised import is_torchaos
 from zckpt.formats.torch_files.tensors import TensorItem
 from zckpt.immutable import immutable
-from zckpt.state import Extent, Shape, Slot, Span
+from zckpt.state import Shape, Slot
 from zckpt.state.boxes import merge, row_major, without
 from zckpt.storage.files import is_file, opened
 from zckpt.storage.nodes import ADVICE
@@ -340,10 +340,7 @@ def read_items(metadata: Metadata) -> Items:
     found = Items({}, {}, [])
     coded: dict[str, list[Chunk]] = {}
     for key, entry in metadata.tensors.items():  # one of one chunk is found when its file is read
-        whole = None
-        if not entry.count:
-            empty = Storage(key, entry.dtype, 0, "cpu", 0)
-            whole = Tensor(empty, entry.dtype, entry.shape, row_major(entry.shape), 0, "little")
+        whole = None if entry.count else tensor_of(entry.dtype, entry.shape, key)
         spans = ChunkSpans(chunks, entry) if entry.count else ()
         found.tensors[key] = TensorItem(key, entry.dtype, entry.shape, spans, whole, path)
     for at, numbers in _by_file(metadata).items():
@@ -373,8 +370,7 @@ def read_items(metadata: Metadata) -> Items:
             used = merge((offset, offset + nbytes) for offset, nbytes in map(chunks.range, numbers))
             for low, high in without([(0, file.nbytes)], used) if not file.is_safetensors else ():
                 if high - low >= ALIGNMENT or high % ALIGNMENT:  # more than lies between items
-                    span = Span(Extent.whole((high - low,)), file.path, low, "uint8")
-                    file.tree[f"bytes {low} to {high}"] = Slot("bytes", "uint8", (high - low,), (span,))
+                    file.tree[f"bytes {low} to {high}"] = Slot.at(file.path, low, "uint8", (high - low,), "bytes")
     for key, some in coded.items():
         entry, known = metadata.tensors[key], {one.box for one in some}
         others = [number for number in entry.numbers if chunks.box(number) not in known]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from zckpt.formats.torch_files.content import content_of
 from zckpt.state import dict_of
 from zckpt.storage.files import files_in, folders_in
 from zckpt.storage.nodes import on_each
-from zckpt.torchfile import MetaTensor, Place, Tensor, TorchFile, read_torchfile, value_at
+from zckpt.torchfile import Place, TorchFile, read_torchfile, value_at
 
 
 def find(search: Search, first: str | None = None) -> Directory | None:
@@ -108,7 +107,7 @@ def places_of(root: object, path: str) -> tuple[Place | None, Place | None]:
 
     Raises UnsupportedError: it has several of one of both, that ranks share, or none.
     """
-    whole = with_shares(root, _whole)
+    whole = with_shares(root, lambda node: tensor_of(node.dtype, node.shape, str(id(node))))
     content = content_of(dict_of(whole), Path(path))
     models = [content.place if key is None else (*content.place, key) for key in content.keys]
     models = [place for place in models if any(shares(value_at(root, place)))] or models
@@ -122,11 +121,6 @@ def places_of(root: object, path: str) -> tuple[Place | None, Place | None]:
             advice="save it with torch.distributed.checkpoint on all ranks of the program that wrote it",
         )
     return next(iter(models), None), next(iter(optimizers), None)
-
-
-def _whole(node: MetaTensor) -> Tensor:
-    one = tensor_of(node.dtype, node.shape)
-    return replace(one, storage=replace(one.storage, key=str(id(node))))
 
 
 def _rank(root: object, places: tuple[Place | None, Place | None]) -> tuple[int, int]:

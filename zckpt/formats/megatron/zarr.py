@@ -90,7 +90,7 @@ def _array(checkpoint: Checkpoint, folder: Path) -> TensorItem:
         if file.stat().st_size != nbytes:
             raise DamagedFileError("does not have the size of a chunk", path=file, expected=f"{nbytes:,} bytes",
                                    found=f"{file.stat().st_size:,}", code=TRUNCATED)  # fmt: skip
-        whole = Slot(name, dtype, chunks, (Span(Extent.whole(chunks), str(file), 0, dtype),))
+        whole = Slot.at(str(file), 0, dtype, chunks, name)
         offsets = tuple(map(mul, index, chunks))
         sizes = tuple(min(size, n - at) for at, size, n in zip(offsets, chunks, shape, strict=True))
         used = math.prod(sizes)

@@ -92,8 +92,7 @@ def slot_of_storage(mentioned: Mentioned) -> Slot:
     if mentioned.path is None:
         raise UnsupportedError(f"a tensor of an unnamed file cannot be written: storage {storage.key!r}")
     shape = (storage.nbytes // itemsize(dtype),)
-    span = Span(Extent.whole(shape), mentioned.path, storage.offset, dtype, None, mentioned.byteorder)
-    return Slot("storage", dtype, shape, (span,) if storage.nbytes else ())
+    return Slot.at(mentioned.path, storage.offset, dtype, shape, "storage", mentioned.byteorder)
 
 
 def unresolved(tensor: Tensor, path: str) -> tuple[str, ...]:
