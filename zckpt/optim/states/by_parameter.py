@@ -374,8 +374,8 @@ class OptimizerState:
 
     def _value(self, key: str, value: object, parameter: torch.Tensor, owner: Parameter) -> object:
         if not isinstance(value, Slot):
-            its = wanted(self.holder, {}, 1)
-            may_be_list = key != NESTED and (its is None or key in its.lists)
+            its = wanted(self.holder)
+            may_be_list = key != NESTED and (its is None or key in its.lists.split())
             if may_be_list and are_tensors(value) and not isinstance(parameter, DTensor):
                 return value_of(value)  # preconditioners, say; `rehearse` shows whether the class takes them
             return as_torch(value, f"{key} of {owner.name}")

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import field
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -34,17 +34,12 @@ HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_pos
 """Dicts as torch has them: `load_state_dict` may add a hook to its own object."""
 
 
-class Wanted(NamedTuple):
-    """The keys of the state of one parameter: those without which no step can go on, and those that it makes itself."""
-
-    required: frozenset[str]
-    optional: frozenset[str]
-    lists: frozenset[str] = frozenset()  # those of the optional ones that are lists of tensors
-
-
 @immutable
 class Keys:
-    """What a class wants: always, where a param group has a setting, of matrices, of all but matrices; and may have."""
+    """What a class wants: always, where a param group has a setting, of matrices, of all but matrices; and may have.
+
+    What it may have, its step makes itself: tensors, and lists of them.
+    """
 
     always: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -52,6 +47,14 @@ class Keys:
     others: str = ""
     optional: str = ""
     lists: str = ""
+
+    def required(self, group: Group, dim: int) -> set[str]:
+        """Return the keys of a parameter without which no step can go on.
+
+        `group`: the settings that the optimizer will have; `dim`: the number of the parameter's dimensions.
+        """
+        more = [key for setting, key in self.settings.items() if group.get(setting)]
+        return {*self.always.split(), *more, *(self.matrices if dim > 1 else self.others).split()}
 
 
 MOMENTS = "step exp_avg exp_avg_sq"
@@ -86,35 +89,26 @@ torch 2.5 to 2.13, where a test holds it against the classes, and DeepSpeed 0.19
 """
 
 
-def wanted(optimizer: Optimizer, group: Group, dim: int) -> Wanted | None:
-    """Return the keys that an optimizer's step wants; None of a class that is not known.
-
-    `group`: the settings that it will have; `dim`: the number of the parameter's dimensions.
-    """
+def wanted(optimizer: Optimizer) -> Keys | None:
+    """Return what an optimizer's step wants; None of a class that is not known."""
     step = inspect.unwrap(type(optimizer).step)  # torch wraps it to profile it
-    if not step.__module__.startswith(("torch.optim.", "deepspeed.ops.")):
-        return None
-    rule = WANTED.get(step.__qualname__.partition(".")[0])
-    if rule is None:
-        return None
-    more = [key for setting, key in rule.settings.items() if group.get(setting)]
-    required = [*rule.always.split(), *more, *(rule.matrices if dim > 1 else rule.others).split()]
-    lists = frozenset(rule.lists.split())
-    return Wanted(frozenset(required), lists.union(rule.optional.split()), lists)
+    is_known = step.__module__.startswith(("torch.optim.", "deepspeed.ops."))
+    return WANTED.get(step.__qualname__.partition(".")[0]) if is_known else None
 
 
 def check_keys(optimizer: Optimizer, group: Group, name: str, dim: int, values: Mapping[str, object]) -> None:
     """Raise UsageError if an optimizer cannot go on with the state that a checkpoint has of a parameter.
 
-    `dim`: as for `wanted`; `values`: by key. No state at all is none that is wrong: the optimizer makes it in the next
-    step. What is quantised is refused by who makes room for it.
+    `group`, `dim`: as for `Keys.required`; `values`: by key. No state at all is none that is wrong: the optimizer makes
+    it in the next step. What is quantised is refused by who makes room for it.
     """
     found = [key for key, value in values.items() if value is not None]
-    its = wanted(optimizer, group, dim)
+    its = wanted(optimizer)
     if its is None or not found or any(map(holds_tensors, values.values())):
         return
-    usable = its.required | its.optional
-    if its.required <= set(found) and not usable.isdisjoint(found):
+    required = its.required(group, dim)
+    usable = {*required, *its.optional.split(), *its.lists.split()}
+    if required <= set(found) and not usable.isdisjoint(found):
         return
     raise _another(optimizer, name, found, expected=listed(sorted(usable)))
 
@@ -130,8 +124,8 @@ def _another(optimizer: Optimizer, name: str, found: Collection[str], *, expecte
 
 def makes_state(optimizer: Optimizer, group: Group, dim: int) -> bool:
     """Tell whether an optimizer that goes on without state of a parameter may do other than one that had it."""
-    its = wanted(optimizer, group, dim)
-    return its is None or bool(its.required)
+    its = wanted(optimizer)
+    return its is None or bool(its.required(group, dim))
 
 
 def rehearse(
@@ -150,7 +144,7 @@ def rehearse(
     """
     cls = type(optimizer)
     of_torch = cls.load_state_dict is Optimizer.load_state_dict
-    if of_torch and (not state or wanted(optimizer, {}, 1) is not None):
+    if of_torch and (not state or wanted(optimizer) is not None):
         return
     numbers = positions(parameters_of(optimizer.param_groups))
     groups = [
