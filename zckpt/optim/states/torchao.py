@@ -26,6 +26,7 @@ from zckpt.immutable import mutable
 from zckpt.optim.states.by_parameter import OptimizerState, Snapshot
 from zckpt.optim.tensors import Share, share_of
 from zckpt.state import Extent, Parameter, Slot, without
+from zckpt.state.boxes import merge
 
 LEAST_NUMEL = 4096
 """Elements of a share that torchao quantises."""
@@ -158,14 +159,8 @@ class TorchaoState(OptimizerState):
             return super()._shares(name, parameter, key, value, found)
         if any(start % block for start in starts):
             raise _not_cut(f"{key} of {name}", block)
-        floats: list[Range] = []
-        for start, count in ranges or ():
-            if _is_quantised(count, block) or not count:
-                continue
-            if floats and sum(floats[-1]) == start:
-                floats[-1] = floats[-1][0], floats[-1][1] + count
-            else:
-                floats.append((start, count))
+        unquantised = ((start, start + count) for start, count in ranges or () if not _is_quantised(count, block))
+        floats = [(low, high - low) for low, high in merge(unquantised)]
         blank = local if here else optimizer._subclass_zeros(torch.empty(block), key == SIGNED, block)
         told = {TORCHAO: type(blank).__name__, "block": block, "floats": [list(one) for one in floats]}
         found.values.setdefault(name, {})[key] = told
@@ -195,26 +190,26 @@ class TorchaoState(OptimizerState):
         floats: Any = value if its is None else its.as_floats(key, owner.shape)
         optimizer: Any = self.optimizer
         found = optimizer._new_buffer(parameter.detach(), key == SIGNED)
-        local, share = _local(found), share_of(parameter, owner.name)
+        local, share, what = _local(found), share_of(parameter, owner.name), f"{key} of {owner.name}"
         if share is None:
             return found
         if not _is_codes(local):
             self.reads.append(TensorRead(floats, share.extent, local))
         elif ranges_of(parameter) is None:
-            raise _not_cut(f"{key} of {owner.name}", local.block_size)
+            raise _not_cut(what, local.block_size)
         elif its is None:
-            self._quantise(local, 0, floats, _flat(share), owner, key)
+            self._quantise(local, 0, floats, _flat(share), what)
         else:
-            self._fill(local, its, floats, _flat(share), owner, key)
+            self._fill(local, its, floats, _flat(share), what)
         return found
 
-    def _fill(self, local: Any, its: Moment, floats: Slot, where: Range, owner: Parameter, key: str) -> None:
+    def _fill(self, local: Any, its: Moment, floats: Slot, where: Range, what: str) -> None:
         """Read blocks as they are, and the floats of those that were none."""
         start, numel = where
         block = local.block_size
         if (its.cls, its.block) != (type(local).__name__, block) or start % block:
             raise UnsupportedError(
-                f"{key} of {owner.name} is quantised in other blocks than the optimizer's on this rank",
+                f"{what} is quantised in other blocks than the optimizer's on this rank",
                 expected=f"{type(local).__name__}, blocks of {block}, from element {start} on",
                 found=f"{its.cls}, blocks of {its.block}",
                 advice=ADVICE,
@@ -228,15 +223,15 @@ class TorchaoState(OptimizerState):
         for first, count in its.ranges:
             low, high = max(first, start), min(first + count, start + numel)
             if low < high:
-                self._quantise(local, (low - start) // block, floats, (low, high - low), owner, key)
+                self._quantise(local, (low - start) // block, floats, (low, high - low), what)
 
-    def _quantise(self, local: Any, block: int, floats: Slot, where: Range, owner: Parameter, key: str) -> None:
+    def _quantise(self, local: Any, block: int, floats: Slot, where: Range, what: str) -> None:
         """Read floats of which torchao is to make blocks, the first of which is so many blocks from the share's."""
         start, numel = where
         into = torch.empty(numel)
-        self.reads.append(TensorRead(floats, Extent.flat(owner.shape, start, numel), into))
+        self.reads.append(TensorRead(floats, floats.flat(start, numel), into))
         self.anew.append(_Anew(local, block, into))
-        self.rounded.append(f"{key} of {owner.name}")
+        self.rounded.append(what)
 
     def read(self) -> None:
         """Read state, and let torchao quantise what was floats."""
