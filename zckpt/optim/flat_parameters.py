@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.immutable import immutable, mutable
-from zckpt.state import Extent
+from zckpt.state import Extent, by_key
 from zckpt.state.names import bare_names
 
 EXTRA_STATE = "_extra_state"
@@ -119,6 +119,7 @@ def flat_model(model: nn.Module) -> Bare:
     for wrapper in model.modules():
         if isinstance(wrapper, FullyShardedDataParallel) and wrapper._handle is not None:
             held.update(_members(wrapper, steps))
+    names_in = by_key(held)
     for prefix, module in model.named_modules(remove_duplicate=False):
         if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
             raise UnsupportedError(
@@ -126,7 +127,7 @@ def flat_model(model: nn.Module) -> Bare:
                 found=torch.typename(module),
                 advice="use fully_shard",
             )
-        names = [name for owner, name in held if owner == id(module)]
+        names = names_in.get(id(module), [])
         for name in names:
             parameters[_joined(prefix, name)] = held[id(module), name]
         for name, parameter in module._parameters.items():
