@@ -346,8 +346,14 @@ def tasks_of(
     work: Callable[[Item], Result], batches: Iterable[Item], portions: Portions[Item], workers: int
 ) -> Iterator[Task[Item, Result]]:
     """Yield batches as tasks, which have fewer and fewer bytes. `work`: of a batch; `workers`: how many run at once."""
-    left = portions.total
-    known = cache(_known)
+    left, known = portions.total, cache(_known)
+
+    def task() -> Task[Item, Result]:
+        reads = dict.fromkeys((path, False) for batch in some for path in portions.reads(batch))
+        writes = dict.fromkeys((path, True) for batch in some for path in portions.writes(batch))
+        files = tuple(file for one in (*reads, *writes) if (file := known(*one)) is not None)
+        return Task(work, tuple(some), files)
+
     some: list[Item] = []
     nbytes = 0
     for batch in batches:
@@ -355,23 +361,11 @@ def tasks_of(
         nbytes += portions.nbytes(batch)
         most = min(max(left // (TASKS_PER_WORKER * workers), LEAST_TASK_NBYTES), TASK_NBYTES)
         if nbytes >= most or len(some) >= TASK_BATCHES:
-            yield _task(work, some, portions, known)
+            yield task()
             left -= nbytes
             some, nbytes = [], 0
     if some:
-        yield _task(work, some, portions, known)
-
-
-def _task(
-    work: Callable[[Item], Result],
-    batches: list[Item],
-    portions: Portions[Item],
-    known: Callable[[str, bool], Known | None],
-) -> Task[Item, Result]:
-    reads = dict.fromkeys((path, False) for batch in batches for path in portions.reads(batch))
-    writes = dict.fromkeys((path, True) for batch in batches for path in portions.writes(batch))
-    files = tuple(file for one in (*reads, *writes) if (file := known(*one)) is not None)
-    return Task(work, tuple(batches), files)
+        yield task()
 
 
 def _known(path: str, is_written: bool) -> Known | None:
