@@ -65,8 +65,16 @@ def read_all(reads: Sequence[tuple[Hole, memoryview]], *, checks: Checks | None 
     checks = checks or watched_by()
     some = (copy for batch in batches for piece, _ in batch for copy in piece.copies)
     checks.expect(source.path for copy in some for source in copy.sources if source.path != ZEROS)
+
+    def read(batch: Sequence[tuple[Piece, memoryview]]) -> list[Seen]:
+        with WatchedSources(checks.watched) as sources, ahead(ranges_read(piece for piece, _ in batch)):
+            found: list[Seen] = []
+            for piece, into in batch:
+                found += overflowed(piece, read_piece(piece, into, sources), sources)
+            return [*sources.seen, *found]
+
     threads = threads and len(batches) > 1  # to make workers takes longer than to read what is small
-    run_watched(partial(_read_batch, checks.watched), batches, checks, threads=threads)
+    run_watched(read, batches, checks, threads=threads)
 
 
 def run_watched(
@@ -107,14 +115,6 @@ def check_reads(holes: Iterable[Hole]) -> None:
             if file.nbytes < nbytes:
                 raise too_short(path, nbytes, file.nbytes)
     watched_by().expect(needed)
-
-
-def _read_batch(watched: frozenset[str], batch: Sequence[tuple[Piece, memoryview]]) -> list[Seen]:
-    with WatchedSources(watched) as sources, ahead(ranges_read(piece for piece, _ in batch)):
-        found: list[Seen] = []
-        for piece, into in batch:
-            found += overflowed(piece, read_piece(piece, into, sources), sources)
-        return [*sources.seen, *found]
 
 
 PACKED_NBYTES = 8 << 20
@@ -193,7 +193,7 @@ class VirtualFile(io.RawIOBase):
             checks = watched_by()
             checks.expect(path for piece, _, _ in packed for path in piece.paths())
             batches = batched(packed, lambda one: one[0].nbytes)
-            run_watched(partial(_unpack, checks.watched), batches, checks, threads=self._threads)
+            run_watched(partial(_unpack, checks), batches, checks, threads=self._threads)
         for view, whole in late:
             view[:] = whole
         self._at = end
@@ -217,8 +217,8 @@ def _of_pack(pack: Pack, view: memoryview, start: int, end: int) -> Sequence[tup
     return found
 
 
-def _unpack(watched: frozenset[str], batch: Sequence[tuple[Pack, int, memoryview]]) -> list[Seen]:
-    with WatchedSources(watched) as sources:
+def _unpack(checks: Checks, batch: Sequence[tuple[Pack, int, memoryview]]) -> list[Seen]:
+    with WatchedSources(checks.watched) as sources:
         for piece, skipped, view in batch:
             view[:] = piece.read(sources)[skipped : skipped + view.nbytes]
         return sources.seen
