@@ -6,6 +6,7 @@ import io
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -220,10 +221,8 @@ class Reader(StorageReader):
                 nodes.append((item, meaning.node))
             elif isinstance(meaning, Option):
                 group = item.dest_index.fqn.removesuffix(meaning.key)
-                try:
+                with suppress(KeyError):  # the program's own stays
                     nodes.append((item, self._opened().option(meaning, state.get(f"{group}{PARAMS}"))))
-                except KeyError:  # the program's own stays
-                    continue
         numbers = iter(read_scalars([node for _, node in nodes if isinstance(node, Slot)]))
         for item, node in nodes:
             known = next(numbers) if isinstance(node, Slot) else node
