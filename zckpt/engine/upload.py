@@ -132,7 +132,21 @@ def upload(
     workers = Workers(range(count, count + 1), here=True, at_once=count)
     with reporting(reporter, plan.copy_nbytes) as progress, workers:
         how = _How(checks, DIRECT_NBYTES if direct else 0, Room(max(memory, LEAST_MEMORY_NBYTES)), workers)
-        for _, (read, nbytes) in workers.run(lambda work: work(), _work(plan, sinks, step, how), Portions()):
+
+        def work() -> Iterator[Work]:
+            for one, sink in zip(plan.files, sinks, strict=True):
+                size = max(step, -(-one.file.nbytes // MOST_PARTS))
+                if isinstance(sink, StreamSink):
+                    yield partial(_send_file, one, sink, size, how)
+                elif sink is not None:
+                    before = sink.part_nbytes
+                    if before is not None and LEAST_PART_NBYTES <= before <= max(size, MOST_PART_NBYTES):
+                        size = before
+                    held = Held(one.file.checksums, size)
+                    for part in parts(one, size, checks):
+                        yield partial(_send_part, part, held, sink, how)
+
+        for _, (read, nbytes) in workers.run(lambda one: one(), work(), Portions()):
             checks.add(read)
             progress.advance(nbytes)
         return checks.finish(workers.map)
@@ -157,22 +171,6 @@ class _EndedError(BaseException):
 
 
 Work = Callable[[], tuple[list[Seen], int]]
-
-
-def _work(plan: Plan, sinks: Sequence[Sink | None], step: int, how: _How) -> Iterator[Work]:
-    for one, sink in zip(plan.files, sinks, strict=True):
-        if sink is None:
-            continue
-        size = max(step, -(-one.file.nbytes // MOST_PARTS))
-        if isinstance(sink, StreamSink):
-            yield partial(_send_file, one, sink, size, how)
-            continue
-        before = sink.part_nbytes
-        if before is not None and LEAST_PART_NBYTES <= before <= max(size, MOST_PART_NBYTES):
-            size = before
-        held = Held(one.file.checksums, size)
-        for part in parts(one, size, how.checks):
-            yield partial(_send_part, part, held, sink, how)
 
 
 def whole(one: FilePlan) -> bytes:
