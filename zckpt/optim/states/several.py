@@ -166,7 +166,16 @@ class Optimizers:
         found = []
         for name, (theirs, metadata) in self._divided(whole, called).items():
             state = self.states[name]
-            groups, elsewhere = _aligned(whole, theirs, state), whole.elsewhere.difference(*state.names())
+            groups: Sequence[ParamGroup] = theirs
+            elsewhere = whole.elsewhere.difference(*state.names())
+            known, frozen = whole.checkpoint.parameters, state.untrained()
+            ours = [any(one not in frozen for one in names) for names in state.names()]
+            trained = [
+                its for its in theirs if any(one not in known or not known[one].frozen for one in its.parameters)
+            ]
+            if len(ours) != len(theirs) and sum(ours) == len(trained):  # DeepSpeed files none where nothing is trained
+                left = iter(trained)
+                groups = [next(left) if is_trained else ParamGroup({}, []) for is_trained in ours]
             found.append((state, replace(whole, param_groups=groups, metadata=metadata, elsewhere=elsewhere)))
         return found
 
@@ -213,17 +222,6 @@ class Optimizers:
             if name not in theirs
         ]
         return {name: (theirs[name], metadata.get(name, {})) for name in self.states if name in theirs}
-
-
-def _aligned(source: Source, theirs: Sequence[ParamGroup], state: OptimizerState) -> Sequence[ParamGroup]:
-    """Return a checkpoint's groups, with nothing for those here in which nothing is trained: DeepSpeed files none."""
-    known, frozen = source.checkpoint.parameters, state.untrained()
-    ours = [any(name not in frozen for name in names) for names in state.names()]
-    trained = [one for one in theirs if any(name not in known or not known[name].frozen for name in one.parameters)]
-    if len(ours) == len(theirs) or sum(ours) != len(trained):
-        return theirs
-    left = iter(trained)
-    return [next(left) if is_trained else ParamGroup({}, []) for is_trained in ours]
 
 
 def merged_groups(every: Iterable[Sequence[ParamGroup]]) -> list[ParamGroup]:
