@@ -192,7 +192,10 @@ def load(
     with ExitStack() as stack:
         loading = _Loading(stack, ranks, place, model, optimizer, tp_rules, broadcast=broadcast)
         ranks.do(prepared)
-        loading.leave_out(loading.torn(broadcast=broadcast))
+        torn = loading.torn(broadcast=broadcast)  # tensors that differ and are one here
+        if torn and strict:
+            raise UsageError(torn[0], path=loading.report.path, advice="untie them, or strict=False leaves it out")
+        loading.report.notes += [f"left out: {what}" for what in torn]
         if broadcast:
             loading.check_alike()
         with torch.no_grad():
@@ -369,12 +372,6 @@ class _Loading(Meeting):
         refuse_lossy(self.source.checkpoint, reads, advice)
         check_tensors(reads)
         self.each("check")
-
-    def leave_out(self, torn: Sequence[str]) -> None:
-        """Refuse tensors that differ and are one here, or note which are left out."""
-        if torn and self.source.asked.strict:
-            raise UsageError(torn[0], path=self.report.path, advice="untie them, or strict=False leaves it out")
-        self.report.notes += [f"left out: {what}" for what in torn]
 
     def each(self, step: str) -> None:
         """Take a step of all optimizers' states."""
