@@ -19,6 +19,7 @@ from tests.deepspeed_engine.catalogue import odd_client_state
 from tests.interop.cut import TOLERANCE, small, spec
 from tests.logical import plain_values
 from tests.pairwise import each, some
+from tests.refusals import refusing
 from tests.truth import Truth
 
 pytestmark = pytest.mark.interop
@@ -74,6 +75,23 @@ def test_a_run_without_zero_goes_on_with_it(stage, dtype, made, tmp_path):
 def assert_loss_scaler(expected: dict[str, Any], engine: Any) -> None:
     found = vars(engine.optimizer.loss_scaler)
     assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.every(2)
+def test_weights_in_float32_go_on_in_bf16(dtype, stage, made, tmp_path):
+    """DeepSpeed's engine with bf16 looks for files of another name; weights are masters in what trains in float32."""
+    source = spec(f"s2_{dtype}", dtype=dtype)
+    folder = made(source)
+    zckpt.convert(folder, tmp_path / "there", to="dcp", dtype="float32")
+    options = {"dtype": "bfloat16"} if dtype == "fp32" else {}  # else the configuration that goes along says it
+    zckpt.convert(tmp_path / "there", tmp_path / "back", to="deepspeed", world_size=2, stage=stage, **options)
+    verdict = resume(tmp_path / "back", source.at(2, dtype="bf16", stage=stage), folder)
+    assert not [*verdict.slots, *verdict.hyperparameters, *verdict.steps, *verdict.held]
+    assert verdict.loss_difference <= TOLERANCE["bf16"]
+    with refusing(zckpt.UsageError, "--dtype does not apply|dtype= does not apply"):
+        zckpt.convert(folder, tmp_path / "other", to="deepspeed", dtype="bfloat16")
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -75,7 +75,7 @@ def convert(
         parameter_alignment, by default the source's. `zckpt` and `dcp`: world_size, the number of files, by default
         one; any number of ranks can load them. `zero-redundancy`: world_size, to write each rank's own file as well.
         `fsdp-rank-files`: world_size, fsdp_version, fsdp_size, device, torch_version, groups, units.
-        `torch-checkpointing`: world_size, by default the source's, keys, device. `consolidated`, `dcp`,
+        `torch-checkpointing`: world_size, by default the source's, keys, device. `consolidated`, `dcp`, `deepspeed`,
         `zero-redundancy`: dtype of trained parameters in the model, by default "keep". None means not given.
 
     Raises

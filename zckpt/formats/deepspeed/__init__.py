@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import about
 from zckpt.formats.deepspeed.directory import classify, find, is_own
-from zckpt.formats.deepspeed.options import Options, RecutOptions
+from zckpt.formats.deepspeed.options import ConvertOptions, RecutOptions
 from zckpt.formats.format import ROOTS, TAG, TP_RULES, Found, Job, NearMiss, Search, Strippable, Survey, TargetFiles
 from zckpt.storage.ownership import Owned
 
@@ -43,7 +43,7 @@ class DeepSpeed(Strippable):
     )  # fmt: skip
     writes = "a run directory that stock DeepSpeed loads"
     takes = frozenset({ROOTS, TAG, TP_RULES})
-    options = Options
+    options = ConvertOptions
     recut_options = RecutOptions
     owns = Owned(lambda name: is_own(name.rpartition("/")[2]))
     family = "deepspeed"

@@ -35,7 +35,8 @@ from zckpt.formats.group_values import group_values, refuse_several, same
 from zckpt.formats.latest import is_name
 from zckpt.formats.remainder import is_extra, of_modules, origin
 from zckpt.formats.torch_files.writer import new_storage, view
-from zckpt.state import MASTER, Checkpoint, ParamGroup, Topology, without
+from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup, Topology, without
+from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import TorchFile, node_of
 
 VERSION = "0.19.8"
@@ -52,12 +53,15 @@ _OF_RANK = re.compile(r"(?:zero_pp_rank_(\d{1,9})_)?mp_rank_(\d{2,9})_model_stat
 """Keys of metadata that a rank's model file has otherwise than the first's."""
 
 
-def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf16: bool) -> Checkpoint:
+def as_deepspeed(
+    checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf16: bool, dtype: str = "keep"
+) -> Checkpoint:
     """Return the checkpoint with masters, group-wide values and an origin, so that it can be laid out.
 
-    `stage`: {1, 2, 3}; `staged`: whether layers are to be dealt to stages of a pipeline; `bf16`:
-    whether its optimizer is to be BF16_Optimizer, of stage 1. Raises UnsupportedError: it has no optimizer, parameters
-    without names, or state that a flat buffer cannot hold.
+    `stage`: {1, 2, 3}; `staged`: whether layers are to be dealt to stages of a pipeline; `bf16`: whether its optimizer
+    is to be BF16_Optimizer, of stage 1; `dtype`: of the engine; "keep": as its configuration or its weights say, which
+    may be masters, as the Trainer has them. Raises UnsupportedError: it has no optimizer, parameters without names, or
+    state that a flat buffer cannot hold.
     """
     _refuse(checkpoint, staged=staged)
     layers = listed_entries(checkpoint)
@@ -91,14 +95,26 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf
     tag = origin(converted).get("tag")
     tag = tag if isinstance(tag, str) and is_name(tag) else f"global_step{_steps(converted)}"
     model = _model(converted, layers)
+    is_bf16 = "bfloat16" in ((model.dtype, _dtype(converted)) if dtype == "keep" else (dtype,))
     whole = Rank(
         converted.source, converted.format, parameters=parameters, buffers=converted.buffers, param_groups=groups,
-        model_files=[model], members=[_optimizer(converted, stage, bf16=bf16)],
+        model_files=[model], members=[_optimizer(converted, stage, bf16=bf16, is_bf16=is_bf16)],
     )  # fmt: skip
     whole.degrees.extend(expert_degrees(whole))
     rules = known_rules(model.content, {name: p.shape for name, p in parameters.items()}, model.path)
     converted.origin = Origin(TagDirectory(Path(converted.source), tag, ()), [whole], rules=rules)
     return converted
+
+
+def with_weights_as(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
+    """Return a checkpoint whose trained weights have another type, rounded from the masters, which it keeps or gets."""
+    parameters = dict(checkpoint.parameters)
+    for one in checkpoint.owners:
+        master = one.master or one.weight
+        if one.group is not None and master is not None and is_floating(master.dtype):
+            slots = {MASTER: replace(master, name=MASTER), WEIGHT: replace(master, name=WEIGHT, dtype=dtype)}
+            parameters[one.name] = replace(one, dtype=dtype, slots={**one.slots, **slots})
+    return replace(checkpoint, parameters=parameters)
 
 
 def as_engines_group(checkpoint: Checkpoint, stage: int | None = None, known: object = None) -> Checkpoint:
@@ -132,6 +148,11 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
     `checkpoint`: the source; `stage`: {1, 2, 3}.
     """
     _, found = scaling(checkpoint, _config(checkpoint), stage=stage, dtype=_dtype(checkpoint))
+    if "ds_config" not in checkpoint.metadata and _dtype(checkpoint) == "float32":
+        found.append(
+            "weights are float32: a DeepSpeed engine with bf16 looks for files of another name, which --dtype bfloat16 "
+            "writes"
+        )
     without_master: list[str] = []
     for index, group in enumerate(checkpoint.param_groups):
         members = [checkpoint.parameters[name] for name in group.parameters]
@@ -276,15 +297,17 @@ def _dtype(checkpoint: Checkpoint) -> str:
     return max(numels, key=numels.__getitem__, default="float32")
 
 
-def _optimizer(checkpoint: Checkpoint, stage: int, *, bf16: bool) -> OptimizerShard:
-    """Return an optimizer file with the keys of a stage; those that depend on the cut come from the writer."""
+def _optimizer(checkpoint: Checkpoint, stage: int, *, bf16: bool, is_bf16: bool) -> OptimizerShard:
+    """Return an optimizer file with the keys of a stage; those that depend on the cut come from the writer.
+
+    `is_bf16`: whether an engine with bf16 looks for it.
+    """
     content, _ = scaling(checkpoint, _config(checkpoint), stage=stage, dtype=_dtype(checkpoint))
     if stage != 3 and (clipping := checkpoint.optimizer_metadata.get("clip_grad")) is not None:
         content["clip_grad"] = clipping
     if bf16:
         content["ds_version"] = VERSION
-    prefix = "bf16_" if _dtype(checkpoint) == "bfloat16" else ""
-    shard = Shard(f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt", OPTIMIZER, 0, 0)
+    shard = Shard(f"{'bf16_' * is_bf16}zero_pp_rank_0_mp_rank_00_optim_states.pt", OPTIMIZER, 0, 0)
     root: dict[str, object] = {"optimizer_state_dict": content, "ds_config": None, "ds_version": VERSION}
     return OptimizerShard(
         shard,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zckpt.formats.options import option
+from zckpt.formats.options import dtype_option, option
 from zckpt.immutable import immutable
 
 STAGES = (1, 2, 3)
@@ -10,7 +10,7 @@ STAGES = (1, 2, 3)
 
 @immutable
 class Options:
-    """What `convert --to deepspeed` can be given; None: as the source is."""
+    """What `convert --to deepspeed` and `reshard` can be given; None: as the source is."""
 
     world_size: int | None = option(
         "Data-parallel ranks. Required unless SOURCE is DeepSpeed's and keeps its names; then the default is SOURCE's.",
@@ -71,6 +71,13 @@ class Options:
         "Rows of the vocabulary in TARGET's model. Default: SOURCE's, or the next multiple of T.",
         metavar="ROWS",
     )
+
+
+@immutable
+class ConvertOptions(Options):
+    """What `convert --to deepspeed` can be given."""
+
+    dtype: str = dtype_option()
 
 
 @immutable

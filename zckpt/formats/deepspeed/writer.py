@@ -257,11 +257,13 @@ def lay_out(job: Job) -> TargetFiles:
     checkpoint, options = job.checkpoint, job.options
     origin = origin_of(checkpoint)
     if origin is None or not origin.members:
-        tag, written, made = _from_elsewhere(job)
+        tag, written, made = _from_elsewhere(job, dtype=options.dtype)
         if is_trainers(job.source):
             written = with_others(written, replace(job, checkpoint=made), tag, options.world_size)
             return replace(written, restated={*(written.restated or ()), *random_states(checkpoint)})
         return replace(written, files=with_latest(written.files, tag))
+    if options.dtype != "keep":
+        raise UsageError("--dtype does not apply to a source that is DeepSpeed's", advice="go by way of --to=dcp")
     world_size = checkpoint.topology.dp if options.world_size is None else options.world_size
     stage = origin.members[0].stage if options.stage is None else options.stage
     written = recut(replace(job, options=_recut(options, world_size, stage)))
@@ -272,7 +274,9 @@ def lay_out(job: Job) -> TargetFiles:
     return replace(written, notes=[*written.notes, *lost], restated=restated)
 
 
-def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tuple[str, TargetFiles, Checkpoint]:
+def _from_elsewhere(
+    job: Job, *, whole: bool = True, bf16: bool = False, dtype: str = "keep"
+) -> tuple[str, TargetFiles, Checkpoint]:
     """Return the tag and files of a checkpoint of any other format, as those of BF16_Optimizer on demand.
 
     And the checkpoint with the param groups that are in them.
@@ -289,13 +293,17 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
         )  # fmt: skip
     checkpoint = foreign.as_engines_group(job.checkpoint, stage, known)
     left_out = foreign.groups_left_out(job.checkpoint, checkpoint)
+    if dtype != "keep":
+        checkpoint = foreign.with_weights_as(checkpoint, dtype)
     if options.hyperparameters is not None and not any(group.hyperparameters for group in checkpoint.param_groups):
         groups, elastic = checkpoint.param_groups, bool(options.elastic) and stage != 3
         given = read_hyperparameters(options.hyperparameters, len(groups), elastic=elastic)
         checkpoint = replace(checkpoint, param_groups=with_hyperparameters(groups, given))
         options = replace(options, hyperparameters=None)
     keys = with_tied_keys(checkpoint, options)
-    converted = foreign.as_deepspeed(checkpoint, stage=stage, staged=bool(stages_asked(options)), bf16=bf16)
+    converted = foreign.as_deepspeed(
+        checkpoint, stage=stage, staged=bool(stages_asked(options)), bf16=bf16, dtype=dtype
+    )
     strange = without(checkpoint.optimizer_metadata, *loss_scaling.HANDLED)
     if strange:
         raise UnsupportedError(
@@ -331,7 +339,7 @@ def _lost_clipping(checkpoint: Checkpoint, stage: int) -> list[str]:
 
 
 def _recut(options: Options, world_size: int, stage: int | None) -> RecutOptions:
-    return RecutOptions(**{**asdict(options), "world_size": world_size, "stage": stage})
+    return RecutOptions(**{**without(asdict(options), "dtype"), "world_size": world_size, "stage": stage})
 
 
 def recut(job: Job) -> TargetFiles:
