@@ -85,7 +85,7 @@ class Slices:
         that ranks have some of the same elements.
         """
         found = self.rules.rule(name, [shape] * self.degree, padded=True)
-        if any(found.copies):
+        if found.firsts:
             raise UnsupportedError(f"slices of {name} overlap", path=self.rules.path, advice='give format="deepspeed"')
         return found
 
