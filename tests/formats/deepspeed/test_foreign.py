@@ -20,6 +20,7 @@ from zckpt.compare.logical import parameter_values, single
 from zckpt.errors import UnsupportedError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.deepspeed.in_place import Training, serve
+from zckpt.formats.deepspeed.writer import FOR_FLOAT32
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 from zckpt.torchfile import Object, plain
 
@@ -97,7 +98,7 @@ def model_and_optimizer(path, *, dtype=torch.float32, unused=False) -> Path:
 def test_no_loss_scaler_and_no_clipping_where_the_source_has_none(stage, tmp_path):
     state, notes = first_rank_of(model_and_optimizer(tmp_path / "m.pt"), tmp_path / "out", stage)
     assert not {"loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"} & state.keys()
-    assert notes == ()
+    assert notes == (FOR_FLOAT32,)
     assert zckpt.open(tmp_path / "out").optimizer_metadata == {}
     content = content_of(model_file(tag_of(tmp_path / "out")))
     assert "global_samples" not in content
@@ -221,7 +222,7 @@ def test_group_of_which_nothing_has_state_gets_none(torch_file, tmp_path):
     path = torch_file(live.both(model, optimizer))
     state, notes = first_rank_of(path, tmp_path / "out", 2)
     assert list(state["base_optimizer_state"]["state"]) == [0]
-    assert notes == ()
+    assert notes == (FOR_FLOAT32,)
     assert zckpt.fingerprint(tmp_path / "out").text == zckpt.fingerprint(path).text
 
 

@@ -95,7 +95,7 @@ def as_deepspeed(
     tag = origin(converted).get("tag")
     tag = tag if isinstance(tag, str) and is_name(tag) else f"global_step{_steps(converted)}"
     model = _model(converted, layers)
-    is_bf16 = "bfloat16" in ((model.dtype, _dtype(converted)) if dtype == "keep" else (dtype,))
+    is_bf16 = "bfloat16" in ((model.dtype, dtype_of(converted)) if dtype == "keep" else (dtype,))
     whole = Rank(
         converted.source, converted.format, parameters=parameters, buffers=converted.buffers, param_groups=groups,
         model_files=[model], members=[_optimizer(converted, stage, bf16=bf16, is_bf16=is_bf16)],
@@ -147,12 +147,7 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
 
     `checkpoint`: the source; `stage`: {1, 2, 3}.
     """
-    _, found = scaling(checkpoint, _config(checkpoint), stage=stage, dtype=_dtype(checkpoint))
-    if "ds_config" not in checkpoint.metadata and _dtype(checkpoint) == "float32":
-        found.append(
-            "weights are float32: a DeepSpeed engine with bf16 looks for files of another name, which --dtype bfloat16 "
-            "writes"
-        )
+    _, found = scaling(checkpoint, _config(checkpoint), stage=stage, dtype=dtype_of(checkpoint))
     without_master: list[str] = []
     for index, group in enumerate(checkpoint.param_groups):
         members = [checkpoint.parameters[name] for name in group.parameters]
@@ -283,12 +278,12 @@ def is_counted(key: str) -> bool:
 def _config(checkpoint: Checkpoint) -> dict[object, object]:
     node = node_of(checkpoint.metadata.get("ds_config"))
     if not isinstance(node, dict):
-        kind = {"bfloat16": "bf16", "float16": "fp16"}.get(_dtype(checkpoint))
+        kind = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype_of(checkpoint))
         node = {kind: {"enabled": True}} if kind else {}
     return {"zero_optimization": {}, **node}
 
 
-def _dtype(checkpoint: Checkpoint) -> str:
+def dtype_of(checkpoint: Checkpoint) -> str:
     """Return the type of most of the trained elements."""
     numels: Counter[str] = Counter()
     for parameter in checkpoint.parameters.values():
@@ -302,7 +297,7 @@ def _optimizer(checkpoint: Checkpoint, stage: int, *, bf16: bool, is_bf16: bool)
 
     `is_bf16`: whether an engine with bf16 looks for it.
     """
-    content, _ = scaling(checkpoint, _config(checkpoint), stage=stage, dtype=_dtype(checkpoint))
+    content, _ = scaling(checkpoint, _config(checkpoint), stage=stage, dtype=dtype_of(checkpoint))
     if stage != 3 and (clipping := checkpoint.optimizer_metadata.get("clip_grad")) is not None:
         content["clip_grad"] = clipping
     if bf16:

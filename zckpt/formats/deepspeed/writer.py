@@ -274,6 +274,11 @@ def lay_out(job: Job) -> TargetFiles:
     return replace(written, notes=[*written.notes, *lost], restated=restated)
 
 
+FOR_FLOAT32 = (
+    "weights are float32: a DeepSpeed engine with bf16 looks for files of another name, which --dtype bfloat16 writes"
+)
+
+
 def _from_elsewhere(
     job: Job, *, whole: bool = True, bf16: bool = False, dtype: str = "keep"
 ) -> tuple[str, TargetFiles, Checkpoint]:
@@ -323,6 +328,13 @@ def _from_elsewhere(
             f"experts are spread over {target.tp} tensor-parallel ranks, as in DeepSpeed without "
             "enable_expert_tensor_parallelism; --sliced-experts slices them, as with it"
         )
+    if (
+        dtype == "keep"
+        and whole
+        and "ds_config" not in checkpoint.metadata
+        and foreign.dtype_of(checkpoint) == "float32"
+    ):
+        notes.append(FOR_FLOAT32)
     none = {key for key in foreign.NONE_IF_ABSENT if checkpoint.metadata.get(key) is None}
     restated = loss_scaling.HANDLED | none | set(filter(foreign.is_counted, checkpoint.metadata))
     tag = target.origin.directory.tag
