@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -118,6 +119,13 @@ def everything(model: nn.Module, optimizer: Any) -> list[Any]:
     pairs = [pair for its in (*slots, *optimizer.param_groups) for pair in sorted(its.items()) if pair[0] != "params"]
     every = [*model.parameters(), *masters, *(one for pair in pairs for one in pair), torch.get_rng_state()]
     return [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in every]
+
+
+def of_all_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return what each rank has."""
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, mine, group)
+    return told
 
 
 def same(one: list[Any], other: list[Any]) -> bool:

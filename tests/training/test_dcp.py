@@ -120,7 +120,7 @@ OPTIONS = {
 OFTEN = {1: ["adamw-ddp-float32"], 2: ["adamw-fsdp-float32"], 3: ["sgd-compile-float32"]}
 """What every run saves at each number of ranks."""
 
-SAVED, MORE = 3, 2
+SAVED, MORE = 2, 2
 
 
 def state_of(training: Training, options: StateDictOptions, **beside: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import zckpt
 from tests.gloo import forked, on_ranks
+from tests.live import of_all_ranks
 from tests.refusals import refusing
 from zckpt.errors import WorkerError
 from zckpt.training import checkpointer as module
@@ -183,9 +184,7 @@ def test_all_ranks_end_in_the_same_step(rank, world_size, who):
         if checkpointer.is_ending:
             break
     checkpointer.close()
-    last = [0] * world_size
-    dist.all_gather_object(last, step)
-    assert last == [step] * world_size
+    assert of_all_ranks(step) == [step] * world_size
     assert 20 <= step < 2000
     assert zckpt.open(directory).step == step
 

@@ -18,7 +18,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchsOptimizer
 import zckpt
 from tests import live
 from tests.gloo import on_ranks
-from tests.live import equal, save_both
+from tests.live import equal, of_all_ranks, save_both
 from tests.logical import assert_same_tree
 from tests.refusals import refusing
 from zckpt.errors import UsageError
@@ -197,7 +197,7 @@ def test_an_optimizers_file_by_itself_is_loaded_by_its_order():
 
 
 @on_ranks(2)
-def test_files_of_torchs_zero_redundancy_optimizer_with_equal_layers(rank, world_size, tmp_path):
+def test_files_of_torchs_zero_redundancy_optimizer_with_equal_layers(rank, tmp_path):
     """torch's own ZeroRedundancyOptimizer: each rank's file, and all in one; into every sharded optimizer."""
     model = build(frozen=1, layers=4)
     trained = [one for one in model.parameters() if one.requires_grad]
@@ -211,8 +211,7 @@ def test_files_of_torchs_zero_redundancy_optimizer_with_equal_layers(rank, world
         torch.save(model.state_dict(), "ranks/model.pt")
         save_both(model, optimizer, "whole.pt")
     dist.barrier()
-    every = [None] * world_size
-    dist.all_gather_object(every, slots(model, optimizer.optim))
+    every = of_all_ranks(slots(model, optimizer.optim))
     expected = {name: value for one in every for name, value in one.items()}
     assert len(expected) == len(trained)
     for source in ("ranks", "whole.pt"):

@@ -16,7 +16,7 @@ import zckpt
 from tests.deepspeed_engine import Spec, models, tensor_parallel
 from tests.deepspeed_engine.training import batch
 from tests.gloo import run
-from tests.live import groups_of
+from tests.live import groups_of, of_all_ranks
 from tests.logical import assert_same_tree
 from tests.refusals import refusing
 from tests.training.trainings import mean_over_ranks
@@ -82,9 +82,7 @@ class Run:
                     held = parameter if slot == "master" else self.optimizer.state[parameter][slot]
                     mine[name, slot] = held.detach().clone()
             mine[name, "weight"] = parameter.detach().clone()
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, mine)
-        slices = told[: self.spec.tensor_parallel]
+        slices = of_all_ranks(mine)[: self.spec.tensor_parallel]
         whole = {key: [one[key] for one in slices] for key in mine}
         return {
             key: torch.cat(its) if key[0] == "kept" else tensor_parallel.merge(key[0], its)

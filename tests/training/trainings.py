@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.gloo import run
-from tests.live import groups_of, whole
+from tests.live import groups_of, of_all_ranks, whole
 from tests.truth import bits
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 
@@ -150,9 +150,7 @@ def slots_of(optimizer: Any, name: str, parameter: torch.Tensor) -> dict[str, to
     mine = whole(getattr(optimizer, "optim", optimizer).state.get(parameter, {}))
     if not hasattr(optimizer, "optim"):
         return mine
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    return next((one for one in told if one), {})
+    return next(filter(None, of_all_ranks(mine)), {})
 
 
 def compiled(model: nn.Module) -> nn.Module:

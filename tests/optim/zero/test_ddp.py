@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
 
 from tests.gloo import on_ranks
-from tests.live import groups_of
+from tests.live import groups_of, of_all_ranks
 from tests.optim.zero.reference import (
     SGD,
     TOLERANCE,
@@ -138,7 +138,7 @@ def what_ddp_gets_back(optimizer: ZeroOptimizer) -> list[torch.Tensor]:
 
 
 @on_ranks(2)
-def test_reduces_each_gradient_once(world_size):
+def test_reduces_each_gradient_once():
     """To its owner, also if there is accumulation; and DDP's own reducer, which counts beside Python, sends nothing."""
     for reduce_scatter, name in ((True, "reduce"), (False, "all_reduce")):
         model, ours = pair(torch.float32, {"bucket_cap_mb": 1e-4}, reduce_scatter=reduce_scatter)
@@ -155,8 +155,7 @@ def test_reduces_each_gradient_once(world_size):
                 ours.step()
             weights = sum(group.flat.numel() for group in ours.groups)
             assert seen.elements == {name: numel, "broadcast": weights}
-            theirs = [torch.empty(0)] * world_size
-            dist.all_gather_object(theirs, returned)
+            theirs = of_all_ranks(returned)
             # What DDP puts into `grad` is this rank's: had it averaged gradients, too, all would have the same.
             assert returned
             assert not any(torch.equal(a, b) for a, b in zip(theirs[0], theirs[1], strict=True))

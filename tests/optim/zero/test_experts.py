@@ -17,6 +17,7 @@ import zckpt
 from tests.deepspeed_engine import Spec, models, tensor_parallel
 from tests.deepspeed_engine.truth import global_expert
 from tests.gloo import on_ranks, run
+from tests.live import of_all_ranks
 from tests.optim.zero.test_files import (
     DTYPES,
     FIXTURES,
@@ -70,8 +71,7 @@ def merged(optimizer: ZeroOptimizer, spec: Spec) -> Slots:
         rank = next(iter(experts.places.values())).rank
         firsts = defaultdict(lambda: rank * spec.experts // spec.expert_parallel)  # of any layer
         mine = {slot: {global_expert(n, firsts): v for n, v in values.items()} for slot, values in mine.items()}
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
+    told = of_all_ranks(mine)
     if spec.model == "moe":
         return {slot: {n: v for one in told for n, v in one[slot].items()} for slot in mine}
     slices = told[: spec.tensor_parallel]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.gloo import on_ranks, run
-from tests.live import equal, everything, same
+from tests.live import equal, everything, of_all_ranks, same
 from tests.optim.zero.reference import (
     Net,
     assert_alike,
@@ -225,7 +225,7 @@ def test_least_scale(rank):
 
 
 @on_ranks(2)
-def test_scale_in_state(world_size):
+def test_scale_in_state():
     """All of what decides about the next scales is saved and loaded; also where the kind of scaler is another."""
     kinds = [
         DynamicLossScaler(2.0**10, scale_window=2, delayed_shift=3, consecutive_hysteresis=True, min_scale=0.5),
@@ -238,8 +238,7 @@ def test_scale_in_state(world_size):
             for step, overflows in enumerate((True, False, False, True, False, True)):
                 ours.backward(loss_of(model, step) * (math.inf if overflows else 1.0))
                 ours.step()
-            states = [None] * world_size
-            torch.distributed.all_gather_object(states, ours.state_dict())
+            states = of_all_ranks(ours.state_dict())
             assert states[0]["dynamic_loss_scale"] == scaler.dynamic
             for fresh in (1.0, DynamicLossScaler(4.0)):
                 other = make(Net(), loss_scale=fresh, elastic_checkpoint=elastic)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import zckpt
 from tests.gloo import on_ranks, run
+from tests.live import of_all_ranks
 from tests.logical import assert_same_tree
 from tests.optim.zero_redundancy.training import Net, groups, make, train, train_twins
 from tests.pairwise import each
@@ -116,15 +116,14 @@ def test_refuses_what_would_be_lost(tmp_path):
 
 
 @on_ranks(2)
-def test_every_rank_has_its_own_and_nothing_is_copied(world_size):
+def test_every_rank_has_its_own_and_nothing_is_copied():
     model = Net()
     ours = ZeroRedundancyOptimizer(groups(model), torch.optim.Adam, lr=0.1)
     train(model, ours, range(2))
     mine = ours.sharded_state_dict()
     held = {id(value) for values in ours.state.values() for value in values.values()}
     assert {id(value) for values in mine["state"].values() for value in values.values()} == held
-    told: list[Any] = [None] * world_size
-    dist.all_gather_object(told, list(mine["state"]))
+    told = of_all_ranks(list(mine["state"]))
     assert sorted(int(label) for labels in told for label in labels) == [*range(len(ours._all_params))]
     before = copy.deepcopy(mine["param_groups"])
     ours.param_groups[0]["lr"] = 3.0

@@ -15,7 +15,16 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchOptimizer
 from tests.deepspeed_engine.optimizers import FusedLayoutAdam
 from tests.gloo import on_ranks
 from tests.logical import assert_same_tree
-from tests.optim.zero_redundancy.training import OPTIMIZERS, groups, make, train, train_twins, twins, unsharded
+from tests.optim.zero_redundancy.training import (
+    OPTIMIZERS,
+    groups,
+    make,
+    train,
+    train_twins,
+    trained_twins,
+    twins,
+    unsharded,
+)
 from tests.pairwise import each, some
 from zckpt.optim import ZeroRedundancyOptimizer
 
@@ -33,8 +42,7 @@ def consolidated(optimizer: ZeroRedundancyOptimizer | TorchOptimizer, to: int = 
 
 @on_ranks(3, each=each(OPTIMIZERS, range(3)))
 def test_consolidated_is_the_unsharded_optimizers(rank, kind, to):
-    _, ours, _, theirs = pair = twins(kind, named=kind == "adamw")
-    train_twins(pair)
+    _, ours, _, theirs = trained_twins(kind, named=kind == "adamw")
     ours.consolidate_state_dict(to=to)
     if rank == to:
         found, wanted = ours.state_dict(), theirs.state_dict()
@@ -45,8 +53,7 @@ def test_consolidated_is_the_unsharded_optimizers(rank, kind, to):
 
 @on_ranks(3, each=some([*zip(OPTIMIZERS)][::3], [one for at, one in enumerate(zip(OPTIMIZERS)) if at % 3]))
 def test_loaded_from_each_other(world_size, kind):
-    model, ours, other, theirs = pair = twins(kind)
-    train_twins(pair)
+    model, ours, other, theirs = trained_twins(kind)
     whole, single = consolidated(ours, to=world_size - 1), copy.deepcopy(theirs.state_dict())
     fresh = model, make(kind, model), other, unsharded(kind, other)
     fresh[1].load_state_dict(single)
@@ -61,8 +68,7 @@ def test_loaded_from_each_other(world_size, kind):
 
 @on_ranks(3)
 def test_own_part_is_loaded_again(rank, world_size):
-    model, ours, other, theirs = pair = twins("adamw")
-    train_twins(pair)
+    model, ours, other, theirs = trained_twins("adamw")
     part = ours.state_dict()
     assert part["partition"]["rank"] == rank
     assert set(part["state"]) == {n for n, owner in enumerate(part["partition"]["ranks"]) if owner == rank}
@@ -98,8 +104,7 @@ def test_part_of_another_partition_is_taken_over(rank, world_size):
 
 @on_ranks(3)
 def test_consolidated_copy_shares_nothing_and_is_released(rank):
-    model, ours, _, _ = pair = twins("adamw")
-    train_twins(pair)
+    model, ours, _, _ = trained_twins("adamw")
     ours.consolidate_state_dict(to=1)
     taken = ours.state_dict()
     before = copy.deepcopy(taken)
@@ -115,8 +120,7 @@ def test_consolidated_copy_shares_nothing_and_is_released(rank):
 
 @on_ranks(3)
 def test_load_leaves_the_dict_alone_and_shares_nothing(rank):
-    model, _, _, theirs = pair = twins("adamw")
-    train_twins(pair)
+    model, _, _, theirs = trained_twins("adamw")
     given = theirs.state_dict()
     before = copy.deepcopy(given)
     fresh = make("adamw", model)
@@ -166,8 +170,7 @@ def test_load_casts_as_torch_does():
 
 @on_ranks(3)
 def test_names_find_parameters_in_another_order():
-    model, _, other, theirs = pair = twins("adamw", named=True)
-    train_twins(pair)
+    model, _, other, theirs = trained_twins("adamw", named=True)
     turned = [{**group, "params": group["params"][::-1]} for group in groups(model, named=True)]
     fresh = ZeroRedundancyOptimizer(turned, torch.optim.AdamW, lr=0.01)
     fresh.load_state_dict(theirs.state_dict())
@@ -176,8 +179,7 @@ def test_names_find_parameters_in_another_order():
 
 @on_ranks(3)
 def test_mismatched_dicts_are_refused_by_what_differs(rank, world_size):
-    _, ours, _, theirs = pair = twins("adamw", named=True)
-    train_twins(pair)
+    _, ours, _, theirs = trained_twins("adamw", named=True)
     whole = theirs.state_dict()
     before = copy.deepcopy(ours.state_dict())
 

@@ -113,3 +113,10 @@ def train_twins(pair: Twins, steps: Iterable[int] = range(3), what: str = "") ->
         train(model, ours, [step])
         train(other, theirs, [step])
     assert_same_parameters(model, other, what)
+
+
+def trained_twins(kind: str, **options: Any) -> Twins:
+    """Return both after three steps, in which they are the same."""
+    pair = twins(kind, **options)
+    train_twins(pair)
+    return pair
