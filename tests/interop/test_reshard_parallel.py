@@ -148,6 +148,9 @@ def test_ranks_may_have_their_groups_in_orders_of_their_own(made, tmp_path):
     assert zckpt.diff(folder, tmp_path / "cut").equal
     with pytest.raises(zckpt.UnsupportedError, match="in different orders"):
         zckpt.strip(run, tmp_path / "lean", padding=True)
+    (path,) = run.glob("*/*zero_pp_rank_1_*optim_states.pt")
+    path.write_bytes(path.read_bytes()[:300])
+    assert [one.file for one in zckpt.verify(run).findings] == [str(path)]
 
 
 @pytest.mark.nightly

@@ -275,6 +275,8 @@ def _common_facts(members: Sequence[OptimizerShard]) -> dict[str, list[str | Non
 
 def survey(directory: TagDirectory) -> Survey:
     """Return the files that can be read, and an error for each other one and for what ranks disagree on."""
+    from zckpt.formats.deepspeed.layouts.layout import in_one_order
+
     files: list[SourceFile] = []
     errors: list[SourceError] = []
     models: list[ModelShard] = []
@@ -299,7 +301,7 @@ def survey(directory: TagDirectory) -> Survey:
             errors.append(error)
     for mp_rank in sorted({m.mp_rank for m in models} | {s.mp_rank for s in shards}):
         own = [m for m in models if m.mp_rank == mp_rank]
-        its = [s for s in shards if s.mp_rank == mp_rank]
+        its = in_one_order([s for s in shards if s.mp_rank == mp_rank])
         there = [rank for mp, rank in unread if mp == mp_rank]
         if own and (its or there):
             errors += problems(directory.path, own, its, mp_rank, there)
