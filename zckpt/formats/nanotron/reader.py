@@ -186,9 +186,9 @@ def _whole(name: str, pieces: Pieces, held: Mapping[Part, Slot]) -> Slot:
     """Return the whole of what ranks have of a tensor. Raises ShardError: a part is missing; LayoutError: or twice."""
     every = [*pieces.values()]
     whole, (tp, exp) = every[0].whole, every[-1].ranks
-    for part in product(tp, exp):
-        if part not in pieces:
-            raise ShardError(f"the part of {name} of tensor-parallel rank {part[0]} is missing", code=MISSING_FILE,
+    for at in product(tp, exp):
+        if at not in pieces:
+            raise ShardError(f"the part of {name} of tensor-parallel rank {at[0]} is missing", code=MISSING_FILE,
                              expected=f"{len(tp) * len(exp)} files", found=len(pieces))  # fmt: skip
     boxes = []
     for part, piece in pieces.items():

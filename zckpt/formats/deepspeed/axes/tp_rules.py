@@ -388,7 +388,8 @@ class Rules:
             covered += firsts[-1]
         if Share(0, 0, shape[dim]).without(covered) or sum(s.size for s in covered) != shape[dim]:
             raise wrong
-        return Rule(SLICED, shape, dim, tuple(shares), tuple(firsts))
+        is_apart = sum(s.size for one in shares for s in one) == shape[dim]
+        return Rule(SLICED, shape, dim, tuple(shares), () if is_apart else tuple(firsts))
 
     def _box(self, name: str, piece: object, shape: Shape, local: Shape) -> tuple[Shape, Shape, Shape] | None:
         """Return the origin of a piece in the slice and in the whole, and its sizes; None of an empty one."""
