@@ -59,6 +59,7 @@ from zckpt.state import (
     as_float,
     by_key,
     dict_of,
+    first_of,
     is_floating,
     itemsize,
     list_of,
@@ -186,14 +187,20 @@ class _Reading:
         In DeepSpeed's ZeRO-3 files the single values of a group are nowhere but here.
         """
         path, inner = self.file.path, section(self.content, "optimizer_state_dict")
-        stored = self.content.get("param_groups")
-        stored = inner.get("param_groups") if stored is None else stored
+        stored = first_of(one.get("param_groups") for one in (self.content, inner))
         if not isinstance(stored, list) or not all(isinstance(group, dict) for group in stored):
             raise DamagedFileError("unreadable param_groups", expected="a list of dicts",
                                    found=type(stored).__name__)  # fmt: skip
         groups = [with_file(self.file, with_scalars(group, path)) for group in stored]
         members = [[n for n in list_of(group.pop("params", None)) if type(n) is int] for group in groups]
-        shapes = self._group_shapes()
+        shapes: list[Shapes] = []  # of each group (of ZeRO-3: sub-group), in the order of the flat buffers
+        for model in self.firsts:
+            if model.param_shapes is None:
+                raise LayoutError("no param_shapes", path=model.path,
+                                  advice="without them, the parameters of a group are unknown")  # fmt: skip
+            shapes += [{} for _ in model.param_shapes[len(shapes) :]]
+            for its, own in zip(shapes, model.param_shapes, strict=False):
+                its.update(own)
         if len(shapes) != len(groups):  # ZeRO-3's sub-groups: a group's `params` are their numbers
             if sorted(number for numbers in members for number in numbers) != list(range(len(shapes))):
                 raise LayoutError("param_shapes and the optimizer have different numbers of groups",
@@ -218,27 +225,13 @@ class _Reading:
                 values = {**with_file(self.file, with_scalars(single, path)), **values}
             self.checkpoint.param_groups.append(ParamGroup(group, listed_names, values))
 
-    def _group_shapes(self) -> list[Shapes]:
-        """Return shapes by name for each param group (of ZeRO-3: sub-group), in the order of the flat buffers."""
-        groups: list[Shapes] = []
-        for model in self.firsts:
-            if model.param_shapes is None:
-                raise LayoutError("no param_shapes", path=model.path,
-                                  advice="without them, the parameters of a group are unknown")  # fmt: skip
-            groups += [{} for _ in range(len(model.param_shapes) - len(groups))]
-            for group, shapes in zip(groups, model.param_shapes, strict=False):
-                group.update(shapes)
-        return groups
-
     def place_untrained(self) -> None:
         """Place buffers, aliases and frozen parameters, whose values are in the model's files.
 
         What is an alias of a parameter that was left out (`exclude_frozen_parameters`) is none, and has its own values.
         """
         checkpoint, trained = self.checkpoint, self.shapes
-        shared: dict[str, str] = {}
-        for model in (model for models in self.ranks for model in models):
-            shared |= model.shared
+        shared = {alias: owner for models in self.ranks for model in models for alias, owner in model.shared.items()}
         aliases: dict[str, str] = {}
         for models in self.ranks:
             known = {**router_names(models[0], parameterwise=self.parameterwise),
