@@ -236,11 +236,14 @@ def joined(tensors: Sequence[Traced], dim: int = 0) -> Traced:
 def rules_of(live: dict[str, Traced], saved: dict[str, Traced], letters: Letters) -> list[dict[str, Any]]:
     """Return the rules of a map, each for all layers that are alike."""
     groups: dict[frozenset[str], list[str]] = {}
+    of_root: dict[str, frozenset[str]] = {}
     for name, one in saved.items():
         roots, names = one.roots, [name]
-        for its in [its for its in groups if its & roots]:
+        near = {of_root[root] for root in roots if root in of_root}
+        for its in [its for its in groups if its in near] if len(near) > 1 else near:
             roots, names = roots | its, groups.pop(its) + names
         groups[roots] = names
+        of_root |= dict.fromkeys(roots, roots)
     lost = live.keys() - frozenset().union(*groups)
     if lost:
         raise NoMapError(f"it leaves out {min(lost)}")
