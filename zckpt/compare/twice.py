@@ -125,7 +125,7 @@ def _states(checkpoint: Checkpoint, held: Mapping[str, Held]) -> dict[str, dict[
 
 def _sampled(checkpoint: Checkpoint) -> dict[str, Held]:
     """Return what each file begins its largest tensors with, of elements that no other file has."""
-    chosen: dict[str, list[tuple[Span, str, str]]] = {}
+    chosen: dict[str, list[tuple[Span, int, str, str]]] = {}
     slots = [(slot, p.name) for p in checkpoint.all_parameters
              for slot in p.slots.values()]  # fmt: skip
     looked_at = 0
@@ -134,17 +134,14 @@ def _sampled(checkpoint: Checkpoint) -> dict[str, Held]:
             looked_at += 1
             of_file = chosen.setdefault(span.path, [])
             if len(of_file) < SAMPLES_PER_FILE and span.extent.numel and span.is_contiguous:
-                of_file.append((span, slot.name, name))
+                nbytes = min(span.extent.numel * itemsize(span.dtype), SAMPLED_NBYTES)
+                of_file.append((span, nbytes, slot.name, name))
         if looked_at > MOST_SPANS:
             break
     if len(chosen) < 2:
         return {}
     held: dict[str, Held] = {path: ({}, {}) for path in chosen}
-    every = [
-        (span, min(span.extent.numel * itemsize(span.dtype), SAMPLED_NBYTES), key, name)
-        for some in chosen.values()
-        for span, key, name in some
-    ]
+    every = [one for some in chosen.values() for one in some]
     with Sources() as sources, ahead((span.path, span.offset, nbytes) for span, nbytes, _, _ in every):
         for span, nbytes, key, name in every:
             data = bytearray(nbytes)

@@ -84,7 +84,7 @@ def publish(
     if dry_run:
         return sorted(one.name for one in changes), 0
     with written([target], overwrite=overwrite, owned=_OWNED) as [made], closing(every):
-        shards, shard_of, total = list[Path](), dict[str, int](), 0
+        shards, where, total = list[list[str]](), dict[str, str](), 0
         while True:
             some, nbytes = list[_Change](), 0
             for one in changes:
@@ -96,14 +96,13 @@ def publish(
                 break
             sums = {one.name: one.sum for one in some}
             head = header_of([(one.name, "uint8", (len(one.stored),)) for one in some], sums)
-            shards.append(made / str(len(shards)))
-            with shards[-1].open("xb") as out:
+            with (made / str(len(shards))).open("xb") as out:
                 total += sum(out.write(part) for part in (head, *(one.stored for one in some)))
-            shard_of |= {one.name: len(shards) - 1 for one in some}
-        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
-        for shard, name in zip(shards, names, strict=True):
-            shard.rename(made / name)
-        where = {name: names[number] for name, number in shard_of.items()}
+            shards.append([*sums])
+        for number, names in enumerate(shards):
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            (made / str(number)).rename(made / file)
+            where |= dict.fromkeys(names, file)
         about = {
             "version": f"{int(match[1]):06d}",
             "base_version": f"{int(match[1]) - 1:06d}",
