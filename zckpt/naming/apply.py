@@ -536,7 +536,11 @@ class _Mapping:
                     )
                 parameter = replace(parameter, tied_to=owner_name)
             (buffers if one.is_buffer else parameters)[name] = parameter
-        groups = [self._group(number, group, order) for number, group in enumerate(self._checkpoint.param_groups)]
+        members = by_key((one.group, one.name) for one in parameters.values() if one.tied_to is None)
+        groups = [
+            self._group(number, group, members.get(number, []))
+            for number, group in enumerate(self._checkpoint.param_groups)
+        ]
         same = {one.sources[0]: name for name, one in self._made.items() if one.is_same}
         duplicates = [
             replace(one, name=same[one.name], of=same[one.of])
@@ -548,18 +552,14 @@ class _Mapping:
         )
         return Mapped(changed, self._notes, self._fit.target, same)
 
-    def _group(self, number: int, group: ParamGroup, order: Sequence[str]) -> ParamGroup:
-        made = ((name, self._made[name]) for name in order)
-        members = {
-            name: one.sources for name, one in made if one.parameter.group == number and one.parameter.tied_to is None
-        }
-        sources = {source for own in members.values() for source in own}
+    def _group(self, number: int, group: ParamGroup, members: list[str]) -> ParamGroup:
+        sources = {source for name in members for source in self._made[name].sources}
         rest = [name for name in group.parameters if name not in sources]
         if rest:
             raise UnsupportedError(
                 f"param group {number} has {listed(rest)}, which the map {self._map.name} does not have"
             )
-        return replace(group, parameters=list(members))
+        return replace(group, parameters=members)
 
 
 def sorted_names(positions: Mapping[str, int], templates: Sequence[Template]) -> list[str]:
