@@ -288,16 +288,6 @@ LEAVES |= {
 }
 
 
-def bytes_call(value: bytes) -> Call:
-    """Return the call for bytes: protocol 2 has none, so text that is to be encoded."""
-    return ("_codecs", "encode", (value.decode("latin-1"), "latin1")) if value else (BUILTINS, "bytes", ())
-
-
-def set_call(value: set[object] | frozenset[object]) -> Call:
-    """Return the call for a set: protocol 2 makes it of a list."""
-    return BUILTINS, type(value).__name__, (in_order(value),)
-
-
 @nested(FromFile)
 def from_file(writer: Writer, part: FromFile) -> Parts:
     """Write a part of a file's tree."""
@@ -309,14 +299,16 @@ def from_file(writer: Writer, part: FromFile) -> Parts:
     writer.source, writer.memo = before
 
 
-CALLS |= {
-    bytes: bytes_call,
+CALLS |= {  # protocol 2 has no bytes, but text that is to be encoded; and makes a set of a list
+    bytes: lambda value: (
+        ("_codecs", "encode", (value.decode("latin-1"), "latin1")) if value else (BUILTINS, "bytes", ())
+    ),
     bytearray: lambda value: (BUILTINS, "bytearray", (value.decode("latin-1"), "latin-1") if value else ()),
     complex: lambda value: (BUILTINS, "complex", (value.real, value.imag)),
     slice: lambda value: (BUILTINS, "slice", (value.start, value.stop, value.step)),
     range: lambda value: (BUILTINS, "xrange", (value.start, value.stop, value.step)),
-    set: set_call,
-    frozenset: set_call,
+    set: lambda value: (BUILTINS, "set", (in_order(value),)),
+    frozenset: lambda value: (BUILTINS, "frozenset", (in_order(value),)),
 }
 
 
@@ -475,24 +467,36 @@ NEW = "_rebuild_tensor_v3"
 
 @nested(nodes.Tensor)
 def tensor(writer: Writer, node: nodes.Tensor) -> Parts:
-    """Write a dense tensor, within its class, its attributes or a parameter where it has them."""
+    """Write a dense tensor, within its class, its attributes or a parameter where it has them.
+
+    It is rebuilt by the newest function that does. What is within a parameter has no gradient itself.
+    """
     wrapped, state = wrapping(node)
     with_state = node.is_parameter and wrapped and node.subclass is None
+    is_typed = wrapped and not with_state
+    is_new = class_of(node.storage, node.dtype) is None or node.rebuild == NEW
     if node.is_parameter:  # its class, where it has one, is that of its data
         writer.function(UTILS, "_rebuild_parameter_with_state" if with_state else "_rebuild_parameter")
         writer.out += b"("
-    if wrapped and not with_state:
+    if is_typed:
         writer.function("torch._tensor", "_rebuild_from_type_v2")
         writer.out += b"("
-        writer.function(UTILS, function_of(node))
+    writer.function(UTILS, NEW if is_new else "_rebuild_tensor_v2")
+    if is_typed:
         yield node.subclass or TENSOR
-        yield from arguments(writer, node)
+    writer.out += b"("
+    view(writer, node)
+    yield node.requires_grad and not node.is_parameter
+    yield from hooks(writer, None if node.is_parameter else node.hooks)
+    if is_new:
+        yield nodes.DType(node.dtype)
+    if node.metadata is not None:
+        yield node.metadata
+    writer.out += b"t"
+    if is_typed:
         yield state
-        writer.out += b"tR"
-    else:
-        writer.function(UTILS, function_of(node))
-        yield from arguments(writer, node)
-        writer.out += b"R"
+        writer.out += b"t"
+    writer.out += b"R"
     if node.is_parameter:
         yield node.requires_grad
         yield from hooks(writer, node.hooks)
@@ -510,24 +514,6 @@ def wrapping(node: nodes.Tensor | nodes.MetaTensor) -> tuple[bool, object]:
     is_slots = isinstance(node.state, tuple) and len(node.state) == 2
     state = node.state if node.attributes is None else node.attributes
     return node.subclass is not None or node.attributes is not None or is_slots, state
-
-
-def function_of(node: nodes.Tensor) -> str:
-    """Return the function that rebuilds a dense tensor: the newest that does."""
-    return NEW if class_of(node.storage, node.dtype) is None or node.rebuild == NEW else "_rebuild_tensor_v2"
-
-
-def arguments(writer: Writer, node: nodes.Tensor) -> Parts:
-    """Write the arguments that rebuild a dense tensor. What is within a parameter has no gradient itself."""
-    writer.out += b"("
-    view(writer, node)
-    yield node.requires_grad and not node.is_parameter
-    yield from hooks(writer, None if node.is_parameter else node.hooks)
-    if function_of(node) == NEW:
-        yield nodes.DType(node.dtype)
-    if node.metadata is not None:
-        yield node.metadata
-    writer.out += b"t"
 
 
 def view(writer: Writer, node: nodes.Tensor) -> None:
