@@ -155,16 +155,15 @@ def settled(
     `buffers`: of plain ones that several ranks have, the first one's is written; `advice`: if ranks have other values
     of the same. Raises LayoutError: ranks have other values of the same name.
     """
-    keyed: list[tuple[bytes, NamedShare]] = []
+    keyed: dict[bytes, NamedShare] = {}
     for name, slot, share in sorted(shares, key=lambda one: (one[1], one[0])):
-        at = share.extent
-        told = (name, slot, share.shape, str(share.tensor.dtype), at.offsets, at.sizes, at.start, at.numel)
-        keyed.append((blake2b(repr(told).encode(), digest_size=DIGEST_NBYTES).digest(), (name, slot, share)))
-    here = zip(ranks.members, ranks.gather_all([key for key, _ in keyed]), strict=True)
+        told = repr((name, slot, share.shape, share.tensor.dtype, share.extent))
+        keyed[blake2b(told.encode(), digest_size=DIGEST_NBYTES).digest()] = name, slot, share
+    here = zip(ranks.members, ranks.gather_all(list(keyed)), strict=True)
     having = by_key((key, member) for member, keys in here for key in keys)
     found: list[NamedShare] = []
     digests: dict[bytes, bytes] = {}
-    for key, (name, slot, share) in keyed:
+    for key, (name, slot, share) in keyed.items():
         those = having[key]
         if share.ranks is None and name in buffers:
             those = those[:1]
@@ -178,7 +177,7 @@ def settled(
             those = sorted(of_mesh.union(those))
         found.append((name, slot, replace(share, ranks=tuple(those))))
     every = ranks.gather_all(digests)
-    for key, (name, slot, _) in keyed:
+    for key, (name, slot, _) in keyed.items():
         if key in digests and len({one[key] for one in every if key in one}) > 1:
             raise LayoutError(
                 f"{slot} of {name} has different values on ranks that hold the same elements",
