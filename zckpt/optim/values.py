@@ -123,15 +123,15 @@ class Values:
                 f"{where} is a {type(value).__name__} with layout {value.layout}; only dense ones can be saved"
             )
         here = value.detach().cpu().resolve_conj().resolve_neg()
-        turned = here.permute(_by_stride(here.stride()))
-        by_columns = turned.is_contiguous() and not here.is_contiguous()
-        strides = here.stride() if by_columns else here.contiguous().stride()
-        here = turned if by_columns else here.contiguous()
+        strides, laid = here.stride(), here.permute(_by_stride(here.stride()))
+        if here.is_contiguous() or not laid.is_contiguous():
+            laid = here.contiguous()
+            strides = laid.stride()
         if self._copied:
-            here = here.clone()
-        dtype = dtype_name(here.dtype)
-        storage = Storage(str(len(self.memory)), dtype, here.nbytes, "cpu", 0)
-        self.memory[storage] = memory_of(here)
+            laid = laid.clone()
+        dtype = dtype_name(laid.dtype)
+        storage = Storage(str(len(self.memory)), dtype, laid.nbytes, "cpu", 0)
+        self.memory[storage] = memory_of(laid)
         return Tensor(storage, dtype, tuple(value.shape), strides, 0, "little")
 
 
