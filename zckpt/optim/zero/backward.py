@@ -345,7 +345,7 @@ class BackwardOptimizer(FlatOptimizer):
         reduces = self._reduces() and (not self.is_attached or self._ddp_came or self._is_forced)
         if reduces:
             missing = self._reduce_rest_of_ddp() if self.is_attached else self._reducer.finish()
-            self._sharded.put(self, self.groups)
+            self._sharded.put(self)
         self._count_pass(reduced=reduces)
         if not self.ignore_unused_parameters:
             self._refuse_unused([] if has_joined else missing)

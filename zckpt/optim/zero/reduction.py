@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
 
@@ -160,9 +160,9 @@ class ShardedGradients:
         self._made: dict[torch.Tensor, ShardedGradient] = {}
         self.are_in = False
 
-    def put(self, optimizer: object, groups: Iterable[FlatGroup]) -> None:
+    def put(self, optimizer: FlatOptimizer) -> None:
         """Put a stand-in into `grad` of each parameter."""
-        for group in groups:
+        for group in optimizer.groups:
             for position, parameter in enumerate(group.parameters):
                 if not parameter.numel():
                     continue
