@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -58,13 +57,13 @@ def planned(slot: Slot, dtype: str = "float32") -> Plan:
     return plan([file_of(hole_of(slot, 3, dtype))])
 
 
-def written(slot: Slot, folder: Path, dtype: str = "float32", memory: int = 64 << 20) -> bytes:
-    write_directory(planned(slot, dtype), folder / "target", memory=memory)
-    return (folder / "target" / "target").read_bytes()[3:]
+def written(slot: Slot, dtype: str = "float32", memory: int = 64 << 20) -> bytes:
+    write_directory(planned(slot, dtype), "target", memory=memory, overwrite=True)
+    return Path("target/target").read_bytes()[3:]
 
 
-def stored_each(folder: Path, tensors: list[torch.Tensor]) -> tuple[Slot, ...]:
-    return tuple(stored(folder / str(number), one) for number, one in enumerate(tensors))
+def stored_each(tensors: list[torch.Tensor]) -> tuple[Slot, ...]:
+    return tuple(stored(str(number), one) for number, one in enumerate(tensors))
 
 
 @given(st.data())
@@ -77,10 +76,8 @@ def test_a_mean_is_torchs_in_float32_rounded_once(data):
     memory = data.draw(st.sampled_from([1, 4 << 10, 64 << 20]))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     tensors = [torch.randn(shape, generator=generator).to(DTYPES[dtype]) for dtype in dtypes]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        slots = tuple(stored(folder / str(i), t, data.draw(tilings(shape))) for i, t in enumerate(tensors))
-        found = written(computed(Mean(slots, "float32", tuple(weights)), shape), folder, target, memory)
+    slots = tuple(stored(str(i), t, data.draw(tilings(shape))) for i, t in enumerate(tensors))
+    found = written(computed(Mean(slots, "float32", tuple(weights)), shape), target, memory)
     used = [1.0] * len(weights) if len(set(weights)) == 1 else weights
     total = used[0] * tensors[0].float()
     for weight, tensor in zip(used[1:], tensors[1:], strict=True):
@@ -88,58 +85,58 @@ def test_a_mean_is_torchs_in_float32_rounded_once(data):
     assert found == raw((total / len(used) if used[0] == 1 else total).to(DTYPES[target]))
 
 
-def test_a_decayed_mean_is_the_one_that_torch_keeps(tmp_path):
+def test_a_decayed_mean_is_the_one_that_torch_keeps():
     from torch.optim.swa_utils import get_ema_avg_fn
 
     tensors = [torch.randn(7, 5) for _ in range(4)]
-    found = written(computed(Decayed(stored_each(tmp_path, tensors), "float32", 0.97), (7, 5)), tmp_path)
+    found = written(computed(Decayed(stored_each(tensors), "float32", 0.97), (7, 5)))
     average, mean = get_ema_avg_fn(0.97), tensors[0]
     for one in tensors[1:]:
         mean = average(mean, one, 1)
     assert found == raw(mean)
 
 
-def test_float64_is_computed_in_float64(tmp_path):
+def test_float64_is_computed_in_float64():
     tensors = [torch.randn(33, dtype=torch.float64) for _ in range(3)]
-    mean = computed(Mean(stored_each(tmp_path, tensors), "float64", (0.2, 0.3, 0.5)), (33,))
-    found = written(mean, tmp_path, "float64")
+    mean = computed(Mean(stored_each(tensors), "float64", (0.2, 0.3, 0.5)), (33,))
+    found = written(mean, "float64")
     assert found == raw(0.2 * tensors[0] + 0.3 * tensors[1] + 0.5 * tensors[2])
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_is_no_number_stays_none(tmp_path):
+def test_what_is_no_number_stays_none():
     odd = [torch.tensor([math.inf, math.inf, math.nan, 3e38, 65000.0]), torch.tensor([1, -math.inf, 1, 3e38, 65000.0])]
-    mean = computed(Mean(stored_each(tmp_path, odd), "float32", (0.75, 0.25)), (5,))
-    found = np.frombuffer(written(mean, tmp_path, "float16"), np.float16)
+    mean = computed(Mean(stored_each(odd), "float32", (0.75, 0.25)), (5,))
+    found = np.frombuffer(written(mean, "float16"), np.float16)
     assert np.isnan(found).tolist() == [False, True, True, False, False]
     assert np.isinf(found).tolist() == [True, False, False, True, False]  # the mean of 3e38 is beyond float16
 
 
-def low_rank(folder: Path, rows: int, columns: int, rank: int, *, transposed: bool = False):
+def low_rank(rows: int, columns: int, rank: int, *, transposed: bool = False):
     """Return a function of files, and what torch says of it in one product."""
     generator = torch.Generator().manual_seed(rows)
     base = torch.randn(rows, columns, generator=generator).bfloat16()
     left = torch.randn(rows, rank, generator=generator)
     right = torch.randn(rank, columns, generator=generator)
     factors = (left.T, right.T) if transposed else (left, right)
-    slots = stored_each(folder, [base, *factors])
+    slots = stored_each([base, *factors])
     function = LowRank(*slots, 0.5, "float32", transposed, Recent(KEPT_NBYTES))
     return function, base.double() + 0.5 * (left.double() @ right.double())
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("rows", "columns", "rank"), [(1000, 700, 4), (1, 9, 1), (5, 1, 3), (3, 400_000, 2)])
-def test_a_product_is_added_in_blocks(tmp_path, rows, columns, rank, transposed):
-    function, truth = low_rank(tmp_path, rows, columns, rank, transposed=transposed)
-    found = np.frombuffer(written(computed(function, (rows, columns)), tmp_path, memory=1), np.float32)
+def test_a_product_is_added_in_blocks(rows, columns, rank, transposed):
+    function, truth = low_rank(rows, columns, rank, transposed=transposed)
+    found = np.frombuffer(written(computed(function, (rows, columns)), memory=1), np.float32)
     np.testing.assert_allclose(found, truth.numpy().reshape(-1), rtol=1e-5, atol=1e-5)
 
 
-def test_bits_of_a_product_do_not_depend_on_who_asks(tmp_path):
+def test_bits_of_a_product_do_not_depend_on_who_asks():
     """Of parts of it, nor of other processes."""
-    function, _ = low_rank(tmp_path, 1000, 700, 16)
+    function, _ = low_rank(1000, 700, 16)
     slot = computed(function, (1000, 700))
-    found = written(slot, tmp_path)
+    found = written(slot)
     with Sources() as sources:
         for start, numel in [(0, 1), (349_999, 2), (123_457, 300_000), (699_999, 1)]:
             some = read_extent(slot, Extent.flat(slot.shape, start, numel), sources, dtype="float32")
@@ -150,8 +147,8 @@ def test_bits_of_a_product_do_not_depend_on_who_asks(tmp_path):
     assert Path("again/target").read_bytes()[3:] == found
 
 
-def test_the_right_factor_is_read_once(tmp_path):
-    function, _ = low_rank(tmp_path, 1000, 700, 4)
+def test_the_right_factor_is_read_once():
+    function, _ = low_rank(1000, 700, 4)
     reads = []
     right = np.ones(2800, np.float32)
     for _ in range(2):
@@ -160,8 +157,8 @@ def test_the_right_factor_is_read_once(tmp_path):
     assert reads == [1]
 
 
-def test_a_plan_counts_what_is_read_and_written(tmp_path):
-    slots = stored_each(tmp_path, [torch.randn(10, 3).bfloat16() for _ in range(3)])
+def test_a_plan_counts_what_is_read_and_written():
+    slots = stored_each([torch.randn(10, 3).bfloat16() for _ in range(3)])
     found = planned(computed(Mean(slots, "float32", (1, 1, 1)), (10, 3)))
     assert (found.read_nbytes, found.copy_nbytes, found.write_nbytes) == (180, 120, 123)
     assert {Path(one).name for one in found.sources} == set("012")

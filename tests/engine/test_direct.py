@@ -91,7 +91,7 @@ def expected(made, tmp_path_factory) -> bytes:
     """What is written through the page cache."""
     folder = tmp_path_factory.mktemp("expected")
     write_directory(made, folder / "t")
-    return (folder / "t" / "x").read_bytes()
+    return (folder / "t/x").read_bytes()
 
 
 def test_targets_are_the_same_bit_by_bit(source, made, expected):

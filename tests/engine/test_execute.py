@@ -98,11 +98,11 @@ def test_one_source_is_read_for_several_files_each_of_which_is_under_its_name():
     assert Path("t/x").read_bytes() == data.astype(np.float16).tobytes()
 
 
-def sliced(tmp_path: Path, whole: np.ndarray, dim: int, ranks: int) -> Slot:
+def sliced(whole: np.ndarray, dim: int, ranks: int, folder: Path | str = "") -> Slot:
     """Cut a tensor along a dimension, one file a rank."""
     at, spans = 0, []
     for rank, part in enumerate(np.array_split(whole, ranks, dim)):
-        span = stored(tmp_path / f"rank{rank}", np.ascontiguousarray(part), before=rank)
+        span = stored(Path(folder, f"rank{rank}"), np.ascontiguousarray(part), before=rank)
         offsets = tuple(at if d == dim else 0 for d in range(whole.ndim))
         spans.append(replace(span, extent=Extent(offsets, part.shape, 0, part.size)))
         at += part.shape[dim]
@@ -114,17 +114,17 @@ LONG_ROWS = (3, 200_000), 1
 
 
 @pytest.mark.parametrize(("memory", "cut"), each(BUDGETS, [LONG_ROWS, *(((37, 61, 53), dim) for dim in (1, 2, 0))]))
-def test_tensor_parallel_slices_are_put_together(cut, memory, tmp_path):
+def test_tensor_parallel_slices_are_put_together(cut, memory):
     shape, dim = cut
     whole = noise(math.prod(shape)).reshape(shape)
-    slot = sliced(tmp_path, whole, dim, 4)
+    slot = sliced(whole, dim, 4)
     assert np.array_equal(written(slot, "t", memory=memory), whole)
     assert np.array_equal(written(slot, "c", memory=memory, dtype="float16"), whole.astype(np.float16))
 
 
-def test_more_sources_than_a_worker_keeps_open(tmp_path):
+def test_more_sources_than_a_worker_keeps_open():
     whole = noise(500)
-    assert np.array_equal(written(sliced(tmp_path, whole, 0, 100), "t"), whole)
+    assert np.array_equal(written(sliced(whole, 0, 100), "t"), whole)
 
 
 @given(st.data(), shapes(), st.sampled_from([4, 8, 12, 40, 100, 10_000]))
@@ -178,12 +178,13 @@ def test_big_endian_bfloat16_is_turned_and_cast():
     assert np.array_equal(written(slot_of(span), "t", dtype="float32"), data.astype(np.float32))
 
 
-def viewed(tmp_path: Path, view: torch.Tensor, before: int = 3) -> Slot:
+def viewed(view: torch.Tensor, folder: Path | str = "", before: int = 3) -> Slot:
     """Store what a view looks at, as torch.save does, and return the slot of the view."""
-    stored(tmp_path / "s", torch.tensor([], dtype=torch.uint8).set_(view.untyped_storage()).numpy(), before=before)
+    file = Path(folder, "s")
+    stored(file, torch.tensor([], dtype=torch.uint8).set_(view.untyped_storage()).numpy(), before=before)
     offset = before + view.storage_offset() * view.itemsize
     dtype = str(view.dtype).removeprefix("torch.")
-    return slot_of(in_file(tmp_path / "s", tuple(view.shape), dtype, offset, strides=tuple(view.stride())))
+    return slot_of(in_file(file, tuple(view.shape), dtype, offset, strides=tuple(view.stride())))
 
 
 VIEWS = {
@@ -202,10 +203,10 @@ VIEWS = {
 
 @pytest.mark.parametrize("memory", BUDGETS)
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_view_is_written_in_row_major_order(view, memory, tmp_path):
+def test_view_is_written_in_row_major_order(view, memory):
     torch.manual_seed(0)
     tensor = view()
-    slot = viewed(tmp_path, tensor)
+    slot = viewed(tensor)
     assert np.array_equal(written(slot, "t", memory=memory), tensor.numpy())
     assert np.array_equal(written(slot, "c", memory=memory, dtype="float16"), tensor.half().numpy())
 
@@ -214,9 +215,8 @@ def test_view_is_written_in_row_major_order(view, memory, tmp_path):
 def test_tensor_with_any_strides_is_written_in_row_major_order(data, shape):
     strides, numel = data.draw(storages(shape))
     storage = torch.arange(numel, dtype=torch.int32)
-    with tempfile.TemporaryDirectory() as directory:
-        tensor = storage.as_strided(shape, strides)
-        assert np.array_equal(written(viewed(Path(directory), tensor), Path(directory, "t"), memory=1), tensor.numpy())
+    tensor = storage.as_strided(shape, strides)
+    assert np.array_equal(written(viewed(tensor), "t", memory=1, overwrite=True), tensor.numpy())
 
 
 @pytest.mark.parametrize("memory", BUDGETS)
@@ -252,8 +252,8 @@ def test_checksum_of_a_run(nbytes, memory):
 
 
 @pytest.mark.parametrize("memory", BUDGETS)
-def test_checksum_of_interleaved_slices(memory, tmp_path):
-    checked(sliced(tmp_path, noise(90 * 110 * 30).reshape(90, 110, 30), 1, 4), "t", memory=memory)
+def test_checksum_of_interleaved_slices(memory):
+    checked(sliced(noise(90 * 110 * 30).reshape(90, 110, 30), 1, 4), "t", memory=memory)
 
 
 def test_checksum_of_nothing():
@@ -273,12 +273,12 @@ def test_checksum_over_a_gap_that_nothing_fills():
 
 
 @pytest.mark.parametrize("memory", BUDGETS)
-def test_archive_passes_every_reader_of_zip_files(memory, tmp_path):
+def test_archive_passes_every_reader_of_zip_files(memory):
     whole = noise(300 * 400).reshape(300, 400)
     tree = OrderedMapping()
     tree["plain"] = torch_writer.SlotTensor(slot_of(stored("plain", noise(50_000))), "float32", "plain")
     tree["cast"] = torch_writer.SlotTensor(slot_of(stored("cast", noise(50_000))), "bfloat16", "cast")
-    tree["sliced"] = torch_writer.SlotTensor(sliced(tmp_path, whole, 1, 3), "float32", "sliced")
+    tree["sliced"] = torch_writer.SlotTensor(sliced(whole, 1, 3), "float32", "sliced")
     write_target(plan([torch_writer.lay_out("m.pt", tree)]), "m.pt", memory=memory)
     assert zipfile.ZipFile("m.pt").testzip() is None
     if shutil.which("unzip"):
@@ -293,12 +293,11 @@ def test_archive_passes_every_reader_of_zip_files(memory, tmp_path):
 # --- who runs the copies ----------------------------------------------------------------------------------------
 
 
-def everything(tmp_path: Path) -> tuple[Plan, bytes]:
+def everything(folder: Path | str = "") -> tuple[Plan, bytes]:
     """Return a plan of large, cast, strided and interleaved copies, and the bytes it writes."""
     large, whole = noise(3_000_000), noise(200 * 300).reshape(200, 300)
     turned = torch.from_numpy(noise(120 * 50)).reshape(120, 50).t()
-    (tmp_path / "in").mkdir()
-    slots = [slot_of(stored(tmp_path / "in/large", large)), sliced(tmp_path, whole, 1, 3), viewed(tmp_path, turned)]
+    slots = [slot_of(stored(Path(folder, "large"), large)), sliced(whole, 1, 3, folder), viewed(turned, folder)]
     holes, at = [], 0
     for slot, dtype in zip(slots, ["float32", "bfloat16", "float32"], strict=True):
         holes.append(hole_of(slot, at, dtype))
@@ -359,8 +358,8 @@ def test_no_copy_runs_on_after_a_failure():
 
 
 @pytest.mark.parametrize("memory", BUDGETS)
-def test_progress_adds_up_to_what_was_announced(memory, tmp_path):
-    made, _ = everything(tmp_path)
+def test_progress_adds_up_to_what_was_announced(memory):
+    made, _ = everything()
     counter = Counter()
     write_target(made, "t", reporter=counter, memory=memory)
     assert counter.told[0] == ("begin", made.copy_nbytes)
@@ -392,8 +391,8 @@ def test_source_truncated_after_planning_leaves_nothing_behind(kept, dtype):
 
 
 @pytest.mark.parametrize("view", ["one column", "transposed"])
-def test_truncated_source_of_a_view_leaves_nothing_behind(view, tmp_path):
-    slot = viewed(tmp_path, VIEWS[view]())
+def test_truncated_source_of_a_view_leaves_nothing_behind(view):
+    slot = viewed(VIEWS[view]())
     os.truncate("s", Path("s").stat().st_size // 2)
     with refusing(DamagedFileError, "ends too early"):
         written(slot, "t")

@@ -32,12 +32,12 @@ def bytes_of(path: Path, offset: int, nbytes: int, *, at: int = 0) -> Hole:
     return hole_of(slot_of(in_file(path, (nbytes,), "uint8", offset)), at)
 
 
-def scattered(folder: Path, seed: int) -> tuple[TargetFile, bytes, list[Sum]]:
+def scattered(seed: int) -> tuple[TargetFile, bytes, list[Sum]]:
     """Return a file of small tensors from anywhere in three, its bytes, and the checksums of the three."""
     chosen, noise = random.Random(seed), np.random.default_rng(seed)
     content, sums, next_one = {}, [], {}
     for name in "abc":
-        path = folder / name
+        path = Path(name)
         content[path] = noise.standard_normal(SOURCE_NBYTES // 4).astype("<f4").tobytes()
         path.write_bytes(content[path])
         next_one[path] = 0
@@ -75,15 +75,15 @@ def scattered(folder: Path, seed: int) -> tuple[TargetFile, bytes, list[Sum]]:
 
 
 @pytest.mark.parametrize(("seed", "memory"), each(range(4), [1, 1 << 20, 64 << 20]))
-def test_small_pieces_from_anywhere_arrive(seed, memory, tmp_path):
-    file, expected, sums = scattered(tmp_path, seed)
+def test_small_pieces_from_anywhere_arrive(seed, memory):
+    file, expected, sums = scattered(seed)
     checked = write(plan([file]), [Path("t")], memory=memory, checks=Checks(sums))
     assert Path("t").read_bytes() == expected
     assert checked.records > 0
 
 
-def test_small_piece_of_a_damaged_record_is_refused(tmp_path):
-    file, _, sums = scattered(tmp_path, 0)
+def test_small_piece_of_a_damaged_record_is_refused():
+    file, _, sums = scattered(0)
     data = bytearray(Path("b").read_bytes())
     data[RECORD_NBYTES + 50] ^= 1
     Path("b").write_bytes(data)
