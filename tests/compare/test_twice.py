@@ -22,7 +22,7 @@ Tensors = Mapping[tuple[str, str], np.ndarray]
 """What a file holds, by parameter and slot."""
 
 
-def checkpoint(directory, *files: Tensors, head: tuple[int, ...] = ()) -> Checkpoint:
+def checkpoint(*files: Tensors, head: tuple[int, ...] = ()) -> Checkpoint:
     """A checkpoint of files, each of which has its own elements of what it holds.
 
     Parameters
@@ -30,9 +30,9 @@ def checkpoint(directory, *files: Tensors, head: tuple[int, ...] = ()) -> Checkp
     head : tuple of int, bytes
         Before the tensors of each file.
     """
-    found = Checkpoint(str(directory), "of a test")
+    found = Checkpoint(".", "of a test")
     for rank, tensors in enumerate(files):
-        path = directory / f"rank_{rank}"
+        path = Path(f"rank_{rank}")
         data = bytearray(bytes(head[rank] if head else 0))
         for (name, key), values in tensors.items():
             among = [other for other in files if (name, key) in other]
@@ -68,20 +68,20 @@ SAME, NOT = slices(RANDOM, OTHER), slices(OTHER, LESS)
     ],
     ids=["", "after something", "of which the last rank has less"],
 )
-def test_slices_of_the_same_parameters_are_told(files, head, told, tmp_path):
-    assert pairs(checkpoint(tmp_path, *files, head=head)) == [told]
+def test_slices_of_the_same_parameters_are_told(files, head, told):
+    assert pairs(checkpoint(*files, head=head)) == [told]
 
 
 @pytest.mark.parametrize("key", ["weight", "master"])
-def test_slices_of_which_one_is_alike_are_not(key, tmp_path):
+def test_slices_of_which_one_is_alike_are_not(key):
     """Each row of a state space's `A_log` begins as the others do, whatever else there is."""
-    assert not pairs(checkpoint(tmp_path, slices(RANDOM, OTHER, key), slices(RANDOM, LESS, key)))
-    assert not pairs(checkpoint(tmp_path, {("A_log", key): RANDOM}, {("A_log", key): RANDOM}))
+    assert not pairs(checkpoint(slices(RANDOM, OTHER, key), slices(RANDOM, LESS, key)))
+    assert not pairs(checkpoint({("A_log", key): RANDOM}, {("A_log", key): RANDOM}))
 
 
 @pytest.mark.parametrize("values", [ZEROS, ONES, FEW, SIGNS])
-def test_what_is_one_value_or_few_tells_nothing(values, tmp_path):
-    assert not pairs(checkpoint(tmp_path, slices(values, values, "exp_avg"), slices(values, values, "exp_avg")))
+def test_what_is_one_value_or_few_tells_nothing(values):
+    assert not pairs(checkpoint(slices(values, values, "exp_avg"), slices(values, values, "exp_avg")))
 
 
 def of_expert(number, values, moments) -> Tensors:
@@ -89,18 +89,18 @@ def of_expert(number, values, moments) -> Tensors:
     return {(name, "weight"): values, (name, "master"): values, (name, "exp_avg"): moments}
 
 
-def test_experts_that_begin_as_one_are_not_told_and_what_was_trained_is(tmp_path):
-    assert not pairs(checkpoint(tmp_path, of_expert(0, RANDOM, ZEROS), of_expert(1, RANDOM, ZEROS)))
-    assert not pairs(checkpoint(tmp_path, of_expert(0, RANDOM, OTHER), of_expert(1, RANDOM, LESS)))
-    assert pairs(checkpoint(tmp_path, of_expert(0, RANDOM, OTHER), of_expert(1, RANDOM, OTHER)))
+def test_experts_that_begin_as_one_are_not_told_and_what_was_trained_is():
+    assert not pairs(checkpoint(of_expert(0, RANDOM, ZEROS), of_expert(1, RANDOM, ZEROS)))
+    assert not pairs(checkpoint(of_expert(0, RANDOM, OTHER), of_expert(1, RANDOM, LESS)))
+    assert pairs(checkpoint(of_expert(0, RANDOM, OTHER), of_expert(1, RANDOM, OTHER)))
 
 
 @pytest.mark.parametrize(("step", "rate", "told"), [(1, 0.1, False), (5, 0.0, False), (5, 0.1, True)])
-def test_masters_that_were_stepped_apart_are_not_alike(step, rate, told, tmp_path):
+def test_masters_that_were_stepped_apart_are_not_alike(step, rate, told):
     """Each slot in a file of its own, as universal checkpoints have them."""
     files = [{place: values} for number, moments in ((0, OTHER), (1, LESS))
              for place, values in of_expert(number, RANDOM, moments).items() if place[1] != "weight"]  # fmt: skip
-    found = checkpoint(tmp_path, *files)
+    found = checkpoint(*files)
     found.step, found.param_groups = step, [ParamGroup({"lr": rate}, list(found.parameters))]
     assert pairs(found) == ([("rank_2", "rank_0")] if told else [])
 
