@@ -20,6 +20,7 @@ import pytest
 from tests.folders import names_in
 from tests.gloo import WorkerError, forked
 from tests.plans import file_of, hole_of, in_file, slot_of, write_directory
+from tests.refusals import refusing
 from zckpt.engine import SilentReporter, workers
 from zckpt.engine import write as engine_write
 from zckpt.engine.plan import Plan, plan
@@ -114,9 +115,9 @@ def assert_kept(old: Path) -> None:
 
 def test_what_is_there_is_refused_and_untouched(old, directory):
     for new in (False, True):
-        with pytest.raises(TargetExistsError, match=r"t: already exists; .*--overwrite"):
+        with refusing(TargetExistsError, r"t: already exists; .*--overwrite"):
             write(copying("t"), "t", directory=new)
-    with pytest.raises(TargetExistsError, match=f"be replaced: .*found a {'directory' if directory else 'file'}"):
+    with refusing(TargetExistsError, f"be replaced: .*found a {'directory' if directory else 'file'}"):
         write(copying("t"), "t", directory=not directory, overwrite=True)
     assert_kept(old)
 
@@ -146,7 +147,7 @@ def test_overwriting_replaces_the_old_target_as_a_whole(directory):
 def test_overwriting_that_fails_keeps_the_old_target(old, directory):
     made = copying("t")
     os.truncate("source", 10)
-    with pytest.raises(ZckptError, match="ends too early"):
+    with refusing(ZckptError, "ends too early"):
         write(made, "t", directory=directory, overwrite=True)
     assert_kept(old)
 
@@ -174,14 +175,14 @@ def test_directories_above_are_made_and_stay_only_if_the_target_does(directory):
 
 def test_parent_that_is_a_file_is_refused(directory):
     Path("file").write_bytes(OLD)
-    with pytest.raises(TargetError, match="expected a directory"):
+    with refusing(TargetError, "expected a directory"):
         write(copying("t"), "file/t", directory=directory)
     assert Path("file").read_bytes() == OLD
 
 
 @pytest.mark.parametrize("target", ["x" * 300, "x" * 300 + "/t"], ids=["name", "parent"])
 def test_name_that_is_too_long_is_refused(target, directory):
-    with pytest.raises(TargetError, match="File name too long"):
+    with refusing(TargetError, "File name too long"):
         write(copying("t"), target, directory=directory)
     assert listing() == []
 
@@ -201,7 +202,7 @@ def test_device_that_takes_no_files_is_refused():
 
 def test_file_system_without_room_is_refused_before_anything_is_written():
     huge = plan([TargetFile("t", 1 << 60)])
-    with pytest.raises(TargetError, match="not enough space: expected 1152921504606846976 bytes free"):
+    with refusing(TargetError, "not enough space: expected 1152921504606846976 bytes free"):
         write_target(huge, "t")
     assert listing() == []
 
@@ -230,7 +231,7 @@ def test_what_the_system_says_is_an_error_about_the_target_whoever_writes(direct
     monkeypatch.setattr(os, "fsync", failing)
     owned = ANYTHING if directory else None
     with (
-        pytest.raises(TargetError, match=r"t: cannot be written: found Input/output error; nothing was left behind"),
+        refusing(TargetError, r"t: cannot be written: found Input/output error; nothing was left behind"),
         written([Path("t")], overwrite=False, owned=owned),
     ):
         pass
@@ -286,12 +287,12 @@ def test_what_a_run_may_have_left_in_its_directory_is_removed_and_all_else_is_re
     (partial / "below/it").mkdir(parents=True)
     (partial / "file").write_bytes(OLD)
     (partial / ".other.zckpt-partial").write_bytes(OLD)
-    with pytest.raises(TargetError, match=r"holds files that zckpt did not write.* found file; move it away"):
+    with refusing(TargetError, r"holds files that zckpt did not write.* found file; move it away"):
         write_directory(copying("new"), "t", owned=Owned(lambda name: name == "new"))
     Path("elsewhere").mkdir()
     Path("elsewhere/keep").write_bytes(OLD)
     (partial / "link").symlink_to(Path("elsewhere").absolute())
-    with pytest.raises(TargetError, match="found link; move it away"):
+    with refusing(TargetError, "found link; move it away"):
         write_directory(copying("new"), "t", owned=ANYTHING)
     assert listing(partial) == [".other.zckpt-partial", "below", "file", "link"]
     (partial / "link").unlink()
@@ -326,10 +327,10 @@ def test_old_directory_of_a_run_that_was_killed_before_the_rename_is_the_target_
 
 def test_partial_name_that_is_taken_by_something_else_is_refused():
     partial_name(Path("t")).mkdir()
-    with pytest.raises(TargetError, match=r"\.t\.zckpt-partial: cannot be created"):
+    with refusing(TargetError, r"\.t\.zckpt-partial: cannot be created"):
         write_target(copying("t"), "t")
     partial_name(Path("u")).write_bytes(b"")
-    with pytest.raises(TargetError, match=r"\.u\.zckpt-partial: cannot be created"):
+    with refusing(TargetError, r"\.u\.zckpt-partial: cannot be created"):
         write_directory(copying("t"), "u")
 
 
@@ -363,9 +364,9 @@ def test_second_run_to_one_target_is_refused_and_does_not_disturb_the_first(tmp_
             time.sleep(0.01)
         try:
             for target, overwrite in product(["t", "d"], [False, True]):
-                with pytest.raises(TargetError, match="another run is writing to this target"):
+                with refusing(TargetError, "another run is writing to this target"):
                     write(copying("t"), target, directory=target == "d", overwrite=overwrite)
-            with pytest.raises(TargetError, match="another run"):
+            with refusing(TargetError, "another run"):
                 write_target(copying("a", "t"), "t")
             assert listing() == [".d.zckpt-partial", ".t.zckpt-partial"]
             write_target(copying("u"), "u")
@@ -377,7 +378,7 @@ def test_second_run_to_one_target_is_refused_and_does_not_disturb_the_first(tmp_
 
 
 def test_one_target_given_twice_is_refused():
-    with pytest.raises(TargetError, match="another run"):
+    with refusing(TargetError, "another run"):
         write_target(copying("t", "t"), "t")
     assert listing() == []
 
@@ -413,7 +414,7 @@ def test_run_that_fails_just_before_ours_takes_the_lock_leaves_us_a_new_one(dire
     monkeypatch.setattr(fcntl, "flock", later)
     with written([Path("t")], overwrite=False, owned=ANYTHING if directory else None) as [found]:
         assert removed
-        with pytest.raises(TargetError, match="another run"):
+        with refusing(TargetError, "another run"):
             write(copying("t"), "t", directory=directory)
         (found / "file" if directory else found).write_bytes(OLD)
     assert Path("t/file" if directory else "t").read_bytes() == OLD

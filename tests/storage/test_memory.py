@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.console import environment
+from tests.refusals import refusing
 from zckpt.errors import UsageError
 from zckpt.storage import memory
 from zckpt.storage.memory import LEAST_NBYTES, RESERVED_NBYTES, buffers_within, check_memory, limits
@@ -21,7 +22,7 @@ def system(folder: Path, group: str, **files: str) -> tuple[Path, Path]:
     """Files as Linux has them in /proc and /sys/fs/cgroup; a name's `__` is a step down."""
     proc, groups = folder / "proc", folder / "cgroup"
     (proc / "self").mkdir(parents=True)
-    (proc / "self" / "cgroup").write_text(group)
+    (proc / "self/cgroup").write_text(group)
     for name, text in files.items():
         path = groups.joinpath(*name.split("__"))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +83,7 @@ def test_buffers_are_as_large_as_they_may_be(free, expected, monkeypatch):
 
 def test_what_leaves_nothing_is_refused(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda: ("a limit", RESERVED_NBYTES + LEAST_NBYTES - 1))
-    with pytest.raises(UsageError, match="not enough memory under a limit: expected 26214400 free bytes"):
+    with refusing(UsageError, "not enough memory under a limit: expected 26214400 free bytes"):
         check_memory()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.folders import names_in
+from tests.refusals import refusing
 from tests.storage.test_ownership import write
 from zckpt.errors import TargetError
 from zckpt.storage.durable import written
@@ -26,7 +27,7 @@ def test_a_link_is_not_followed(directory):
     precious.write_text("precious")
     link = partial_name(Path("t"))
     link.symlink_to(precious.parent if directory else precious)
-    with pytest.raises(TargetError, match=r"\.t\.zckpt-partial: cannot be created: found a symbolic link in its place"):
+    with refusing(TargetError, r"\.t\.zckpt-partial: cannot be created: found a symbolic link in its place"):
         write("t", directory=directory)
     assert precious.read_text() == "precious"
     assert link.is_symlink()
@@ -43,7 +44,7 @@ def test_another_name_of_a_file_is_removed_and_the_file_left_alone():
 
 def test_a_fifo_is_refused_and_does_not_hang(directory):
     os.mkfifo(partial_name(Path("t")))
-    with pytest.raises(TargetError, match="cannot be created: found a FIFO in its place; remove it"):
+    with refusing(TargetError, "cannot be created: found a FIFO in its place; remove it"):
         write("t", directory=directory)
     assert stat.S_ISFIFO(partial_name(Path("t")).lstat().st_mode)
 
@@ -55,7 +56,7 @@ def test_what_another_user_has_put_there_is_refused(directory):
         os.chown(partial, 12345, 12345)
     except PermissionError:
         pytest.skip("only root gives files to others")
-    with pytest.raises(TargetError, match="one of another user's in its place"):
+    with refusing(TargetError, "one of another user's in its place"):
         write("t", directory=directory)
     assert partial.exists()
 
@@ -72,7 +73,7 @@ def test_a_file_system_without_locks_is_written_to(directory, monkeypatch):
     first = written([Path("u")], overwrite=False, owned=ANYTHING)
     first.__enter__()
     write("u", directory=True)
-    with pytest.raises(TargetError, match="has disappeared, or something else has its name"):
+    with refusing(TargetError, "has disappeared, or something else has its name"):
         first.__exit__(None, None, None)
     assert names_in() == ["t", "u"]
 
@@ -86,7 +87,7 @@ def test_a_link_that_takes_the_place_of_what_is_written_is_not_named(directory, 
     partial = partial_name(Path("t"))
     partial.rmdir() if directory else partial.unlink()
     partial.symlink_to(tmp_path / "elsewhere" / ("" if directory else "precious"))
-    with pytest.raises(TargetError, match="something else has its name"):
+    with refusing(TargetError, "something else has its name"):
         made.__exit__(None, None, None)
     assert Path("elsewhere/precious").read_text() == "precious"
     assert not os.path.lexists("t")

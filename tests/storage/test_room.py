@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.refusals import refusing
 from zckpt.errors import SourceError, TargetError
 from zckpt.storage import room as rooms
 from zckpt.storage.room import Room, check_room, read_rate, room, write_errors, write_rate
@@ -22,15 +23,15 @@ def test_room_is_what_the_system_says(tmp_path):
 def test_what_does_not_fit_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(rooms, "room", lambda _: Room(1000, 10))
     check_room(tmp_path, 1000, 10)
-    with pytest.raises(TargetError, match="not enough space: expected 1001 bytes free, found 1000; free some or write"):
+    with refusing(TargetError, "not enough space: expected 1001 bytes free, found 1000; free some or write"):
         check_room(tmp_path, 1001, 1)
-    with pytest.raises(TargetError, match="no space for that many files: expected 11 inodes free, found 10"):
+    with refusing(TargetError, "no space for that many files: expected 11 inodes free, found 10"):
         check_room(tmp_path, 1000, 11)
 
 
 def test_what_is_replaced_needs_room_until_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(rooms, "room", lambda _: Room(0, None))
-    with pytest.raises(TargetError, match="the old target stays until the new one is renamed"):
+    with refusing(TargetError, "the old target stays until the new one is renamed"):
         check_room(tmp_path, 1, 1, replaced=True)
 
 
@@ -41,13 +42,13 @@ def test_a_file_system_without_a_table_of_files_takes_any_number(tmp_path, monke
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_quota_is_named_where_there_was_room(number):
-    with pytest.raises(TargetError, match="a quota leaves less"), write_errors("t"):
+    with refusing(TargetError, "a quota leaves less"), write_errors("t"):
         raise OSError(number, os.strerror(number))
 
 
 def test_no_memory_is_an_error_about_the_target():
     with (
-        pytest.raises(TargetError, match="t: cannot be written: found not enough memory"),
+        refusing(TargetError, "t: cannot be written: found not enough memory"),
         write_errors("t"),
     ):
         raise MemoryError
@@ -70,5 +71,5 @@ def test_a_sample_of_a_source_reads_what_is_there():
     assert rate is not None
     assert rate > 0
     assert read_rate([]) is None
-    with pytest.raises(SourceError, match="ends too early"):
+    with refusing(SourceError, "ends too early"):
         read_rate([("a", 1000, 4001)])
