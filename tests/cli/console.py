@@ -108,6 +108,11 @@ def succeeded(*arguments: object) -> subprocess.CompletedProcess[str]:
     return done
 
 
+def printed(*arguments: object) -> Any:
+    """The document that a command prints with `--json`."""
+    return json.loads(succeeded(*arguments, "--json").stdout)
+
+
 def inspected(*arguments: object) -> dict[str, Any]:
     """The document that `zckpt inspect --json` prints, which is strict JSON."""
     done = succeeded("inspect", "--json", *arguments)

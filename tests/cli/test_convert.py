@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.cli.console import copy, inspected, refused, succeeded
+from tests.cli.console import copy, inspected, printed, refused, succeeded
 from tests.folders import contents, names_in
 from tests.pairwise import each
 
@@ -18,7 +17,7 @@ S2 = "fixtures/s2_bf16_dp2"
 @pytest.mark.parametrize("to", FORMATS)
 def test_every_format_is_written_compared_read_again_and_replaced_only_if_it_is_one(to):
     command = f"convert {S2} {to} --to {to}"
-    written = json.loads(succeeded(command, "--verify --json").stdout)
+    written = printed(command, "--verify")
     document, source = inspected(to), inspected(S2)
     assert document["num_elements"] == source["num_elements"]
     assert set(document["slots"]) >= {"weight", "exp_avg", "exp_avg_sq"}
@@ -41,16 +40,14 @@ def test_deepspeed_run_directory_has_the_ranks_of_its_source_unless_told():
 
 
 def test_universal_has_its_pointer_beside_it():
-    done = succeeded(f"convert {S2} step5 --to universal --json")
+    assert "latest_universal" in printed(f"convert {S2} step5 --to universal")["files"]
     assert Path("latest_universal").read_text() == "step5"
-    assert "latest_universal" in json.loads(done.stdout)["files"]
     assert inspected(".")["format"] == inspected("step5")["format"]
 
 
 @pytest.mark.parametrize(("name", "to"), [("out", "dcp"), ("out.pt", "consolidated")])
 def test_a_fingerprint_is_listed_too(name, to):
-    done = succeeded(f"convert {S2} {name} --json --to {to} --fingerprint")
-    assert sorted(json.loads(done.stdout)["files"]) == sorted(contents())
+    assert sorted(printed(f"convert {S2} {name} --to {to} --fingerprint")["files"]) == sorted(contents())
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".bin", ".pth"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.cli.console import refused, run, succeeded
+from tests.cli.console import printed, refused, run, succeeded
 from tests.operations.diff.checkpoints import copied, rewrite
 
 SOURCE, LION = "fixtures/s2_bf16_dp2", "fixtures/s2_bf16_dp2_lion"
@@ -124,7 +124,7 @@ def test_text_fits_the_width(columns, changed, monkeypatch):
 
 
 def test_series_tells_how_slots_moved(changed):
-    done = json.loads(succeeded(f"diff --series {SOURCE} {SOURCE} {changed} --slots master --json").stdout)
+    done = printed(f"diff --series {SOURCE} {SOURCE} {changed} --slots master")
     assert done["steps"] == [5, 5, 5]
     moved = {one["name"]: one["change"] for one in done["series"] if any(one["change"][1:])}
     assert set(moved) == {"fc1.weight"}
@@ -171,7 +171,7 @@ def test_fingerprint_is_one_line_and_can_be_stored():
     (stored,) = copy.rglob("fingerprint.json")
     document = json.loads(stored.read_text())
     assert document["fingerprint"] == done.stdout.strip()
-    assert document == json.loads(succeeded(f"fingerprint {SOURCE} --json").stdout)
+    assert document == printed(f"fingerprint {SOURCE}")
     assert document["entries"]["fc1.weight"]["master"].startswith("float32 [13, 8] ")
     refused(4, "fingerprint", copy, "--write", words=("fingerprint.json", "already exists"))
     assert succeeded("fingerprint", copy, "--write --overwrite").stdout == done.stdout

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.cli.console import copy, refused, succeeded
+from tests.cli.console import copy, printed, refused, succeeded
 from tests.folders import contents, names_in, nbytes_in, snapshot
 from tests.pairwise import each
 
@@ -36,9 +35,9 @@ def of(verb: str, target: Path | str | None = None, *, source: Path | str = SOUR
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_dry_run_tells_exactly_what_is_written_and_the_document_is_one(verb):
-    planned = json.loads(succeeded(of(verb), "--json --dry-run").stdout)
+    planned = printed(of(verb), "--dry-run")
     assert snapshot() == {}
-    written = json.loads(succeeded(of(verb), "--json").stdout)
+    written = printed(of(verb))
     assert sorted(written["files"]) == sorted(contents())
     assert written["write_nbytes"] == nbytes_in(".")
     assert (planned.pop("dry_run"), written.pop("dry_run")) == (True, False)
@@ -109,7 +108,7 @@ def test_the_source_is_neither_replaced_nor_written_into(verb):
 @pytest.mark.parametrize(("verb", "name"), each(VERBS, ["s2_bf16_dp4", "s3_bf16_dp4"]))
 def test_a_missing_rank_is_named_and_nothing_is_written(verb, name):
     source = copy(name)
-    (source / "global_step5" / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
+    (source / "global_step5/bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
     refused(3, of(verb, source=source), words=("rank 2", "missing"))
     refused(3, of(verb, source="absent"), words="absent")
     assert names_in() == [name]

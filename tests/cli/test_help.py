@@ -139,7 +139,7 @@ def test_an_error_is_a_document_with_json(arguments, code, status):
 
 
 def test_the_page_of_errors_has_every_error():
-    assert (ROOT / "docs" / "errors.md").read_text() == page()
+    assert (ROOT / "docs/errors.md").read_text() == page()
     for name in zckpt.__all__:
         if name.endswith("Error") and name != "ZckptError":
             assert f"| `{getattr(zckpt, name).kind()}` | `{name}` |" in page()

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 import zckpt
-from tests.cli.console import FIXTURES, command, copy, environment, inspected, refused, run, succeeded
+from tests.cli.console import FIXTURES, command, copy, environment, inspected, printed, refused, run, succeeded
 from tests.folders import names_in
 from tests.truth import Truth
 from zckpt.cli.reading import inspect_command
@@ -271,9 +271,9 @@ def test_globals_are_in_the_document_only_when_asked_for():
     assert all("globals" not in file for file in document["files"])
     for file in inspected(source, "--globals")["files"]:
         assert "torch._utils._rebuild_tensor_v2" in file["globals"]["data.pkl"]
-    printed = succeeded(f"inspect {source} --globals").stdout
+    text = succeeded(f"inspect {source} --globals").stdout
     for name in ("_utils._rebuild_tensor_v2", "argparse.Namespace", "deepspeed.runtime.zero.config.ZeroStageEnum"):
-        assert name in printed
+        assert name in text
 
 
 def test_names_that_are_not_ascii_are_printed_where_the_terminal_is():
@@ -343,7 +343,7 @@ def test_several_checkpoints_are_a_table():
         ["deepspeed", "3", "3", "5", "21"],
         ["deepspeed", "2", "2", "5", "21"],
     ]
-    both = json.loads(succeeded("inspect", *sources, "--json").stdout)["checkpoints"]
+    both = printed("inspect", *sources)["checkpoints"]
     assert both == [inspected(one) for one in sources]
     whole = [succeeded(f"inspect {one} --parameters").stdout for one in sources]
     assert succeeded("inspect", *sources, "--parameters").stdout == "\n".join(whole)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.console import FIXTURES, copy, in_time, refused, run, succeeded
+from tests.cli.console import FIXTURES, copy, in_time, printed, refused, run, succeeded
 from tests.folders import names_in
 from tests.pairwise import each
 
@@ -41,16 +41,16 @@ def nowhere(path: Path) -> None:
 KINDS = {make.__name__: make for make in (pipe, zeros, nowhere, Path.mkdir)}
 
 FILES = {
-    "a torch file": (OTHER / "plain_adamw" / "ckpt.pt", ""),
-    "a safetensors file": (OTHER / "plain_adamw" / "truth.safetensors", ""),
+    "a torch file": (OTHER / "plain_adamw/ckpt.pt", ""),
+    "a safetensors file": (OTHER / "plain_adamw/truth.safetensors", ""),
     "latest": (RUN, "latest"),
     "DeepSpeed's model": (RUN, "global_step5/mp_rank_00_model_states.pt"),
     "DeepSpeed's optimizer": (RUN, "global_step5/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
-    "DCP's metadata": (OTHER / "dcp_fsdp2_dp2" / "ckpt", ".metadata"),
-    "a file of DCP's": (OTHER / "dcp_fsdp2_dp2" / "ckpt", "__1_0.distcp"),
-    "an index": (OTHER / "dcphf_consolidated_dp2" / "ckpt", "model.safetensors.index.json"),
-    "a shard": (OTHER / "dcphf_consolidated_dp2" / "ckpt", "model-00002-of-00002.safetensors"),
-    "a rank of ZeroRedundancyOptimizer": (OTHER / "zro_dp2_adamw" / "ckpt", "zero_rank1.pt"),
+    "DCP's metadata": (OTHER / "dcp_fsdp2_dp2/ckpt", ".metadata"),
+    "a file of DCP's": (OTHER / "dcp_fsdp2_dp2/ckpt", "__1_0.distcp"),
+    "an index": (OTHER / "dcphf_consolidated_dp2/ckpt", "model.safetensors.index.json"),
+    "a shard": (OTHER / "dcphf_consolidated_dp2/ckpt", "model-00002-of-00002.safetensors"),
+    "a rank of ZeroRedundancyOptimizer": (OTHER / "zro_dp2_adamw/ckpt", "zero_rank1.pt"),
 }
 
 
@@ -150,13 +150,13 @@ def test_checkpoint_in_the_current_directory(within, monkeypatch):
     name = place.name
     there = place.resolve()
     monkeypatch.chdir(there)
-    said = json.loads(succeeded("inspect . --json").stdout)
+    said = printed("inspect .")
     assert Path(said["source"]) == there
     assert said["details"].get("tag", name) == name
     for verb in ("verify .", "fingerprint .", "list .", f"diff . ../{name}", f"average . ../{name} ../mean"):
         succeeded(verb)
     succeeded("pack . ../store")
-    assert [one["name"] for one in json.loads(succeeded("list ../store --json").stdout)["checkpoints"]] == [name]
+    assert [one["name"] for one in printed("list ../store")["checkpoints"]] == [name]
 
 
 def test_target_has_a_name(monkeypatch):

@@ -26,7 +26,7 @@ EXAMPLES = [
     json.loads(one) for one in re.findall(r"^```json\n(.*?)^```", (ROOT / "docs/maps.md").read_text(), re.M | re.S)
 ]
 
-SHIPPED = ROOT / "zckpt" / "naming" / "shipped"
+SHIPPED = ROOT / "zckpt/naming/shipped"
 
 QKV = {
     "sides": ["apart", "joined"],

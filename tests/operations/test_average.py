@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zckpt
-from tests.cli.console import FIXTURES, refused, succeeded
+from tests.cli.console import FIXTURES, printed, refused, succeeded
 from tests.folders import contents, files_in, names_in, write_model
 from tests.logical import assert_same_tree
 from tests.refusals import refusing
@@ -283,7 +283,7 @@ def test_memory_does_not_change_the_bits():
 
 def test_the_command_prints_its_document_and_dry_runs():
     command = ("average", *SAME, "--target m.safetensors")
-    document = json.loads(succeeded(*command, "--weights 1,1,2 --json --dry-run").stdout)
+    document = printed(*command, "--weights 1,1,2 --dry-run")
     assert (document["dry_run"], names_in()) == (True, [])
     assert [one["weight"] for one in document["sources"]] == [0.25, 0.25, 0.5]
     succeeded("average", *SAME, "-t m.safetensors --ema 0.99 -q")

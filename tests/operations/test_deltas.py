@@ -18,7 +18,7 @@ from safetensors.numpy import save
 from safetensors.torch import load_file, save_file
 
 import zckpt
-from tests.cli.console import FIXTURES, refused, run, succeeded
+from tests.cli.console import FIXTURES, printed, refused, run
 from tests.folders import contents, names_in
 from tests.logical import assert_same_tree
 from tests.refusals import refusing
@@ -126,12 +126,12 @@ def test_a_model_of_a_version_needs_only_later_ones(encoding):
     assert_version("out", 3)
     copied = write("local", model(2))
     (copied / ".weight_sync").mkdir()
-    (copied / ".weight_sync" / "state.json").write_text('{"version": "000002"}')
+    (copied / ".weight_sync/state.json").write_text('{"version": "000002"}')
     zckpt.apply(copied, last, "again")
     assert_version("again", 3)
     base = write("base", model(0))
     refused(3, "apply", base, last, "none", words=("version 2 is a whole model", "weight_vNNNNNN"))
-    (copied / ".weight_sync" / "state.json").write_text('{"version": "000003"}')
+    (copied / ".weight_sync/state.json").write_text('{"version": "000003"}')
     refused(3, "apply", copied, last, "none", words="for another version")
 
 
@@ -217,7 +217,7 @@ def test_a_version_is_no_checkpoint_and_says_what_it_is():
     for path in (version, version / "model-00000-of-00001.safetensors"):
         refused(3, "inspect", path, words=("as slime publishes them", "zckpt apply"))
     write("run/whole", model(0))
-    assert [one["name"] for one in json.loads(succeeded("list", "run", "--json").stdout)["checkpoints"]] == ["whole"]
+    assert [one["name"] for one in printed("list", "run")["checkpoints"]] == ["whole"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections import defaultdict
@@ -16,7 +15,7 @@ from safetensors.numpy import save_file
 import zckpt
 import zckpt.engine.plan as plans
 import zckpt.formats.deepspeed.writer as documents
-from tests.cli.console import FIXTURES, environment, refused, succeeded
+from tests.cli.console import FIXTURES, environment, printed, refused, succeeded
 from tests.folders import names_in, snapshot
 from tests.refusals import refusing
 from zckpt.engine.plan import Copy, FilePlan, Fill, Strided
@@ -27,7 +26,7 @@ from zckpt.storage import room as rooms
 from zckpt.storage.room import Room
 
 SOURCE = FIXTURES / "s2_bf16_dp2"
-ADAPTER = Path(__file__).parent / "adapters" / "of_s2_bf16_dp2"
+ADAPTER = Path(__file__).parent / "adapters/of_s2_bf16_dp2"
 FIXTURE = "fixtures/s2_bf16_dp2"
 VERBS = [
     f"consolidate {FIXTURE} out.safetensors",
@@ -44,7 +43,7 @@ VERBS = [
 
 
 def foreseen(command: str) -> dict[str, Any]:
-    found = json.loads(succeeded(command, "--dry-run --json").stdout)["foresight"]
+    found = printed(command, "--dry-run")["foresight"]
     assert isinstance(found, dict)
     return found
 
@@ -53,7 +52,7 @@ def foreseen(command: str) -> dict[str, Any]:
 def test_a_dry_run_says_what_the_run_makes(command):
     said = foreseen(command)
     assert names_in() == []
-    done = json.loads(succeeded(command, "--json -q").stdout)
+    done = printed(command, "-q")
     assert done["foresight"] is None
     made = snapshot()
     assert said["num_files"] == sum(one is not None for one in made.values())
@@ -111,7 +110,7 @@ def test_a_target_that_is_replaced_needs_room_beside_it(monkeypatch):
 
 def test_directories_are_those_between_a_target_and_its_files():
     target = Path("/x/out")
-    names = [target / "a", target / "b" / "c" / "d", target / "b" / "e", target / "f" / "g"]
+    names = [target / "a", target / "b/c/d", target / "b/e", target / "f/g"]
     assert directories(names, target) == 4  # out, b, b/c, f
 
 

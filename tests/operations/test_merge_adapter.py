@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import zckpt
-from tests.cli.console import FIXTURES, in_time, refused, succeeded
+from tests.cli.console import FIXTURES, in_time, printed, refused, succeeded
 from tests.folders import contents, names_in, write_model
 from tests.logical import assert_same_tree
 from tests.refusals import refusing
@@ -101,7 +101,7 @@ def test_verls_actor_is_base_and_adapter_and_says_its_scale():
     zckpt.convert(source / "whole.safetensors", actor, to="fsdp-rank-files", world_size=2)
     Path("run/latest_checkpointed_iteration.txt").write_text("2")
     (actor / "huggingface").mkdir(exist_ok=True)
-    (actor / "huggingface" / "config.json").write_text('{"model_type": "llama"}')
+    (actor / "huggingface/config.json").write_text('{"model_type": "llama"}')
     with refusing(zckpt.UsageError, "has an adapter in it.*from_pretrained would load none.*zckpt merge-adapter"):
         zckpt.consolidate(actor, whole)
     zckpt.consolidate(actor, "as_it_is.safetensors")
@@ -496,11 +496,11 @@ def test_patterns_that_would_take_for_ever_do_not(key):
 
 
 def test_what_is_no_adapter_is_refused():
-    base = ADAPTERS / "plain" / "base.safetensors"
-    shutil.copy(ADAPTERS / "plain" / "adapter_model.safetensors", "adapter_model.safetensors")
+    base = ADAPTERS / "plain/base.safetensors"
+    shutil.copy(ADAPTERS / "plain/adapter_model.safetensors", "adapter_model.safetensors")
     with refusing(zckpt.UsageError, r"holds no adapter_config\.json.*--adapter-config"):
         zckpt.merge_adapter(base, ".", "../m.safetensors")
-    config = ADAPTERS / "plain" / "adapter_config.json"
+    config = ADAPTERS / "plain/adapter_config.json"
     zckpt.merge_adapter(base, "adapter_model.safetensors", "m.safetensors", adapter_config=config)
     with refusing(zckpt.UsageError, "holds adapters: "):
         zckpt.merge_adapter(base, ADAPTERS, "n.safetensors")
@@ -512,7 +512,7 @@ def test_what_is_no_adapter_is_refused():
 def test_an_adapter_is_never_the_target():
     shutil.copytree(ADAPTERS / "plain", "a")
     with refusing(zckpt.UsageError, "the target is, or contains, the source"):
-        zckpt.merge_adapter(ADAPTERS / "plain" / "base.safetensors", "a", "a", overwrite=True)
+        zckpt.merge_adapter(ADAPTERS / "plain/base.safetensors", "a", "a", overwrite=True)
 
 
 # --- the command line
@@ -521,7 +521,7 @@ def test_an_adapter_is_never_the_target():
 def test_the_command_prints_its_document_and_dry_runs():
     source = ADAPTERS / "plain"
     arguments = ("merge-adapter", source / "base.safetensors", source, "m.safetensors")
-    document = json.loads(succeeded(*arguments, "--json --dry-run").stdout)
+    document = printed(*arguments, "--dry-run")
     assert (document["dry_run"], document["num_merged"], names_in()) == (True, 6, [])
     succeeded(*arguments, "-q --verify")
     refused(4, *arguments)

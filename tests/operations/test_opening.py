@@ -20,7 +20,7 @@ from tests.refusals import refusing
 from zckpt.cli import cli
 
 SOURCE = FIXTURES / "s2_bf16_dp2"
-ADAPTER = Path(__file__).parent / "adapters" / "of_s2_bf16_dp2"
+ADAPTER = Path(__file__).parent / "adapters/of_s2_bf16_dp2"
 
 Verb = Callable[..., Any]
 READING: dict[str, Verb] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import zckpt
 import zckpt.dcp
-from tests.cli.console import refused, succeeded
+from tests.cli.console import printed, refused, succeeded
 from tests.folders import names_in
 from tests.operations.test_merge_adapter import adapter, factors
 from tests.refusals import refusing
@@ -113,8 +112,7 @@ def test_weights_may_be_of_any_unit(weights):
 
 @pytest.mark.parametrize("options", ["--dtype float16", "--dtype bfloat16", "--slots all"])
 def test_what_is_within_the_type_says_nothing(options):
-    done = succeeded(f"consolidate fixtures/s2_bf16_dp2 m.pt {options} --json")
-    assert json.loads(done.stdout)["notes"] == []
+    assert printed(f"consolidate fixtures/s2_bf16_dp2 m.pt {options}")["notes"] == []
 
 
 def test_a_load_refuses_too_and_takes_it_unverified():

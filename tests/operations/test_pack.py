@@ -64,16 +64,16 @@ def copied(made):
 def test_unpack_gives_every_file_back_as_it_was(made):
     unpack(made / "s.zckpt", "all")
     assert contents("all") == contents(made / "run")
-    unpack(made / "s.zckpt" / "step-2", "one")
-    assert contents("one") == contents(made / "run" / "step-2")
+    unpack(made / "s.zckpt/step-2", "one")
+    assert contents("one") == contents(made / "run/step-2")
 
 
 def test_what_names_the_latest_comes_back_with_the_whole_run(made):
-    shutil.copytree(made / "run" / "step-1", "run/global_step5")
+    shutil.copytree(made / "run/step-1", "run/global_step5")
     Path("run/latest").write_text("global_step5")
     zckpt.pack("run", "s")
     assert [one.latest for one in zckpt.history("s").checkpoints] == [True]
-    shutil.copytree(made / "run" / "step-2", "run/global_step6")
+    shutil.copytree(made / "run/step-2", "run/global_step6")
     Path("run/latest").write_text("global_step6\n")
     zckpt.pack("run", "s")
     unpack("s", "again")
@@ -130,9 +130,9 @@ def test_a_link_to_a_file_elsewhere_is_that_file_and_one_to_nothing_a_link():
 
 @pytest.mark.parametrize(("first", "name"), [("step-1", "step-1/more"), ("runs/step-1", "runs")])
 def test_no_checkpoint_of_a_store_lies_below_another(made, first, name):
-    zckpt.pack(made / "run" / "step-1", "s", name=first)
+    zckpt.pack(made / "run/step-1", "s", name=first)
     with refusing(zckpt.UsageError, f"cannot lie below another: expected a name apart from {first}"):
-        zckpt.pack(made / "run" / "step-2", "s", name=name)
+        zckpt.pack(made / "run/step-2", "s", name=name)
     assert unpack("s", "all").checkpoints == [first]
 
 
@@ -207,11 +207,11 @@ def test_every_verb_reads_it_in_place_as_from_the_directory(made, name):
 
 def test_an_open_checkpoint_of_a_store_reads_tensors_and_names_the_store(made):
     with refusing(zckpt.SourceError, "the store has no such checkpoint"):
-        zckpt.open(made / "s.zckpt" / "step-100")
-    opened = zckpt.open(made / "s.zckpt" / "step-1")
+        zckpt.open(made / "s.zckpt/step-100")
+    opened = zckpt.open(made / "s.zckpt/step-1")
     name = next(iter(opened.parameters))
-    assert opened.read(name).equal(zckpt.open(made / "run" / "step-1").read(name))
-    assert opened.source == str(made / "s.zckpt" / "step-1")
+    assert opened.read(name).equal(zckpt.open(made / "run/step-1").read(name))
+    assert opened.source == str(made / "s.zckpt/step-1")
 
 
 def test_a_store_is_listed_as_its_run_is(made):
@@ -226,20 +226,20 @@ def test_workers_in_other_processes_go_to_the_store_themselves(made):
     from multiprocessing import get_context
 
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        zckpt.consolidate(made / "s.zckpt" / "step-2", "m.safetensors", executor=pool)
-    zckpt.consolidate(made / "run" / "step-2", "n.safetensors")
+        zckpt.consolidate(made / "s.zckpt/step-2", "m.safetensors", executor=pool)
+    zckpt.consolidate(made / "run/step-2", "n.safetensors")
     assert Path("m.safetensors").read_bytes() == Path("n.safetensors").read_bytes()
 
 
 def test_a_later_checkpoint_is_predicted_from_the_store_without_the_run(made, copied):
-    shutil.copytree(FIXTURES / "s2_bf16_dp3" / "global_step5", "run/step-9")
+    shutil.copytree(FIXTURES / "s2_bf16_dp3/global_step5", "run/step-9")
     zckpt.pack("run", copied)
     unpack(copied / "step-9", "again")
     assert contents("again") == contents("run/step-9")
 
 
 def test_one_checkpoint_may_have_another_name():
-    source = FIXTURES / "s2_bf16_dp2" / "global_step5"
+    source = FIXTURES / "s2_bf16_dp2/global_step5"
     zckpt.pack(source, "store", name="runs/first")
     assert zckpt.diff("store/runs/first", source).equal
     for given, name in ((source, "../first"), (FIXTURES / "s2_bf16_dp2_multitag", "first")):
@@ -248,7 +248,7 @@ def test_one_checkpoint_may_have_another_name():
 
 
 def test_other_programs_resume_from_what_is_unpacked_and_nothing_is_pruned():
-    source, store = FIXTURES / "s2_bf16_dp2" / "global_step5", Path("store").absolute()
+    source, store = FIXTURES / "s2_bf16_dp2/global_step5", Path("store").absolute()
     zckpt.pack(source, store)
     for one in (store / "global_step5", zckpt.open(store / "global_step5")):
         said = zckpt.resume_check(one, program="deepspeed")
@@ -261,7 +261,7 @@ def test_other_programs_resume_from_what_is_unpacked_and_nothing_is_pruned():
 
 
 def test_another_checkpoint_of_a_name_is_refused(made, copied):
-    shutil.copytree(FIXTURES / "s2_bf16_dp3" / "global_step5", "run/step-1")
+    shutil.copytree(FIXTURES / "s2_bf16_dp3/global_step5", "run/step-1")
     with refusing(zckpt.UsageError, "another checkpoint with this name"):
         zckpt.pack("run", copied)
 
@@ -278,7 +278,7 @@ def test_a_directory_of_something_else_is_no_store_and_is_not_made_one():
 
 def test_nothing_else_is_written_into_a_store(made):
     with refusing(zckpt.UsageError, "only `zckpt pack` writes to"):
-        zckpt.consolidate(made / "run" / "step-1", made / "s.zckpt" / "m.safetensors")
+        zckpt.consolidate(made / "run/step-1", made / "s.zckpt/m.safetensors")
 
 
 def test_dry_runs_write_nothing(made):
@@ -324,7 +324,7 @@ def test_no_flip_gives_a_wrong_file(made, part):
 
 @pytest.mark.parametrize("part", some([0], range(1, 30)))
 def test_no_flip_of_a_patch_gives_a_wrong_file(made, part):
-    base, result = made / "run" / "step-4", made / "run" / "step-2"
+    base, result = made / "run/step-4", made / "run/step-2"
     zckpt.patch(base, result, "p")
     for seed in range(10 * part, 10 * part + 10):
         shutil.copytree("p", "q")
@@ -416,7 +416,7 @@ def test_a_patch_to_a_link_has_the_bytes_of_its_file():
 
 
 def test_a_patch_to_another_base_is_refused(made):
-    zckpt.patch(made / "run" / "step-1", made / "run" / "step-2", "p")
+    zckpt.patch(made / "run/step-1", made / "run/step-2", "p")
     other = FIXTURES / "s2_fp16_dp2"
     with refusing(zckpt.UsageError, "for another checkpoint"):
         zckpt.apply(other, "p", "out")
@@ -435,7 +435,7 @@ def killed(words: list[str], delay: float) -> None:
 def test_kills_of_pack_and_apply_lose_nothing(made, part):
     chance = random.Random(part)
     begin = time.monotonic()
-    zckpt.patch(made / "run" / "step-1", made / "run" / "step-2", "p")
+    zckpt.patch(made / "run/step-1", made / "run/step-2", "p")
     subprocess.run(command("pack", made / "run", "timed -q"), env=environment(), check=True)
     most = time.monotonic() - begin
     for _ in range(4 if part else 1):
@@ -445,9 +445,9 @@ def test_kills_of_pack_and_apply_lose_nothing(made, part):
                 unpack(f"s.zckpt/{one}", "out")
                 assert contents("out") == contents(made / "run" / one)
                 shutil.rmtree("out")
-        killed(command("apply", made / "run" / "step-1", "p applied -q"), chance.uniform(0.2, 1.1) * most)
+        killed(command("apply", made / "run/step-1", "p applied -q"), chance.uniform(0.2, 1.1) * most)
         if Path("applied").exists():
-            assert contents("applied") == contents(made / "run" / "step-2")
+            assert contents("applied") == contents(made / "run/step-2")
             shutil.rmtree("applied")
     zckpt.pack(made / "run", "s.zckpt")
     unpack("s.zckpt", "all")
@@ -457,9 +457,9 @@ def test_kills_of_pack_and_apply_lose_nothing(made, part):
 def test_the_command_line_packs_unpacks_patches_and_applies(made):
     succeeded("pack", made / "run", "s")
     succeeded("unpack s/step-1 one")
-    succeeded("patch one", made / "run" / "step-2", "p")
+    succeeded("patch one", made / "run/step-2", "p")
     succeeded("apply s/step-1 p two")
-    assert contents("two") == contents(made / "run" / "step-2")
+    assert contents("two") == contents(made / "run/step-2")
     succeeded("inspect s/step-2")
 
 

@@ -94,7 +94,7 @@ def test_a_slot_that_some_models_have_is_measured_where_it_is():
         at = Path(name, "global_step_5")
         (at / "critic").mkdir(parents=True)
         zckpt.consolidate(FIXTURES / fixture, at / "actor", slots=["all"])
-        save_file(model(5), at / "critic" / "model.safetensors")
+        save_file(model(5), at / "critic/model.safetensors")
     found = zckpt.parting("a", "b", slots=["exp_avg"])
     assert found.different == 5
     assert {one["entry"] for one in found.changed} == {"exp_avg"}

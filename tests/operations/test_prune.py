@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import zckpt
-from tests.cli.console import FIXTURES, refused, run, succeeded
+from tests.cli.console import FIXTURES, printed, refused, run, succeeded
 from tests.damage import flip, optimizer_file
 from tests.operations.test_history import TAG, put
 from tests.pairwise import some
@@ -72,7 +72,7 @@ def test_what_is_not_sound_does_not_count_and_stays_unless_that_is_asked_for():
     os.utime(at / "global_step5", (1e9, 1e9))
     assert gone() == {"global_step1"}
     assert "not sound, and --unsound is not given: " in why()["global_step2"]
-    (at / "global_step4" / "mine.txt").write_text("notes")
+    (at / "global_step4/mine.txt").write_text("notes")
     assert gone(unsound=True) == {"global_step2", "global_step5"}
     assert why(unsound=True)["global_step4"] == "not sound, and holds mine.txt, as no sound one does"
 
@@ -94,11 +94,11 @@ def test_what_is_named_stays(tracker):
         (at / tracker).write_text("1")
     elif tracker == "link":
         (at / "exports").mkdir()
-        (at / "exports" / "good").symlink_to("../global_step1")
+        (at / "exports/good").symlink_to("../global_step1")
     elif tracker == "link into":
         (at / "weights.pt").symlink_to("global_step1/mp_rank_00_model_states.pt")
     else:
-        (at / "global_step3" / "trainer_state.json").write_text('{"best_model_checkpoint": "/old/place/global_step1"}')
+        (at / "global_step3/trainer_state.json").write_text('{"best_model_checkpoint": "/old/place/global_step1"}')
     assert gone() == {"global_step2"}
 
 
@@ -121,9 +121,9 @@ def test_what_is_linked_or_new_or_holds_what_may_be_ours_stays(kind, tmp_path):
     elif kind == "empty file":
         (one / "KEEP").touch()
     elif kind == "another checkpoint":
-        shutil.copytree(FIXTURES / "other" / "dcp_fsdp2_dp2" / "ckpt", one / "mine")
+        shutil.copytree(FIXTURES / "other/dcp_fsdp2_dp2/ckpt", one / "mine")
     else:
-        shutil.copy(FIXTURES / "other" / "plain_adamw" / "ckpt.pt", one / "mine.pt")
+        shutil.copy(FIXTURES / "other/plain_adamw/ckpt.pt", one / "mine.pt")
     for path in (at / "global_step2").iterdir():
         os.utime(path, (1e9, 1e9))
     os.utime(at / "global_step2", (1e9, 1e9))
@@ -132,9 +132,9 @@ def test_what_is_linked_or_new_or_holds_what_may_be_ours_stays(kind, tmp_path):
 
 def test_files_that_may_be_ours_go_if_we_say_so_and_peft_card_is_not_ours():
     at = steps(1, 2, 3)
-    (at / "global_step1" / "notes").mkdir()
-    (at / "global_step1" / "notes" / "a.txt").write_text("notes")
-    (at / "global_step2" / "README.md").write_text("---\nbase_model: llama\nlibrary_name: peft\n---\n")
+    (at / "global_step1/notes").mkdir()
+    (at / "global_step1/notes/a.txt").write_text("notes")
+    (at / "global_step2/README.md").write_text("---\nbase_model: llama\nlibrary_name: peft\n---\n")
     assert "holds notes/a.txt, which may be yours" in why()["global_step1"]
     assert gone(also=["notes/*"]) == {"global_step1", "global_step2"}
 
@@ -144,7 +144,7 @@ def test_only_checkpoints_called_by_a_step_go_each_series_by_itself():
     steps(7, 8, stem="checkpoint_to_", source=TRAINER)
     put(at, best=TAG, final=TAG, other__global_step1=TAG)
     (at / "logs").mkdir()
-    (at / "logs" / "step_1.log").write_text("log")
+    (at / "logs/step_1.log").write_text("log")
     assert gone() == {"global_step1", "checkpoint-7"}
     assert why()["best"] == "its name has no step"
 
@@ -153,7 +153,7 @@ def test_a_file_goes_with_the_digests_that_lie_beside_it():
     at = Path("run")
     at.mkdir()
     for step in (1, 2):
-        shutil.copy(FIXTURES / "other" / "plain_adamw" / "ckpt.pt", at / f"ckpt_{step}.pt")
+        shutil.copy(FIXTURES / "other/plain_adamw/ckpt.pt", at / f"ckpt_{step}.pt")
         succeeded("fingerprint", at / f"ckpt_{step}.pt", "--write")
     pruned(delete=True)
     assert {path.name for path in at.iterdir()} == {"ckpt_2.pt", "ckpt_2.pt.fingerprint.json"}
@@ -165,7 +165,7 @@ def test_models_of_one_step_go_together():
     for step in (5, 10):
         for role in ("actor", "critic"):
             shutil.copytree("actor", at / f"global_step_{step}" / role)
-        shutil.copy(FIXTURES / "other" / "plain_adamw" / "ckpt.pt", at / f"global_step_{step}" / "data.pt")
+        shutil.copy(FIXTURES / "other/plain_adamw/ckpt.pt", at / f"global_step_{step}" / "data.pt")
     assert gone() == {"global_step_5"}
 
 
@@ -234,7 +234,7 @@ def test_what_cannot_be_removed_is_said_and_stays():
 def test_the_document_is_what_is_printed():
     steps(1, 2)
     command = "prune run --keep-last 1 --settle 0"
-    assert json.loads(succeeded(command, "--json").stdout) == pruned().as_dict()
+    assert printed(command) == pruned().as_dict()
     text = succeeded(command).stdout
     assert "would free 46.2 kB of 1 checkpoint\nnothing was removed: give --delete" in text
     assert "freed 46.2 kB of 1 checkpoint\n" in succeeded(command, "--delete").stdout
@@ -259,7 +259,7 @@ def test_what_cannot_be_is_refused(status, arguments, words):
 def three(here: Path) -> None:
     steps(1, 2, 3, at=here)
     (here / "latest").write_text("global_step3")
-    (here / "global_step2" / "mine.txt").write_text("notes")
+    (here / "global_step2/mine.txt").write_text("notes")
 
 
 def prune_all(here: Path) -> None:

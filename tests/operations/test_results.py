@@ -15,7 +15,7 @@ from tests.cli.console import FIXTURES, refused, run
 from tests.refusals import refusing
 
 SOURCE, OTHER = FIXTURES / "s2_bf16_dp2", FIXTURES / "s2_bf16_dp3"
-ADAPTER = Path(__file__).parent / "adapters" / "of_s2_bf16_dp2"
+ADAPTER = Path(__file__).parent / "adapters/of_s2_bf16_dp2"
 FIXTURE = "fixtures/s2_bf16_dp2"
 VERBS: dict[str, Callable[[], Any]] = {
     f"inspect {FIXTURE} --files": lambda: zckpt.inspect(SOURCE, include_inventory=True),

@@ -11,7 +11,7 @@ from zckpt.operations.shared_target import shared_target
 
 
 def test_others_join_what_the_first_has_begun_and_what_a_kill_has_left_gives_way(tmp_path):
-    place = tmp_path / "new" / "step1"
+    place = tmp_path / "new/step1"
     with refusing(TargetError, "no save to it is running"):
         shared_target(place).noted()
     child = os.fork()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 
 import numpy as np
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zckpt
-from tests.cli.console import FIXTURES, refused, succeeded
+from tests.cli.console import FIXTURES, printed, refused, succeeded
 from tests.refusals import refusing
 from zckpt.operations.stats import Distribution, _measured, layer_of
 
@@ -115,7 +114,7 @@ def test_layers_sum_up_what_is_of_one_name_to_its_number():
 
 def test_what_is_printed():
     command = "stats fixtures/s2_bf16_dp2"
-    document = json.loads(succeeded(command, "--json --parameters fc*").stdout)
+    document = printed(command, "--parameters fc*")
     lines = list(csv.DictReader(io.StringIO(succeeded(command, "--csv --parameters fc*").stdout)))
     assert [(one["name"], one["slot"], float(one["max"])) for one in lines] == [
         (one["name"], one["slot"], one["max"]) for one in document["slots"]

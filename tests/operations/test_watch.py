@@ -233,9 +233,9 @@ def test_one_that_is_written_again_is_looked_at_again_but_not_for_its_digests(mo
     def again() -> None:
         shutil.rmtree(at / "global_step5")
         put(at, global_step5="s2_bf16_dp2_multitag/global_step3")
-        (at / "global_step5" / "mp_rank_00_model_states.pt").touch()
+        (at / "global_step5/mp_rank_00_model_states.pt").touch()
 
-    happen = {5: lambda: (at / "global_step5" / "fingerprint.json").write_text("{}"), 20: again}
+    happen = {5: lambda: (at / "global_step5/fingerprint.json").write_text("{}"), 20: again}
     assert list(appearances(at, happen, monkeypatch, settle=10.0)) == [(10, "global_step5"), (30, "global_step5")]
 
 

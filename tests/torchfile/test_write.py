@@ -270,12 +270,13 @@ def write(path, root):
     return file
 
 
-def rewrite(source, target):
+def rewrite(source="source.pt", target="target.pt"):
+    """Read a file and write it again; return our readings of both."""
     file = read_torchfile(source)
     return file, write(target, FromFile.of(file, file.root))
 
 
-def load(path, **options):
+def load(path="target.pt", **options):
     return torch.load(path, map_location="cpu", **{"weights_only": False, **options})
 
 
@@ -287,7 +288,7 @@ def outcome(path, **options):
         return type(error)
 
 
-def check_rewritten(source, target):
+def check_rewritten(source="source.pt", target="target.pt"):
     """Rewrite a file and hold what torch loads from both against each other, in every way of loading."""
     before, after = rewrite(source, target)
     Same()(load(source), load(target))
@@ -483,7 +484,7 @@ CASES = [
 @pytest.mark.every(2)
 def test_what_torch_saved_is_loaded_equal_from_our_file(content, options):
     torch.save(content(), "source.pt", **options)
-    before, after = check_rewritten("source.pt", "target.pt")
+    before, after = check_rewritten()
     if options.get("pickle_protocol") == 2:
         assert after.globals == before.globals
         if content in FOR_WEIGHTS_ONLY:
@@ -499,19 +500,19 @@ def test_backward_hooks():
             return torch._utils._rebuild_tensor_v2, args
 
     torch.save([Hooked()], "source.pt")
-    check_rewritten("source.pt", "target.pt")
-    assert list(load("target.pt")[0]._backward_hooks.values()) == [hook]
+    check_rewritten()
+    assert list(load()[0]._backward_hooks.values()) == [hook]
 
 
-def reloaded(data, tmp_path):
+def reloaded(data):
     """What Python unpickles from our pickle of what we read from its pickle."""
-    (tmp_path / "x.pkl").write_bytes(data)
-    return pickle.loads(dump(read_pickle(tmp_path / "x.pkl").root).data)
+    Path("x.pkl").write_bytes(data)
+    return pickle.loads(dump(read_pickle(Path("x.pkl")).root).data)
 
 
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("content", [plain_data, objects, cycles, arrays, scalars])
-def test_every_protocol(tmp_path, content, protocol):
+def test_every_protocol(content, protocol):
     value = content()
     if content is objects:
         unfit = (torch.nn.Module,) if protocol > 1 else (torch.nn.Module, Slotted)
@@ -519,7 +520,7 @@ def test_every_protocol(tmp_path, content, protocol):
     if content is cycles:
         value = [one for one in value if not isinstance(one, (torch.Tensor, set) if protocol < 2 else torch.Tensor)]
     data = pickle.dumps(value, protocol)
-    Same()(pickle.loads(data), reloaded(data, tmp_path))
+    Same()(pickle.loads(data), reloaded(data))
 
 
 @pytest.mark.parametrize(
@@ -530,8 +531,8 @@ def test_every_protocol(tmp_path, content, protocol):
         b"(iargparse\nNamespace\n(dX\1\0\0\0aK\1sb.",
     ],
 )
-def test_instances_of_old_protocols(tmp_path, data):
-    Same()(pickle.loads(data), reloaded(data, tmp_path))
+def test_instances_of_old_protocols(data):
+    Same()(pickle.loads(data), reloaded(data))
 
 
 def test_memory_formats_and_globals_by_name():
@@ -548,15 +549,15 @@ def test_numpy_functions_keep_the_name_that_the_file_has_for_them(module):
     file.globals = {"data.pkl": tuple(name.replace("numpy._core.multiarray", module) for name in names)}
     after = write("target.pt", FromFile.of(file, file.root))
     assert after.globals == file.globals
-    Same()(load("source.pt"), load("target.pt"))
+    Same()(load("source.pt"), load())
 
 
 def test_globals_allowed_by_the_user_are_found_by_weights_only():
     torch.save(np.arange(3.0), "source.pt")
-    rewrite("source.pt", "target.pt")
+    rewrite()
     allowed = [np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype("f8"))]
     with torch.serialization.safe_globals(allowed):
-        assert load("target.pt", weights_only=True).tolist() == [0, 1, 2]
+        assert load(weights_only=True).tolist() == [0, 1, 2]
 
 
 def test_location_is_kept():
@@ -566,7 +567,7 @@ def test_location_is_kept():
     file.root[0] = dataclasses.replace(file.root[0], storage=there)
     after = write("target.pt", FromFile.of(file, file.root))
     assert [node.storage.location for node in after.root] == ["cuda:3", "cpu"]
-    Same()([torch.ones(2), torch.zeros(3)], load("target.pt"))
+    Same()([torch.ones(2), torch.zeros(3)], load())
 
 
 def test_depth_is_no_matter():
@@ -601,9 +602,9 @@ def test_big_endian_source_is_written_little_endian():
              torch.tensor([1.5, 2]).storage()]  # fmt: skip
     torch.save(value, "source.pt")
     as_big_endian("source.pt")
-    _, after = rewrite("source.pt", "target.pt")
+    _, after = rewrite()
     assert after.byteorder == "little"
-    Same()(value, load("target.pt"))
+    Same()(value, load())
 
 
 def test_untyped_storage_of_a_big_endian_file_has_the_order_of_its_tensors():
@@ -615,7 +616,7 @@ def test_untyped_storage_of_a_big_endian_file_has_the_order_of_its_tensors():
     Path("source.pt").write_bytes(raw)
     root = [dataclasses.replace(file.root[0], byteorder="big")]
     write("target.pt", FromFile(root, file.path, "big"))
-    Same()([torch.tensor([0, 1, 2, 3], dtype=torch.uint16)], load("target.pt"))
+    Same()([torch.tensor([0, 1, 2, 3], dtype=torch.uint16)], load())
     root.append(dataclasses.replace(root[0], dtype="uint32", shape=(2,)))
     with refusing(UnsupportedError, "uint16, uint32"):
         lay_out("target.pt", FromFile(root, file.path, "big"))
@@ -634,9 +635,9 @@ def test_parts_of_two_files_in_one():
 
 
 @pytest.fixture
-def stored(tmp_path):
+def stored():
     """A slot of 6 float32 values, 0 to 5, that lies in a file."""
-    return slot_of(plans.stored(tmp_path / "values", np.arange(6, dtype="<f4").reshape(2, 3)))
+    return slot_of(plans.stored("values", np.arange(6, dtype="<f4").reshape(2, 3)))
 
 
 def test_views_of_one_new_storage_with_padding(stored):
@@ -696,7 +697,7 @@ def test_new_tensor_has_the_class_and_attributes_of_the_old(stored, dtype):
     storage = new_storage(dtype, 6, [SlotContent(0, stored, "weight")])
     root = [view(storage, (3,), start=index % 2, like=old) for index, old in enumerate(file.root)]
     write("target.pt", FromFile.of(file, root))
-    for index, (old, new) in enumerate(zip(load("source.pt"), load("target.pt"), strict=True)):
+    for index, (old, new) in enumerate(zip(load("source.pt"), load(), strict=True)):
         assert (type(new), new.requires_grad, vars(new)) == (type(old), old.requires_grad, vars(old))
         assert str(new.dtype) == f"torch.{dtype}"
         assert new.detach().float().tolist() == [0 + index % 2, 1 + index % 2, 2 + index % 2]
@@ -757,7 +758,7 @@ def test_the_same_tree_gives_the_same_bytes_in_every_process_which_imports_neith
 def test_each_storage_is_written_once_in_the_order_of_its_first_mention():
     first, second = torch.ones(2), torch.zeros(3)
     torch.save([second[1:], first, second], "source.pt")
-    _, after = rewrite("source.pt", "target.pt")
+    _, after = rewrite()
     assert [storage.nbytes for storage in after.storages.values()] == [12, 8]
     assert [node.storage.key for node in after.root] == ["0", "1", "0"]
     assert isinstance(after.root[0], Tensor)
@@ -804,7 +805,7 @@ OTHER_FILES = sorted((FIXTURES / "other").glob("plain_*/**/*.pt"))
 @pytest.mark.parametrize("path", OTHER_FILES, ids=lambda path: str(path.relative_to(FIXTURES / "other")))
 @pytest.mark.every(2)
 def test_real_torch_files_are_loaded_equal(path):
-    check_rewritten(path, "target.pt")
+    check_rewritten(path)
 
 
 RUNS = [
@@ -835,8 +836,8 @@ def test_deepspeed_objects_have_their_types(monkeypatch):
     from deepspeed.utils.tensor_fragment import fragment_address
 
     (path,) = (FIXTURES / "s2_bf16_dp2_client").rglob("bf16_zero_pp_rank_0_*")
-    rewrite(path, "target.pt")
-    state = load("target.pt")["optimizer_state_dict"]
+    rewrite(path)
+    state = load()["optimizer_state_dict"]
     assert state["zero_stage"] is ZeroStageEnum.gradients
     assert type(state["loss_scaler"]).__name__ == "LossScaler"
     assert all(type(one) is fragment_address for group in state["param_slice_mappings"] for one in group.values())

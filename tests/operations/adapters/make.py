@@ -189,7 +189,7 @@ def make(name: str, directory: Path) -> None:
         save_file(copies(adapted.state_dict()), directory / "whole.safetensors")
     if name == "several":
         merged = deepcopy(adapted).merge_and_unload(adapter_names=["other"])
-        save_file(copies(merged.state_dict()), directory / "other" / "merged.safetensors")
+        save_file(copies(merged.state_dict()), directory / "other/merged.safetensors")
     if name not in ("ia3", "of_s2_bf16_dp2"):
         save_file(copies(adapted.merge_and_unload().state_dict()), directory / "merged.safetensors")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import shutil
 import zipfile
@@ -15,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import zckpt
-from tests.cli.console import FIXTURES, refused, succeeded
+from tests.cli.console import FIXTURES, printed, refused, succeeded
 from tests.folders import contents
 from tests.logical import assert_same_tree
 from tests.operations.scan import corpus
@@ -46,7 +45,7 @@ def test_payload_goes_and_all_else_stays(case):
 def test_what_goes_is_listed_where_it_was():
     source = poisoned(called(named("os:system"), text("true")))
     poison(source / MODEL, b"](" + named("evil:function") + called(named("evil:Class")) + b"K\x07e", key="several")
-    document = json.loads(succeeded(f"sanitize {source} clean --json").stdout)
+    document = printed(f"sanitize {source} clean")
     assert sorted(map(tuple, (one.values() for one in document["removed"]))) == [
         (OPTIMIZER, "extra", "dangerous", "os.system"),
         (MODEL, "extra", "dangerous", "os.system"),
@@ -151,7 +150,7 @@ def test_records_beside_the_tree_go_and_are_listed():
     source = saved("m.pt", base())
     with zipfile.ZipFile(source, "a") as file:
         file.writestr("m/extra.pkl", corpus.system("sentinel") + b".")
-    document = json.loads(succeeded(f"sanitize {source} clean.pt --json").stdout)
+    document = printed(f"sanitize {source} clean.pt")
     assert [one["place"] for one in document["removed"]] == ["extra.pkl"]
     assert_same_tree(torch.load("clean.pt", weights_only=True), base())
 
@@ -162,7 +161,7 @@ def test_items_of_dcp_go_as_a_whole():
     dcp.save(state, checkpoint_id="dcp", no_dist=True)
     found = zckpt.scan("dcp")
     assert {one["record"].partition(":")[0] for one in found.findings if one["grade"] == "unknown"} == {"bad"}
-    document = json.loads(succeeded("sanitize dcp clean --json").stdout)
+    document = printed("sanitize dcp clean")
     assert [one["place"] for one in document["removed"]] == ["bad"]
     assert grades("clean") == {"data", "known"}
     loaded = {"model": {key: torch.zeros_like(one) for key, one in base()["model"].items()}}
@@ -178,7 +177,7 @@ def test_files_that_cannot_be_followed_go_as_a_whole():
         "twice.pt": corpus.twice(corpus.HARMLESS, corpus.system("sentinel") + b"."),
     }.items():
         (source / name).write_bytes(data)
-    document = json.loads(succeeded(f"sanitize {source} clean --json").stdout)
+    document = printed(f"sanitize {source} clean")
     assert {one["file"] for one in document["removed"]} == {"broken.pkl", "packed.pt", "twice.pt"}
     assert contents("clean") == contents(FIXTURES / "s2_bf16_dp2")
     assert not Path("sentinel").exists()
@@ -195,7 +194,7 @@ def test_a_checkpoint_that_is_none_without_it_is_refused():
 def test_objects_of_known_classes_that_hold_others_stay_without_them():
     scaler, evil = named("deepspeed.runtime.fp16.loss_scaler:LossScaler"), called(named("evil:Class"))
     source = poisoned(created(scaler) + b"}(" + text("a") + evil + text("b") + b"K\x02ub")
-    document = json.loads(succeeded(f"sanitize {source} clean --json").stdout)
+    document = printed(f"sanitize {source} clean")
     assert {one["place"] for one in document["removed"]} == {"extra.state.a"}
     source = poisoned(called(scaler, evil), "other")
     succeeded(f"sanitize {source} clean2 --quiet")

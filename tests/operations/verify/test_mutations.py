@@ -72,11 +72,12 @@ class Mutation:
 MUTATIONS: dict[str, Mutation] = {}
 
 
-def mutation(code: str, fixture: str = RUN, **about: Any) -> Callable[[Mutate], Mutate]:
-    """Register a function as a mutation under its name."""
+def mutation(code: str, fixture: str = RUN, *, rank: int | None = None, **about: Any) -> Callable[[Mutate], Mutate]:
+    """Register a function as a mutation under its name; `rank`: found in its optimizer file."""
+    of_rank = {} if rank is None else {"file": (RANK_0, RANK_1)[rank], "ranks": (rank,)}
 
     def register(mutate: Mutate) -> Mutate:
-        MUTATIONS[mutate.__name__] = Mutation(fixture, mutate, code, **about)
+        MUTATIONS[mutate.__name__] = Mutation(fixture, mutate, code, **of_rank, **about)
         return mutate
 
     return register
@@ -123,12 +124,12 @@ def rewritten(run: Path, pattern: str, new: str | Callable[[re.Match[str]], str]
 # what nothing reads
 
 
-@mutation("ZC-131", file=RANK_1, ranks=(1,))
+@mutation("ZC-131", rank=1)
 def tensor_that_no_one_knows(run):
     edit(optimizer_file(run, 1), lambda content: content["optimizer_state_dict"].update(more=torch.ones(3)))
 
 
-@mutation("ZC-132", file=RANK_0, ranks=(0,))
+@mutation("ZC-132", rank=0)
 def value_that_no_one_knows(run):
     edit(optimizer_file(run, 0), lambda content: content["optimizer_state_dict"].update(more="a word"))
 
@@ -136,22 +137,22 @@ def value_that_no_one_knows(run):
 # elements, with checksums that are right: only what they mean can tell
 
 
-@mutation("ZC-201", file=RANK_0, ranks=(0,), parameters=("fc1.weight",), shallow=False, found="element 50")
+@mutation("ZC-201", rank=0, parameters=("fc1.weight",), shallow=False, found="element 50")
 def one_element_of_a_master_changed(run):
     set_element(run, "fc1.weight", "master", 50, 9.0)
 
 
-@mutation("ZC-201", file=RANK_0, ranks=(0,), parameters=("fc1.weight",), found="element 0")
+@mutation("ZC-201", rank=0, parameters=("fc1.weight",), found="element 0")
 def first_element_of_a_master_changed(run):
     set_element(run, "fc1.weight", "master", 0, 9.0)
 
 
-@mutation("ZC-201", file=RANK_1, ranks=(1,), parameters=("big.2.weight",), shallow=False)
+@mutation("ZC-201", rank=1, parameters=("big.2.weight",), shallow=False)
 def one_bit_of_a_weight_flipped(run):
     fix_checksums(flip_in(run, "big.2.weight", "weight", 140))
 
 
-@mutation("ZC-202", file=RANK_0, ranks=(0,), parameters=("fc1.weight",), shallow=False, found="1, first at element 50")
+@mutation("ZC-202", rank=0, parameters=("fc1.weight",), shallow=False, found="1, first at element 50")
 def nan_in_first_moment(run):
     set_element(run, "fc1.weight", "exp_avg", 50, float("nan"))
 
@@ -166,12 +167,12 @@ def inf_in_a_master_of_stage_3(run):
     set_element(run, "fc1.weight", "master", 40, float("-inf"))
 
 
-@mutation("ZC-203", file=RANK_0, ranks=(0,), parameters=("fc1.weight",), shallow=False)
+@mutation("ZC-203", rank=0, parameters=("fc1.weight",), shallow=False)
 def second_moment_negative(run):
     set_element(run, "fc1.weight", "exp_avg_sq", 50, -1.0)
 
 
-@mutation("ZC-205", file=RANK_1, ranks=(1,), shallow=False, expected="zeros")
+@mutation("ZC-205", rank=1, shallow=False, expected="zeros")
 def padding_not_zero(run):
     (first, *_) = [z for p in zckpt.open(run).padding for z in p.zeros if z.slot == "exp_avg"]
     patch(first.path, first.offset, element(1.0, "float32"))
@@ -236,12 +237,12 @@ def tied_weight_of_a_model_file_differs(run):
 # bytes
 
 
-@mutation("ZC-107", file=RANK_0, ranks=(0,), parameters=("fc1.weight",), shallow=False)
+@mutation("ZC-107", rank=0, parameters=("fc1.weight",), shallow=False)
 def one_bit_of_a_master_flipped(run):
     flip_in(run, "fc1.weight", "master", 50, byte=2, bit=6)
 
 
-@mutation("ZC-107", file=RANK_0, ranks=(0,), parameters=None, shallow=False)
+@mutation("ZC-107", rank=0, parameters=None, shallow=False)
 def one_bit_of_a_moment_flipped(run):
     flip_in(run, "fc1.weight", "exp_avg", 50)
 
@@ -298,7 +299,7 @@ def pickle_written_wrong(run):
     (run / MODEL).write_bytes(data.replace(record.CRC.to_bytes(4, "little"), found.to_bytes(4, "little")))
 
 
-@mutation("ZC-103", file=RANK_1, ranks=(1,))
+@mutation("ZC-103", rank=1)
 def file_holds_something_else(run):
     edit(optimizer_file(run, 1), lambda content: content["optimizer_state_dict"].pop("partition_count"))
 
@@ -327,7 +328,7 @@ def text_in_place_of_a_torch_file(run):
     return target
 
 
-@mutation("ZC-106", file=RANK_1, ranks=(1,))
+@mutation("ZC-106", rank=1)
 def unknown_stage(run):
     edit(optimizer_file(run, 1), lambda content: content["optimizer_state_dict"].update(zero_stage=7))
 
@@ -378,13 +379,13 @@ def rank_of_zero_redundancy_missing(checkpoint):
     (checkpoint / "zero_rank1.pt").unlink()
 
 
-@mutation("ZC-111", file=RANK_1, ranks=(1,), expected="2 ranks")
+@mutation("ZC-111", rank=1, expected="2 ranks")
 def rank_of_another_world_size(run):
     name = optimizer_file(run, 1).name
     shutil.copy(FIXTURES / "s2_bf16_dp3" / TAG / name, run / TAG / name)
 
 
-@mutation("ZC-112", file=RANK_1, ranks=(1,), parameters=OTHER_RANKS)
+@mutation("ZC-112", rank=1, parameters=OTHER_RANKS)
 def rank_of_another_run(run):
     another_run(optimizer_file(run, 1))
 
@@ -401,13 +402,13 @@ def rank_of_another_form(run):
     shutil.copy(FIXTURES / "s2_bf16_dp2_elastic" / TAG / name, run / TAG / name)
 
 
-@mutation("ZC-113", file=RANK_1, ranks=(1,))
+@mutation("ZC-113", rank=1)
 def rank_there_twice(run):
     name = optimizer_file(run, 1).name
     shutil.copy(run / TAG / name, run / TAG / name.removeprefix("bf16_"))
 
 
-@mutation("ZC-113", "s3_bf16_dp3", file=RANK_1, ranks=(1,), found="bf16_zero_pp_rank_0")
+@mutation("ZC-113", "s3_bf16_dp3", rank=1, found="bf16_zero_pp_rank_0")
 def rank_of_stage_3_there_as_another(run):
     shutil.copy(optimizer_file(run, 0), optimizer_file(run, 1))
 
@@ -443,7 +444,7 @@ def two_ranks_with_parts_of_one_size_swapped(run):
     swap(optimizer_file(run, 1), optimizer_file(run, 2))
 
 
-@mutation("ZC-121", file=RANK_1, ranks=(1,), parameters=("big.0.weight",))
+@mutation("ZC-121", rank=1, parameters=("big.0.weight",))
 def mapping_disagrees_with_shapes(run):
     def move(content):
         content["optimizer_state_dict"]["param_slice_mappings"][0]["big.0.weight"].start += 1
@@ -471,12 +472,12 @@ def layout_of_zckpts_own_format_leaves_an_element_out(run):
     return rewritten(run, r'("file":1,"start":)(\d+)', lambda m: f"{m[1]}{int(m[2]) - 1}")
 
 
-@mutation("ZC-123", file=RANK_1, ranks=(1,))
+@mutation("ZC-123", rank=1)
 def slot_dropped_on_one_rank(run):
     edit(optimizer_file(run, 1), lambda content: [s.pop("exp_avg") for s in base_state(content)["state"].values()])
 
 
-@mutation("ZC-123", "s3_bf16_dp2", file=RANK_1, ranks=(1,), parameters=None)
+@mutation("ZC-123", "s3_bf16_dp2", rank=1, parameters=None)
 def slot_dropped_on_one_rank_of_stage_3(run):
     slot_dropped_on_one_rank(run)
 
@@ -490,7 +491,7 @@ def wrong_type_on_one_rank(run):
     edit(optimizer_file(run, 1), widen)
 
 
-@mutation("ZC-124", "s3_bf16_dp3", file=RANK_1, ranks=(1,), parameters=None, found="float64")
+@mutation("ZC-124", "s3_bf16_dp3", rank=1, parameters=None, found="float64")
 def wrong_type_on_one_rank_of_stage_3(run):
     wrong_type_on_one_rank(run)
 
@@ -503,12 +504,12 @@ def previous_step(content):
         state["step"].fill_(4.0)
 
 
-@mutation("ZC-211", file=RANK_1, ranks=(1,), expected="5.0", found="4.0")
+@mutation("ZC-211", rank=1, expected="5.0", found="4.0")
 def stale_step_on_one_rank(run):
     edit(optimizer_file(run, 1), previous_step)
 
 
-@mutation("ZC-211", file=RANK_0, ranks=(0,), expected="5.0", found="4.0")
+@mutation("ZC-211", rank=0, expected="5.0", found="4.0")
 def stale_step_on_the_first_rank(run):
     edit(optimizer_file(run, 0), previous_step)
 
@@ -534,12 +535,12 @@ def rate_changed_on_one_of_two_ranks(run):
     edit(optimizer_file(run, 1), doubled_rate)
 
 
-@mutation("ZC-213", "s2_bf16_dp3", file=RANK_0, ranks=(0,), expected="'lr': 0.01", found="'lr': 0.02")
+@mutation("ZC-213", "s2_bf16_dp3", rank=0, expected="'lr': 0.01", found="'lr': 0.02")
 def rate_changed_on_one_of_three_ranks(run):
     edit(optimizer_file(run, 0), doubled_rate)
 
 
-@mutation("ZC-214", "s2_bf16_dp3", file=RANK_1, ranks=(1,))
+@mutation("ZC-214", "s2_bf16_dp3", rank=1)
 def loss_scale_changed_on_one_rank(run):
     def scale(content):
         content["optimizer_state_dict"]["loss_scaler"].cur_scale = 2.0
