@@ -1,4 +1,7 @@
-"""A checkpoint of some megabytes, what threads make of it, and a Dask cluster of processes."""
+"""A checkpoint of some megabytes, what threads make of it, and a Dask cluster of processes.
+
+Tests here name files alone.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,9 @@ import torch
 import zckpt
 from tests.cli.console import environment
 from tests.executors.dying import MARK
+from tests.folders import in_an_empty_directory
+
+__all__ = ["in_an_empty_directory"]
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ import zckpt
 from tests.cli.console import command, environment, refused
 from tests.executors import dying
 from tests.folders import names_in
+from tests.refusals import refusing
 from zckpt.engine import workers, write
 from zckpt.engine.workers import Known, Portions, results_of, tasks_of
 from zckpt.errors import MissingPackageError, UsageError, WorkerError
@@ -42,83 +44,82 @@ def test_tasks_are_neither_tiny_nor_endless(number):
     assert min(nbytes) >= workers.LEAST_TASK_NBYTES
 
 
-def test_worker_that_sees_another_file_stops(tmp_path):
-    path = tmp_path / "s"
+def test_worker_that_sees_another_file_stops():
+    path = Path("s")
     path.write_bytes(bytes(10))
-    portions = Portions(10, lambda _: 10, lambda _: [str(path), str(tmp_path / "absent")])
+    portions = Portions(10, lambda _: 10, lambda _: [str(path), "absent"])
     (task,) = tasks_of(len, ["abc"], portions, 1)
     assert results_of(task) == [3]
     os.utime(path, (1, 1))
-    with pytest.raises(WorkerError, match=r"s: is another file on .*expected last changed at"):
+    with refusing(WorkerError, r"s: is another file on .*expected last changed at"):
         results_of(task)
     path.write_bytes(bytes(9))
-    with pytest.raises(WorkerError, match="expected 10 bytes, found 9; all workers need one file system"):
+    with refusing(WorkerError, "expected 10 bytes, found 9; all workers need one file system"):
         results_of(task)
     path.unlink()
-    with pytest.raises(WorkerError, match="s: does not exist on "):
+    with refusing(WorkerError, "s: does not exist on "):
         results_of(task)
 
 
 def test_worker_with_another_version_stops():
     (task,) = tasks_of(len, ["abc"], Portions(), 1)
-    with pytest.raises(WorkerError, match=r"has another version of zckpt: expected 0\.0"):
+    with refusing(WorkerError, r"has another version of zckpt: expected 0\.0"):
         results_of(replace(task, version="0.0"))
 
 
-def test_target_that_is_not_there_is_not_made(tmp_path):
-    known = Known(str(tmp_path / "t"), 5, None)
-    with pytest.raises(WorkerError, match="t: does not exist"):
+def test_target_that_is_not_there_is_not_made():
+    known = Known("t", 5, None)
+    with refusing(WorkerError, "t: does not exist"):
         known.check()
-    (tmp_path / "t").write_bytes(bytes(5))
+    Path("t").write_bytes(bytes(5))
     known.check()
 
 
-def test_what_is_written_elsewhere_is_synced_there_and_what_is_written_here_by_the_driver(tmp_path, monkeypatch):
-    (tmp_path / "t").write_bytes(bytes(5))
-    portions = Portions(5, lambda _: 5, lambda _: (), lambda _: [str(tmp_path / "t")])
+def test_what_is_written_elsewhere_is_synced_there_and_what_is_written_here_by_the_driver(monkeypatch):
+    Path("t").write_bytes(bytes(5))
+    portions = Portions(5, lambda _: 5, lambda _: (), lambda _: ["t"])
     (task,) = tasks_of(len, ["abc"], portions, 1)
     synced = []
     monkeypatch.setattr(os, "fdatasync", synced.append, raising=False)
     assert results_of(task) == [3]
     assert not synced or workers._kernel() is None
-    monkeypatch.setattr(workers, "_kernel", lambda: "another machine")
-    assert results_of(task) == [3]
-    (tmp_path / "u").write_bytes(bytes(5))
-    (tmp_path / "u").rename(tmp_path / "t")  # another file, of the same size
-    monkeypatch.undo()
-    monkeypatch.setattr(os, "fdatasync", synced.append, raising=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(workers, "_kernel", lambda: "another machine")
+        assert results_of(task) == [3]
+    Path("u").write_bytes(bytes(5))
+    Path("u").rename("t")  # another file, of the same size
     assert results_of(task) == [3]
     assert len(synced) >= 2
 
 
-def test_lost_process_leaves_nothing_behind(source, tmp_path, monkeypatch):
+def test_lost_process_leaves_nothing_behind(source, monkeypatch):
     dying.small_tasks(monkeypatch.setattr)
     monkeypatch.setattr(journal, "LEAST_NBYTES", 1 << 40)  # or what the other one has written may be kept to go on with
     monkeypatch.setattr(write, "write_batch", dying.write_batch)
-    (tmp_path / "out").mkdir()
-    monkeypatch.setenv(dying.MARK, str(tmp_path / "mark"))
+    Path("out").mkdir()
+    monkeypatch.setenv(dying.MARK, "mark")
     with (
         ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool,
-        pytest.raises(WorkerError, match="workers were lost"),
+        refusing(WorkerError, "workers were lost"),
     ):
-        zckpt.consolidate(source, tmp_path / "out/t.safetensors", executor=pool)
-    assert names_in(tmp_path / "out") == []
+        zckpt.consolidate(source, "out/t.safetensors", executor=pool)
+    assert names_in("out") == []
 
 
 SECRETS = ["dask://user:secret@127.0.0.1:9", "dask://127.0.0.1:9?token=secret"]
 
 
 @pytest.mark.parametrize("name", ["dask://", "threads:2", "", "DASK://h:1", *SECRETS])
-def test_unknown_executor_is_refused_before_anything(name, source, tmp_path):
+def test_unknown_executor_is_refused_before_anything(name, source):
     words = ("no such executor", "expected threads, dask://HOST:PORT, mpi, ray or torchrun")
-    assert "secret" not in refused(2, "consolidate", source, tmp_path / "t.pt", ["--executor", name], words=words)
+    assert "secret" not in refused(2, "consolidate", source, "t.pt", ["--executor", name], words=words)
     with pytest.raises(UsageError):
         zckpt.fingerprint(source, executor=name)
 
 
 def test_missing_package_is_named(source, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingPackageError, match=r"--executor=ray needs the package ray.*zckpt\[ray\]"):
+    with refusing(MissingPackageError, r"--executor=ray needs the package ray.*zckpt\[ray\]"):
         zckpt.fingerprint(source, executor="ray")
 
 
