@@ -48,6 +48,10 @@ DTYPES = [
 ]  # fmt: skip
 
 
+PATH = Path("x.pt")
+"""What most tests save."""
+
+
 class Stage(enum.IntEnum):
     TWO = 2
 
@@ -68,7 +72,7 @@ def elements(path, tensor):
     return view.tobytes()
 
 
-def check(path, node, tensor):
+def check(node, tensor, path=PATH):
     assert isinstance(node, Tensor)
     assert (node.shape, node.strides) == (tuple(tensor.shape), tensor.stride())
     assert f"torch.{node.dtype}" == str(tensor.dtype)
@@ -81,7 +85,7 @@ def check(path, node, tensor):
     assert elements(path, node) == bits(tensor).numpy().tobytes()
 
 
-def save(path, value, **options):
+def save(value, path=PATH, **options):
     torch.save(value, path, **options)
     return read_torchfile(path)
 
@@ -96,35 +100,35 @@ def sample(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_in_every_container(dtype, options):
     tensor = sample(dtype)
-    file = save("x.pt", {"w": tensor, "row": tensor[1], "column": tensor[:, 1]}, **options)
-    check("x.pt", file.root["w"], tensor)
-    check("x.pt", file.root["row"], tensor[1])
-    check("x.pt", file.root["column"], tensor[:, 1])
+    file = save({"w": tensor, "row": tensor[1], "column": tensor[:, 1]}, **options)
+    check(file.root["w"], tensor)
+    check(file.root["row"], tensor[1])
+    check(file.root["column"], tensor[:, 1])
     assert file.root["w"].storage is file.root["row"].storage
     assert len(file.storages) == 1
     assert file.container == ("legacy" if "_use_new_zipfile_serialization" in options else "zip")
     assert file.protocol == options.get("pickle_protocol", 2)
-    assert file.nbytes == Path("x.pt").stat().st_size
+    assert file.nbytes == PATH.stat().st_size
 
 
 @pytest.mark.parametrize("options", FORMATS)
 def test_views_of_every_shape(options):
     value = views()
-    file = save("x.pt", value, **options)
+    file = save(value, **options)
     for node, tensor in zip(file.root, value, strict=True):
-        check("x.pt", node, tensor)
+        check(node, tensor)
 
 
 @pytest.mark.parametrize("options", FORMATS)
 def test_model_and_optimizer(options):
     model, optimizer = trained(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)))
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    file = save("x.pt", state, **options)
+    file = save(state, **options)
     assert isinstance(file.root["model"], OrderedMapping)
     assert file.root["model"].state["_metadata"]["0"] == {"version": 1}
     for name, tensor in state["model"].items():
-        check("x.pt", file.root["model"][name], tensor)
-    check("x.pt", file.root["optimizer"]["state"][2]["exp_avg"], state["optimizer"]["state"][2]["exp_avg"])
+        check(file.root["model"][name], tensor)
+    check(file.root["optimizer"]["state"][2]["exp_avg"], state["optimizer"]["state"][2]["exp_avg"])
     assert file.root["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
     found = dict(walk_tensors(file.root))
     assert found["model", "0.weight"] is file.root["model"]["0.weight"]
@@ -135,7 +139,7 @@ def test_model_and_optimizer(options):
 
 
 def test_whole_model_stays_inert():
-    file = save("x.pt", torch.nn.Linear(2, 3))
+    file = save(torch.nn.Linear(2, 3))
     assert isinstance(file.root, Object)
     assert file.root.cls == Global("torch.nn.modules.linear", "Linear")
     weight = file.root.get("_parameters")["weight"]
@@ -149,7 +153,7 @@ def test_values_of_numpy_are_known():
     scalars = [np.float32(1.5), np.int64(-3), np.bool_(True), np.complex64(1j), np.str_("é"), np.uint8(7)]
     arrays = [np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.array("text"), np.zeros((0, 2)), np.array(5, ">u2")]
     objects, structured = np.array([None, "x", 3], dtype=object), np.array([(1, 2.0)], dtype="i4,f8")
-    file = save("x.pt", [scalars, arrays, objects, structured, np.dtype("f4")])
+    file = save([scalars, arrays, objects, structured, np.dtype("f4")])
     assert [node.value for node in file.root[0]] == [scalar.item() for scalar in scalars]
     for node, array in zip(file.root[1], arrays, strict=True):
         order = "F" if node.fortran_order else "C"
@@ -167,7 +171,7 @@ def test_unknown_classes_are_kept_and_shown():
         "queue": collections.deque([1, 2], 3),
         "count": collections.Counter("aab"),
     }
-    file = save("x.pt", value)
+    file = save(value)
     custom = file.root["custom"]
     assert isinstance(custom, Object)
     assert (custom.how, custom.args, custom.state) == ("newobj", (), {"rate": 0.5})
@@ -184,7 +188,7 @@ def test_plain_is_json_whatever_is_in_the_tree():
              "b": b"\xff", "d": torch.int8, "m": torch.empty(2, device="meta"), "a": np.ones((2, 3)),
              "o": np.array([None, "x"], dtype=object), "f": np.float32(1.5), "k": np.dtype("f4")}  # fmt: skip
     value["loop"] = [value]
-    shown = plain(save("x.pt", value).root)
+    shown = plain(save(value).root)
     text = json.dumps(shown, allow_nan=False)
     pairs = dict(map(tuple, [pair for pair in shown["pairs"] if pair[0] != "1"]))
     assert pairs["nan"] == "nan"
@@ -199,20 +203,19 @@ def test_walk_visits_shared_and_cyclic_objects_once():
     tensor = torch.ones(2)
     value = {"a": [tensor], "b": tensor, "tuple": (torch.zeros(1),)}
     value["self"] = value
-    found = list(walk_tensors(save("x.pt", value).root))
+    found = list(walk_tensors(save(value).root))
     assert [path for path, _ in found] == [("a", 0), ("tuple", 0)]
-    alone = save("y.pt", tensor).root
+    alone = save(tensor, "y.pt").root
     assert list(walk_tensors(alone)) == [((), alone)]
 
 
 def test_storages_saved_alone_and_never_mentioned():
-    path = Path("x.pt")
-    file = save(path, [torch.arange(4.0).untyped_storage()])
+    file = save([torch.arange(4.0).untyped_storage()])
     assert file.root == [Storage("0", "uint8", 16, "cpu", file.storages["0"].offset)]
-    with zipfile.ZipFile(path, "a") as archive:
+    with zipfile.ZipFile(PATH, "a") as archive:
         archive.writestr(f"{file.archive}/data/7", b"unused")
-    storage = read_torchfile(path).storages["7"]
-    assert path.read_bytes()[storage.offset : storage.offset + storage.nbytes] == b"unused"
+    storage = read_torchfile(PATH).storages["7"]
+    assert PATH.read_bytes()[storage.offset : storage.offset + storage.nbytes] == b"unused"
 
 
 def rewrite(path, change):
@@ -226,28 +229,25 @@ def rewrite(path, change):
 
 
 def test_big_endian_archive():
-    path = Path("x.pt")
-    torch.save([torch.arange(5, dtype=torch.int32)], path)
-    as_big_endian(path)
-    file = read_torchfile(path)
+    torch.save([torch.arange(5, dtype=torch.int32)], PATH)
+    as_big_endian(PATH)
+    file = read_torchfile(PATH)
     (node,) = file.root
     assert (file.byteorder, node.byteorder) == ("big", "big")
-    assert np.frombuffer(elements(path, node), ">i4").tolist() == torch.load(path)[0].tolist() == [0, 1, 2, 3, 4]
+    assert np.frombuffer(elements(PATH, node), ">i4").tolist() == torch.load(PATH)[0].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_archive_without_byteorder_is_little_endian():
-    path = Path("x.pt")
-    torch.save([torch.ones(2)], path)
-    rewrite(path, lambda name, data: [] if name.endswith("byteorder") else [(name, data)])
-    file = read_torchfile(path)
+    torch.save([torch.ones(2)], PATH)
+    rewrite(PATH, lambda name, data: [] if name.endswith("byteorder") else [(name, data)])
+    file = read_torchfile(PATH)
     assert file.byteorder == "little"
-    check(path, file.root[0], torch.ones(2))
+    check(file.root[0], torch.ones(2))
 
 
 def test_zip64_directory_is_followed():
-    path = Path("x.pt")
-    torch.save([torch.arange(3.0)], path)
-    data = path.read_bytes()
+    torch.save([torch.arange(3.0)], PATH)
+    data = PATH.read_bytes()
     end = data.rindex(b"PK\5\6")
     count, size, offset = struct.unpack_from("<H2L", data, end + 10)
     entries, at = b"", offset
@@ -263,9 +263,9 @@ def test_zip64_directory_is_followed():
     zip64 = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(entries), offset)
     locator = struct.pack("<4sLQL", b"PK\6\7", 0, offset + len(entries), 1)
     closing = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
-    path.write_bytes(data[:offset] + entries + zip64 + locator + closing)
-    assert torch.load(path)[0].tolist() == [0, 1, 2]
-    check(path, read_torchfile(path).root[0], torch.arange(3.0))
+    PATH.write_bytes(data[:offset] + entries + zip64 + locator + closing)
+    assert torch.load(PATH)[0].tolist() == [0, 1, 2]
+    check(read_torchfile(PATH).root[0], torch.arange(3.0))
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -276,15 +276,15 @@ def test_torch_file_within_another_file(legacy):
     path = Path("items.distcp")
     path.write_bytes(b"x" * 1000 + buffer.getvalue() + b"y" * 77)
     nbytes = len(buffer.getvalue())
-    check(path, read_torchfile(path, offset=1000, nbytes=nbytes).root["t"], tensor)
-    check(path, read_torchbytes(buffer.getvalue(), path=path, base_offset=1000).root["t"], tensor)
+    check(read_torchfile(path, offset=1000, nbytes=nbytes).root["t"], tensor, path)
+    check(read_torchbytes(buffer.getvalue(), path=path, base_offset=1000).root["t"], tensor, path)
     with pytest.raises(DamagedFileError):
         read_torchfile(path, offset=1000, nbytes=nbytes + 78)
 
 
 def test_records_are_reported_as_they_lie():
     path = Path("name.of.file.pt")
-    file = save(path, [torch.ones(3)])
+    file = save([torch.ones(3)], path)
     with zipfile.ZipFile(path) as archive:
         expected = {info.filename: (info.file_size, info.CRC, archive.read(info)) for info in archive.infolist()}
     raw = path.read_bytes()
@@ -295,9 +295,9 @@ def test_records_are_reported_as_they_lie():
 
 def test_legacy_file_with_pickles_longer_than_the_first_read():
     value = {"text": ["x" * 1000 + str(i) for i in range(2000)], "t": torch.arange(3)}
-    file = save("x.pt", value, _use_new_zipfile_serialization=False)
+    file = save(value, _use_new_zipfile_serialization=False)
     assert file.root["text"] == value["text"]
-    check("x.pt", file.root["t"], value["t"])
+    check(file.root["t"], value["t"])
 
 
 @pytest.mark.parametrize(
@@ -330,10 +330,9 @@ def test_missing_file_directory_and_pipe(tmp_path):
 
 
 def test_torchscript_is_named():
-    path = Path("x.pt")
-    torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), path)
+    torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), PATH)
     with refusing(UnsupportedError, "TorchScript"):
-        read_torchfile(path)
+        read_torchfile(PATH)
 
 
 def test_zip_without_pickle_and_compressed_zip():
@@ -365,22 +364,20 @@ def remove(name, data):
 )
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_storage_records_must_be_as_the_pickle_says(change, error):
-    path = Path("x.pt")
-    torch.save([torch.ones(3)], path)
-    rewrite(path, change)
+    torch.save([torch.ones(3)], PATH)
+    rewrite(PATH, change)
     with pytest.raises(error, match=r"data/0|storage '0'"):
-        read_torchfile(path)
+        read_torchfile(PATH)
 
 
 def test_overlapping_records_are_refused():
-    path = Path("x.pt")
-    torch.save([torch.ones(3), torch.zeros(3)], path)
-    data = bytearray(path.read_bytes())
+    torch.save([torch.ones(3), torch.zeros(3)], PATH)
+    data = bytearray(PATH.read_bytes())
     first, second = (data.rindex(f"x/data/{key}".encode()) - 46 for key in (0, 1))
     data[second + 42 : second + 46] = data[first + 42 : first + 46]
-    path.write_bytes(data)
+    PATH.write_bytes(data)
     with refusing(DamagedFileError, "overlaps"):
-        read_torchfile(path)
+        read_torchfile(PATH)
 
 
 def test_truncation_anywhere_is_noticed():
