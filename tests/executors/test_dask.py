@@ -73,7 +73,7 @@ def test_worker_killed_midway_changes_no_bit(cluster, source, written, tmp_path,
 def test_without_workers_or_a_scheduler_it_ends_and_can_be_gone_on_with(gone, source, written, tmp_path, monkeypatch):
     from distributed import Client
 
-    folder, target = tmp_path / "cluster", tmp_path / "out" / "t.safetensors"
+    folder, target = tmp_path / "cluster", tmp_path / "out/t.safetensors"
     target.parent.mkdir()
     folder.mkdir()
     (folder / "slow").touch()

@@ -34,36 +34,36 @@ def launched(kind: str, ranks: int, module: str, *arguments: object, **more: str
 
 
 @pytest.mark.parametrize("kind", LAUNCHERS)
-def test_ranks_write_what_threads_write(kind, source, written, tmp_path):
-    done = launched(kind, 2, "zckpt", "consolidate", source, tmp_path / "ranks.safetensors")
+def test_ranks_write_what_threads_write(kind, source, written):
+    done = launched(kind, 2, "zckpt", "consolidate", source, "ranks.safetensors")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("wrote ") == 1
-    assert (tmp_path / "ranks.safetensors").read_bytes() == written
+    assert Path("ranks.safetensors").read_bytes() == written
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", LAUNCHERS)
-def test_error_of_the_first_rank_ends_all(kind, tmp_path):
-    done = launched(kind, 3, "zckpt", "fingerprint", tmp_path / "absent")
+def test_error_of_the_first_rank_ends_all(kind):
+    done = launched(kind, 3, "zckpt", "fingerprint", "absent")
     assert done.returncode == (1 if kind == "torchrun" else 3)
     assert done.stderr.count("cannot be opened") == 1
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", LAUNCHERS)
-def test_rank_that_is_killed_ends_all_nothing_has_the_name_and_it_can_be_gone_on_with(kind, source, tmp_path):
-    (tmp_path / "out").mkdir()
-    target = tmp_path / "out/t.safetensors"
-    given = {MARK: str(tmp_path / "mark"), RANK: "1"}
+def test_rank_that_is_killed_ends_all_nothing_has_the_name_and_it_can_be_gone_on_with(kind, source):
+    Path("out").mkdir()
+    target = Path("out/t.safetensors")
+    given = {MARK: "mark", RANK: "1"}
     done = launched(kind, 4, "tests.executors.dying", "consolidate", source, target, **given)
     assert done.returncode != 0
-    assert time.time() - (tmp_path / "mark").stat().st_mtime < 120
+    assert time.time() - Path("mark").stat().st_mtime < 120
     assert not target.exists()
     if kind == "torchrun":  # MPI kills the first rank, too
         assert "found rank 1 is gone" in done.stderr
         assert "--resume continues with them" in done.stderr
     assert launched(kind, 2, "zckpt", "consolidate", source, target, "--resume").returncode == 0
-    assert names_in(tmp_path / "out") == ["t.safetensors"]
+    assert names_in("out") == ["t.safetensors"]
 
 
 @pytest.mark.nightly
@@ -71,4 +71,4 @@ def test_ray_writes_what_threads_write(source, written, tmp_path):
     pytest.importorskip("ray")
     words = command("consolidate", source, tmp_path / "ray.safetensors", "--executor", "ray")
     subprocess.run(words, env=environment(), check=True, capture_output=True, timeout=600)
-    assert (tmp_path / "ray.safetensors").read_bytes() == written
+    assert Path("ray.safetensors").read_bytes() == written

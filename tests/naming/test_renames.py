@@ -14,6 +14,7 @@ import torch
 import zckpt
 from tests import live
 from tests.cli.console import FIXTURES, printed, refused, succeeded
+from tests.folders import names_in
 from tests.refusals import refusing
 from tests.truth import Truth, assert_same
 from zckpt.errors import UnsupportedError
@@ -83,10 +84,10 @@ def test_a_model_has_the_new_names_and_the_optimizer_beside_it():
         (("--map", "llama-huggingface-meta"), ("has no rule for", "huggingface or meta")),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_line(options, words, tmp_path):
+def test_what_cannot_be_is_refused_in_a_line(options, words):
     refused(2, "consolidate", SOURCE, "m.safetensors", *options, words=words)
     refused(2, "convert", SOURCE, "m", "--to", "dcp", *options, words=words)
-    assert not list(tmp_path.iterdir())
+    assert names_in() == []
 
 
 def test_globs_are_of_whole_names_and_put_back_what_they_find():

@@ -83,7 +83,7 @@ def test_whenever_a_rank_is_killed_the_newest_sound_checkpoint_is_what_was_saved
         steps = {
             done.result()
             for done in [
-                pool.submit(kill, str(number), chance.randrange(2), share) for number, share in enumerate(shares)
+                pool.submit(kill, Path(str(number)), chance.randrange(2), share) for number, share in enumerate(shares)
             ]
         }
     assert steps == {1, 2}  # some were killed before the second was whole, some after

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.cli.console import FIXTURES, environment, in_time, refused, run, succeeded
+from tests.folders import names_in
 from tests.pairwise import some
 from tests.refusals import refusing
 from tests.storage.remote.conftest import Served
@@ -170,7 +171,7 @@ def test_faults_that_pass_are_not_seen(s3, s3_proxy):
     assert len(seen) > 5
 
 
-def test_faults_that_stay_are_one_line_as_the_store_says_it(s3, s3_proxy, monkeypatch, tmp_path):
+def test_faults_that_stay_are_one_line_as_the_store_says_it(s3, s3_proxy, monkeypatch):
     monkeypatch.setattr(attempts, "ATTEMPTS", 2)
     url = put(s3, SOURCE, "run")
     s3_proxy.fault = lambda _method, _path: "503"  # of which a library makes an errno
@@ -179,10 +180,10 @@ def test_faults_that_stay_are_one_line_as_the_store_says_it(s3, s3_proxy, monkey
     s3_proxy.fault = lambda method, path: "cut" if method == "GET" and path.endswith(".pt") else None
     line = refused(3, "consolidate", url, "m.safetensors", words=(f"{url}/global_step5/", "cannot be read"))
     assert PASSWORD not in line
-    assert not list(tmp_path.iterdir())
+    assert names_in() == []
 
 
-def test_a_source_that_changes_is_an_error(s3, s3_proxy, tmp_path):
+def test_a_source_that_changes_is_an_error(s3, s3_proxy):
     file = s3.directory / "changing.safetensors"
     save_file({"w": torch.zeros(1 << 20)}, file)
 
@@ -193,7 +194,7 @@ def test_a_source_that_changes_is_an_error(s3, s3_proxy, tmp_path):
     s3_proxy.before = before
     refused(3, "consolidate", f"{s3.url}/changing.safetensors", "m.safetensors",
             words=("s3://bucket/changing.safetensors", "changed while it was read"))  # fmt: skip
-    assert not list(tmp_path.iterdir())
+    assert names_in() == []
 
 
 def test_a_source_that_changes_where_versions_are_not_known(served, monkeypatch):
@@ -248,7 +249,7 @@ def test_a_model_of_the_hub_of_which_nothing_is_left_after_a_command():
     assert done.returncode == 0, done.stderr
     assert "optim_states.pt: changed while it was read" in done.stdout
     assert not Path("m.safetensors").exists()
-    assert not list(Path("temporary").iterdir())
+    assert names_in("temporary") == []
 
 
 def test_nothing_there_and_no_such_scheme(s3):
