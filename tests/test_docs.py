@@ -120,7 +120,7 @@ def test_every_verb_is_on_its_page_and_has_the_options_that_are_said_to_be_commo
 
 
 def test_what_the_page_on_security_promises_is_tested():
-    found = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "security.md").read_text())
+    found = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs/security.md").read_text())
     assert len(found) > 25
     for file, name in found:
         assert f"\ndef {name}(" in (ROOT / file).read_text(), (file, name)

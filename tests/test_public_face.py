@@ -56,7 +56,7 @@ def test_the_face_is_what_dir_lists():
 
 def test_a_checkpoint_shows_itself_in_two_lines():
     opened = zckpt.open(FIXTURES / "s2_bf16_dp4")
-    nbytes = sum(path.stat().st_size for path in (FIXTURES / "s2_bf16_dp4" / "global_step5").iterdir())
+    nbytes = sum(path.stat().st_size for path in (FIXTURES / "s2_bf16_dp4/global_step5").iterdir())
     assert repr(opened).splitlines() == [
         f"<OpenedCheckpoint '{FIXTURES}/s2_bf16_dp4/global_step5': deepspeed 0.19.8, ZeRO stage 2, dp=4",
         f" parameters=21 elements=1,850 files=5 bytes={nbytes:,} step=5>",

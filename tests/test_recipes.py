@@ -24,11 +24,11 @@ from tests.pairwise import some
 from zckpt.cli import cli
 from zckpt.formats.registry import formats
 
-PAGE = (ROOT / "docs" / "recipes.md").read_text()
+PAGE = (ROOT / "docs/recipes.md").read_text()
 OTHER = FIXTURES / "other"
 SOURCE = "SOURCE"
 YES, NO, NAMES, GROUPS = "yes", "no", "names", "groups"
-ADAPTERS = Path(__file__).parent / "operations" / "adapters"
+ADAPTERS = Path(__file__).parent / "operations/adapters"
 LLAMA = "hf_llama_s2_bf16_dp2"
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2,
           "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24, "vocab_size": 67,
@@ -115,18 +115,18 @@ def _adapter_of(module: str, a: tuple[int, int], b: tuple[int, int], **config: A
 
 
 def _verl_lora(at: Path) -> None:
-    tensors = load_file(ADAPTERS / "plain" / "whole.safetensors")
+    tensors = load_file(ADAPTERS / "plain/whole.safetensors")
     at.mkdir(parents=True)
     torch.save(tensors, at / "model_world_size_1_rank_0.pt")
     (at / "lora_train_meta.json").write_text('{"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}')
     (at / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 1}')
     (at / "huggingface").mkdir()
-    (at / "huggingface" / "config.json").write_text("{}")
+    (at / "huggingface/config.json").write_text("{}")
 
 
 def _lora_run(at: Path) -> None:
     """A directory of DCP that has all of a model with the adapter that is `adapter`."""
-    own = load_file(at.parent / "adapter" / "adapter_model.safetensors")
+    own = load_file(at.parent / "adapter/adapter_model.safetensors")
     whole = {name.replace(".weight", ".default.weight"): one for name, one in own.items()}
     whole |= {f"{name.partition('.lora_')[0]}.base_layer.weight": torch.ones(16, 16) for name in own}
     save_file(whole, at.parent / "lora.safetensors")
@@ -292,7 +292,7 @@ FOUND = {
     "megatron": OTHER / "mcore013_bf16_model_dp2/ckpt",
     "ckpt.pt": OTHER / "plain_adamw/ckpt.pt",
     "zero": OTHER / "zro_dp2_adamw/ckpt",
-    "epoch-0_step-2": Path(__file__).parent / "formats" / "colossalai" / "ckpt",
+    "epoch-0_step-2": Path(__file__).parent / "formats/colossalai/ckpt",
     "d20": OTHER / "nanochat_dp2/ckpt",
     "500": OTHER / "nanotron_zero1_tp2_dp2/ckpt",
     "eight-bit.pt": OTHER / "quantised_bnb_adamw8bit/ckpt.pt",

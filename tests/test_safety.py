@@ -238,7 +238,7 @@ def test_payload_in_the_place_of_what_zckpt_reads_is_not_run(file, key):
 
 
 def test_plain_file_is_read_and_its_payload_not_run():
-    shutil.copy(FIXTURES / "other" / "plain_adamw" / "ckpt.pt", "ckpt.pt")
+    shutil.copy(FIXTURES / "other/plain_adamw/ckpt.pt", "ckpt.pt")
     poison(Path("ckpt.pt"), OS_SYSTEM)
     (file,) = inspected("ckpt.pt --globals")["files"]
     assert "os.system" in file["globals"]["data.pkl"]

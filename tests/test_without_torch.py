@@ -106,7 +106,7 @@ def install(directory: Path) -> Path:
         for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
             (site / top).symlink_to(str(found.locate_file(top)))
     assert not {"torch", "deepspeed", "matplotlib", "transformers"} & seen
-    return directory / "bin" / "python"
+    return directory / "bin/python"
 
 
 @pytest.fixture

@@ -245,7 +245,7 @@ def held(model: Any, optimizer: Any) -> list[Any]:
 
 def save_over(out: Path, steps: int = 2) -> None:
     model, optimizer = trained(steps)
-    zckpt.save(out / "new" / "step", model=model, optimizer=optimizer, step=steps, overwrite=True)
+    zckpt.save(out / "new/step", model=model, optimizer=optimizer, step=steps, overwrite=True)
 
 
 def whole_saves(out: Path) -> dict[str, Any]:
