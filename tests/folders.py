@@ -43,7 +43,7 @@ def write_model(directory: Path | str, tensors: dict[str, Any], config: dict[str
     from safetensors.torch import save_file
 
     path = Path(directory)
-    path.mkdir(parents=True)
+    path.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config))
     return path

@@ -43,7 +43,7 @@ def both(model: nn.Module, optimizer: Any, **more: Any) -> dict[str, Any]:
 def save_both(model: nn.Module, optimizer: Any, path: Path) -> Path:
     """Save both as most programs do, in one file."""
     torch.save(both(model, optimizer), path)
-    return path
+    return Path(path)
 
 
 class Words(nn.Module):

@@ -76,7 +76,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, label: str) -> None
 def assert_consolidated(
     checkpoint: Path,
     truth: Truth,
-    directory: Path,
+    directory: Path = Path(),
     *,
     without: frozenset[str] = frozenset(),
 ) -> None:

@@ -18,13 +18,13 @@ Optimizers = torch.optim.Optimizer | Mapping[str | None, torch.optim.Optimizer]
 
 
 def assert_holds(
-    source: Path | zckpt.OpenedCheckpoint, model, optimizers: Optimizers | None = None, prefix=""
+    source: Path | str | zckpt.OpenedCheckpoint, model, optimizers: Optimizers | None = None, prefix=""
 ) -> zckpt.OpenedCheckpoint:
     """Hold what is read against a live model and its optimizers, bit for bit, and nothing is left out.
 
     The model's tensors, all state of each parameter and no other, and the parameters and settings of each group.
     """
-    checkpoint = zckpt.open(source) if isinstance(source, Path) else source
+    checkpoint = source if isinstance(source, zckpt.OpenedCheckpoint) else zckpt.open(source)
     for name, value in model.state_dict().items():
         if isinstance(value, torch.Tensor):
             assert_same_tree(checkpoint.read(prefix + name, "weight"), value, name)
@@ -67,11 +67,11 @@ def _each(optimizers) -> list[torch.optim.Optimizer]:
     return optimizers if isinstance(optimizers, list) else [optimizers]
 
 
-def converted(source: Path | zckpt.OpenedCheckpoint, target, to, **options) -> Path:
+def converted(source: Path | str | zckpt.OpenedCheckpoint, target, to, **options) -> Path:
     """Convert, and find no difference."""
     zckpt.convert(source, target, to=to, **options)
     assert zckpt.diff(source, target).equal
-    return target
+    return Path(target)
 
 
 def edit_json(path: Path, change: Callable[[Any], object]):

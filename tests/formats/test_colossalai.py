@@ -22,11 +22,11 @@ INDEX = "pytorch_optim.bin.index.json"
 
 
 @pytest.fixture
-def saved(tmp_path):
-    return Path(shutil.copytree(SAVED / "ckpt", tmp_path / "saved"))
+def saved():
+    return Path(shutil.copytree(SAVED / "ckpt", "saved"))
 
 
-def test_a_model_and_its_optimizer_are_one_checkpoint(saved, tmp_path):
+def test_a_model_and_its_optimizer_are_one_checkpoint(saved):
     truth = load_file(SAVED / "truth.safetensors")
     checkpoint = zckpt.open(saved)
     assert_is(checkpoint, truth)
@@ -35,16 +35,16 @@ def test_a_model_and_its_optimizer_are_one_checkpoint(saved, tmp_path):
     assert not checkpoint.unnamed
     assert not take_inventory(checkpoint).left_out
     assert zckpt.verify(saved, deep=True).sound
-    assert_is(zckpt.open(converted(saved, tmp_path / "dcp", "dcp")), truth)
+    assert_is(zckpt.open(converted(saved, "dcp", "dcp")), truth)
 
 
-def test_what_modules_keep_besides_tensors_goes_along(saved, tmp_path):
+def test_what_modules_keep_besides_tensors_goes_along(saved):
     file, more = saved / "modeling" / "pytorch_model-00001.bin", {"gate._extra_state": {"calls": 3}}
     edit(file, lambda content: content.update(more))
     checkpoint = zckpt.open(saved)
     assert checkpoint.metadata["gate._extra_state"] == {"calls": 3}
     assert not take_inventory(checkpoint).left_out
-    converted(saved, tmp_path / "dcp", "dcp")
+    converted(saved, "dcp", "dcp")
 
 
 @pytest.mark.parametrize("name", ["modeling/pytorch_model-00001.bin", "optimizer/pytorch_optim-00002.bin",

@@ -19,6 +19,7 @@ import zckpt
 from tests.folders import contents, names_in
 from tests.formats.holding import assert_goes_on, assert_holds, assert_state, converted
 from tests.logical import assert_same_tree
+from tests.pairwise import each
 from tests.refusals import refusing
 from zckpt.errors import UnknownFormatError
 from zckpt.formats.account import take_inventory
@@ -53,15 +54,15 @@ def save(run, file, tensors, optimizer) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path) -> Path:
+def run() -> Path:
     model, optimizer = trained()
-    return save(tmp_path / "run", "model.safetensors", model.state_dict(), get_optimizer_state_dict(model, optimizer))
+    return save(Path("run"), "model.safetensors", model.state_dict(), get_optimizer_state_dict(model, optimizer))
 
 
-def test_an_adapter_is_read_with_its_optimizer(tmp_path):
+def test_an_adapter_is_read_with_its_optimizer():
     model, optimizer = trained(Lora)
     tensors = {f"base_model.model.{k}": one.detach() for k, one in model.named_parameters() if one.requires_grad}
-    run = save(tmp_path / "run", "adapter_model.safetensors", tensors, get_optimizer_state_dict(model, optimizer))
+    run = save(Path("run"), "adapter_model.safetensors", tensors, get_optimizer_state_dict(model, optimizer))
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": list(NAMES)}
     (run / "model" / "adapter_config.json").write_text(json.dumps(config))
 
@@ -74,8 +75,8 @@ def test_an_adapter_is_read_with_its_optimizer(tmp_path):
     assert not take_inventory(checkpoint).left_out
     assert zckpt.verify(run, deep=True).sound
 
-    zckpt.consolidate(run, tmp_path / "adapter")
-    assert {"adapter_config.json", "adapter_model.safetensors"} <= {*names_in(tmp_path / "adapter")}
+    zckpt.consolidate(run, "adapter")
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {*names_in("adapter")}
     again, its = trained(Lora)
     zckpt.load(run, model=again, optimizer=its, strict=False)
     for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=True):
@@ -83,18 +84,18 @@ def test_an_adapter_is_read_with_its_optimizer(tmp_path):
         assert_same_tree(dict(its.state.get(other, {})), dict(optimizer.state.get(one, {})), name)
 
 
-def test_whole_files_beside_shards_in_the_models_folder_are_copies(run, tmp_path):
+def test_whole_files_beside_shards_in_the_models_folder_are_copies(run):
     whole = run / "model/model.safetensors"
     tensors = load_file(whole)
     dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(whole.parent), save_distributed=True))
     assert zckpt.verify(run, deep=True).sound
-    zckpt.convert(run, tmp_path / "out", to="zckpt")
+    zckpt.convert(run, "out", to="zckpt")
     save_file({name: one + 1 for name, one in tensors.items()}, whole)
     assert {found.code for found in zckpt.verify(run, deep=True).findings} >= {"ZC-206"}
-    assert zckpt.diff(run, tmp_path / "out").equal
+    assert zckpt.diff(run, "out").equal
 
 
-def test_values_with_folders_of_their_own_are_carried(tmp_path):
+def test_values_with_folders_of_their_own_are_carried():
     """As Cosmos has it: `model`, `optim`, `scheduler` and `trainer` by DCP, for each iteration."""
     model, optimizer = trained(lambda: nn.Linear(3, 2))
     options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -104,7 +105,7 @@ def test_values_with_folders_of_their_own_are_carried(tmp_path):
         "scheduler": {"last_epoch": 7},
         "trainer": {"iteration": 7, "grad_scaler": {"scale": 2.0}, "rng": torch.arange(5)},
     }
-    source = tmp_path / "checkpoints"
+    source = Path("checkpoints")
     for name, part in parts.items():
         dcp.save(part, checkpoint_id=source / "iter_000000007" / name)
     keep(source / "iter_000000007", "dataloader/rank_0.pkl", "dataloader/rank_1.pkl")
@@ -112,7 +113,7 @@ def test_values_with_folders_of_their_own_are_carried(tmp_path):
     kept = {"scheduler", "trainer", "dataloader/rank_0", "dataloader/rank_1"}
     assert {*assert_holds(source, model, optimizer).metadata} == kept
     assert zckpt.verify(source, deep=True).sound
-    converted(source, tmp_path / "dcp", "dcp")
+    converted(source, "dcp", "dcp")
 
 
 def keep(step: Path, *names: str):
@@ -126,24 +127,29 @@ def keep(step: Path, *names: str):
             torch.save(value, step / name)
 
 
-@pytest.mark.parametrize(("step", "parts", "beside"), [
-    pytest.param("step_3", {"trainer": {"app": ("model", "optimizers")}},
-                 ("trainer/dataloader/rank_0.pt", "orchestrator/progress.pt"), id="prime-rl"),
-    pytest.param("ckpt-step-3", {"weights": ("model", "optimizer")},
-                 ("dataloader", "lr_scheduler", "trainer_config.bin"), id="XTuner"),
-    pytest.param("checkpoint-3", {"distributed_checkpoint": ("model", "optimizer")}, (), id="FastVideo"),
-    pytest.param("checkpoint-3", {"dcp": ("roles.student.transformer", "optimizers.student")}, ("rng_state_rank0.pt",),
-                 id="FastVideo's new trainer"),
-    pytest.param("step_3", {"policy/weights": ("model", None), "policy/optimizer": (None, "optim")},
-                 ("train_dataloader.pt",), id="NeMo RL"),
-    pytest.param("0000000003", {"": ("model", "optim")}, (), id="lingua"),
-    pytest.param("global_step_3", {"": ("model", "optimizer")}, ("extra_state/extra_state_rank_0.pt",), id="VeOmni"),
-    pytest.param("global_step3", {"": ("model", "optimizer")}, (), id="steps as DeepSpeed calls them"),
-])  # fmt: skip
-def test_a_step_has_its_checkpoint_in_a_folder_and_what_the_program_keeps_around_it(step, parts, beside, tmp_path):
+STEPS = {
+    "prime-rl": ("step_3", {"trainer": {"app": ("model", "optimizers")}},
+                 ("trainer/dataloader/rank_0.pt", "orchestrator/progress.pt")),
+    "XTuner": ("ckpt-step-3", {"weights": ("model", "optimizer")},
+               ("dataloader", "lr_scheduler", "trainer_config.bin")),
+    "FastVideo": ("checkpoint-3", {"distributed_checkpoint": ("model", "optimizer")}, ()),
+    "FastVideo's new trainer": ("checkpoint-3", {"dcp": ("roles.student.transformer", "optimizers.student")},
+                                ("rng_state_rank0.pt",)),
+    "NeMo RL": ("step_3", {"policy/weights": ("model", None), "policy/optimizer": (None, "optim")},
+                ("train_dataloader.pt",)),
+    "lingua": ("0000000003", {"": ("model", "optim")}, ()),
+    "VeOmni": ("global_step_3", {"": ("model", "optimizer")}, ("extra_state/extra_state_rank_0.pt",)),
+    "steps as DeepSpeed calls them": ("global_step3", {"": ("model", "optimizer")}, ()),
+}  # fmt: skip
+"""By program: what a step is called, the folders with their keys, and what is kept beside them."""
+
+
+@pytest.mark.parametrize(("program", "to"), each(STEPS, ["dcp", "zckpt", "consolidated"]))
+def test_a_step_has_its_checkpoint_in_a_folder_and_what_the_program_keeps_around_it(program, to):
+    step, parts, beside = STEPS[program]
     model, optimizer = trained(lambda: nn.Linear(3, 2))
     own = model.state_dict(), get_optimizer_state_dict(model, optimizer)
-    run = tmp_path / "run"
+    run = Path("run")
     for folder, keys in parts.items():
         above, (first, second) = next(iter(keys.items())) if isinstance(keys, dict) else (None, keys)
         state = {key: one for key, one in zip((first, second), own, strict=True) if key}
@@ -161,17 +167,15 @@ def test_a_step_has_its_checkpoint_in_a_folder_and_what_the_program_keeps_around
         assert not found.warnings
     assert zckpt.verify(run / step, deep=True).sound
     assert [Path(one.path).name for one in zckpt.history(run).checkpoints] == [step]
-    for to in ("dcp", "zckpt", "consolidated"):
-        assert zckpt.open(converted(run / step, tmp_path / to, to)).metadata.keys() == found.metadata.keys()
-    zckpt.strip(run / step, tmp_path / "stripped", optimizer=True)
-    assert zckpt.open(tmp_path / "stripped").slot_names() == ["weight"]
+    assert zckpt.open(converted(run / step, to, to)).metadata.keys() == found.metadata.keys()
+    zckpt.strip(run / step, "stripped", optimizer=True)
+    assert zckpt.open("stripped").slot_names() == ["weight"]
     again, its = trained(lambda: nn.Linear(3, 2))
     assert_goes_on(run / step, model, optimizer, again, its)
 
 
-@pytest.mark.parametrize("flat", [True, False])
-@pytest.mark.parametrize("roles", [["student"], ["student", "critic"]])
-def test_an_optimizer_has_the_names_of_a_module_around_its_model(roles, flat, tmp_path):
+@pytest.mark.parametrize(("roles", "flat"), each([["student"], ["student", "critic"]], [True, False]))
+def test_an_optimizer_has_the_names_of_a_module_around_its_model(roles, flat):
     """As FastVideo's new trainer saves its roles."""
     pairs = {role: trained(lambda: nn.Linear(3, 2)) for role in roles}
     state, options = {}, StateDictOptions(flatten_optimizer_state_dict=flat)
@@ -179,17 +183,17 @@ def test_an_optimizer_has_the_names_of_a_module_around_its_model(roles, flat, tm
         state[f"roles.{role}.transformer"] = model.state_dict()
         around = nn.ModuleDict({"transformer": model})
         state[f"optimizers.{role}"] = get_optimizer_state_dict(around, optimizer, options=options)
-    dcp.save(state, checkpoint_id=tmp_path / "checkpoint-3" / "dcp")
+    dcp.save(state, checkpoint_id="checkpoint-3/dcp")
     for role, (model, optimizer) in pairs.items():
         called, prefix = (f"optimizers.{role}", f"roles.{role}.transformer.") if len(roles) > 1 else (None, "")
-        assert_holds(tmp_path / "checkpoint-3", model, {called: optimizer}, prefix)
-    converted(tmp_path / "checkpoint-3", tmp_path / "dcp", "dcp")
-    zckpt.strip(tmp_path / "checkpoint-3", tmp_path / "stripped", optimizer=True)
-    assert zckpt.open(tmp_path / "stripped").slot_names() == ["weight"]
+        assert_holds("checkpoint-3", model, {called: optimizer}, prefix)
+    converted("checkpoint-3", "dcp", "dcp")
+    zckpt.strip("checkpoint-3", "stripped", optimizer=True)
+    assert zckpt.open("stripped").slot_names() == ["weight"]
 
 
-def test_fastvideos_models_in_distillation_are_one_checkpoint(tmp_path):
-    step = tmp_path / "checkpoint-3"
+def test_fastvideos_models_in_distillation_are_one_checkpoint():
+    step = Path("checkpoint-3")
     pairs = {name: trained(lambda: nn.Linear(3, 2)) for name in ("generator", "critic")}
     for name, (model, optimizer) in pairs.items():
         state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -198,32 +202,32 @@ def test_fastvideos_models_in_distillation_are_one_checkpoint(tmp_path):
     for name, (model, optimizer) in pairs.items():
         found = assert_holds(step, model, {f"{name}.optimizer": optimizer}, prefix=f"{name}.model.")
     assert {*found.metadata} == {"shared"}
-    converted(step, tmp_path / "dcp", "dcp")
+    converted(step, "dcp", "dcp")
 
 
-def test_a_step_with_two_models_is_neither_of_them(tmp_path):
+def test_a_step_with_two_models_is_neither_of_them():
     """NeMo RL's PPO has a `value` beside its `policy`."""
     model, optimizer = trained()
     for name in ("policy", "value"):
-        at = tmp_path / "step_3" / name
+        at = Path(f"step_3/{name}")
         dcp.save({"model": model.state_dict()}, checkpoint_id=at / "weights")
         dcp.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=at / "optimizer")
-    with refusing(UnknownFormatError, "did you mean .*/step_3/policy"):
-        zckpt.open(tmp_path / "step_3")
+    with refusing(UnknownFormatError, "did you mean step_3/policy"):
+        zckpt.open("step_3")
 
 
 @pytest.mark.parametrize("inner", ["dcp", "weights"])
-def test_what_lies_around_a_folder_with_a_checkpoint_is_not_that(inner, tmp_path):
+def test_what_lies_around_a_folder_with_a_checkpoint_is_not_that(inner):
     """A model of transformers, a step of OLMo-core or a run of such is what it was before somebody wrote into it."""
-    dcp.save({"model": {"other": torch.ones(2)}}, checkpoint_id=tmp_path / "made")
+    dcp.save({"model": {"other": torch.ones(2)}}, checkpoint_id="made")
     for name in ("model", "run/step3", "run"):
-        (tmp_path / name).mkdir(exist_ok=True, parents=True)
-        shutil.copytree(tmp_path / "made", tmp_path / name / inner)
-    save_file({"own": torch.ones(3)}, tmp_path / "model" / "model.safetensors")
-    assert zckpt.open(tmp_path / "model").format == "safetensors"
-    dcp.save({"model": {"own": torch.ones(3)}}, checkpoint_id=tmp_path / "run/step3/model_and_optim")
+        Path(name).mkdir(exist_ok=True, parents=True)
+        shutil.copytree("made", f"{name}/{inner}")
+    save_file({"own": torch.ones(3)}, "model/model.safetensors")
+    assert zckpt.open("model").format == "safetensors"
+    dcp.save({"model": {"own": torch.ones(3)}}, checkpoint_id="run/step3/model_and_optim")
     for name in ("run/step3", "run"):
-        assert [*zckpt.open(tmp_path / name).names] == ["own"]
+        assert [*zckpt.open(name).names] == ["own"]
 
 
 def test_a_step_in_a_folder_is_its_runs_and_all_that_is_damaged_in_it_is_found(tmp_path):
@@ -248,38 +252,38 @@ def test_a_pickle_that_may_run_something_is_not_carried(run):
     assert left == {"evil.pkl", "large.pkl"}
 
 
-def test_iterations_of_megatron_are_not_those_of_cosmos(tmp_path):
+def test_iterations_of_megatron_are_not_those_of_cosmos():
     """Whose tracker is lost: which of them was saved last, it said."""
-    dcp.save({"model": nn.Linear(3, 2).state_dict()}, checkpoint_id=tmp_path / "run" / "iter_0000007")
+    dcp.save({"model": nn.Linear(3, 2).state_dict()}, checkpoint_id="run/iter_0000007")
     with refusing(UnknownFormatError, "iter_0000007"):
-        zckpt.open(tmp_path / "run")
+        zckpt.open("run")
 
 
 @pytest.mark.parametrize(("made", "file"), [
     (lambda: nn.Linear(4, 4, bias=False), "model.safetensors"), (Lora, "adapter_model.safetensors"),
 ])  # fmt: skip
-def test_the_order_of_safetensors_tells_no_numbers(made, file, tmp_path):
+def test_the_order_of_safetensors_tells_no_numbers(made, file):
     model, optimizer = trained(made)
     names = [name for name, one in model.named_parameters() if one.requires_grad]
     weights = {name: one.detach() for name, one in model.named_parameters() if name in names}
-    save(tmp_path / "run", file, weights, optimizer.state_dict())
+    save(Path("run"), file, weights, optimizer.state_dict())
 
-    checkpoint = zckpt.open(tmp_path / "run")
+    checkpoint = zckpt.open("run")
     assert list(checkpoint.parameters) == sorted(names)
     assert not any("exp_avg" in one.slots for one in checkpoint.parameters.values())
     assert "keeps its number" in checkpoint.warnings[0]
-    told = zckpt.open(tmp_path / "run", names=names)
+    told = zckpt.open("run", names=names)
     for name in names:
         assert_state(told, name, optimizer.state[model.get_parameter(name)])
 
 
-def test_a_shape_that_one_parameter_has_tells_its_number(tmp_path):
+def test_a_shape_that_one_parameter_has_tells_its_number():
     model, optimizer = trained()
     model["o"] = nn.Linear(4, 5, bias=False)
     optimizer.add_param_group({"params": list(model["o"].parameters())})
     model["o"].weight.grad = torch.ones(5, 4)
     optimizer.step()
-    checkpoint = zckpt.open(save(tmp_path / "run", "model.safetensors", model.state_dict(), optimizer.state_dict()))
+    checkpoint = zckpt.open(save(Path("run"), "model.safetensors", model.state_dict(), optimizer.state_dict()))
     assert_state(checkpoint, "o.weight", optimizer.state[model["o"].weight])
     assert [name for name, one in checkpoint.parameters.items() if "exp_avg" in one.slots] == ["o.weight"]
 
@@ -290,26 +294,26 @@ def test_a_damaged_model_beside_it_is_all_that_verify_finds(run):
     assert [one.file for one in zckpt.verify(run).findings] == [str(file)]
 
 
-def test_each_file_is_stripped_where_it_lies(run, tmp_path):
+def test_each_file_is_stripped_where_it_lies(run):
     (run / "optim").rename(run / "deep")
     (run / "optim").mkdir()
     (run / "deep").rename(run / "optim" / "deep")
-    zckpt.strip(run, tmp_path / "model", optimizer=True)
-    assert {*contents(tmp_path / "model")} == {*contents(run)}
-    found = zckpt.open(tmp_path / "model")
+    zckpt.strip(run, "model", optimizer=True)
+    assert {*contents("model")} == {*contents(run)}
+    found = zckpt.open("model")
     assert found.slot_names() == ["weight"]
     assert not take_inventory(found).left_out
 
 
-def test_values_of_ranks_on_another_node_are_carried(run, tmp_path):
+def test_values_of_ranks_on_another_node_are_carried(run):
     keep(run, "data/rank_0.pt", "at.pt")
-    keep(tmp_path / "node1", "data/rank_1.pt", "at.pt")
-    found = zckpt.open(run, roots=[tmp_path / "node1"])
+    keep(Path("node1"), "data/rank_1.pt", "at.pt")
+    found = zckpt.open(run, roots=["node1"])
     assert {"at", "data/rank_0", "data/rank_1"} <= {*found.metadata}
     assert not found.warnings
-    torch.save(1, tmp_path / "node1" / "at.pt")
+    torch.save(1, "node1/at.pt")
     (run / "data" / "rank_0.pt").unlink()
-    first, second = sorted(zckpt.open(run, roots=[tmp_path / "node1"]).warnings)
+    first, second = sorted(zckpt.open(run, roots=["node1"]).warnings)
     assert "differs from" in first
     assert "rank number 0 is missing" in second
 
@@ -319,14 +323,14 @@ def test_the_mark_of_another_program_is_no_part_of_it(run):
     assert not take_inventory(zckpt.open(run)).left_out
 
 
-def test_parts_of_megatrons_are_not_a_pair(tmp_path):
+def test_parts_of_megatrons_are_not_a_pair():
     """verl 0.9 has `model/dist_ckpt`, `optimizer/dist_ckpt` and more, each as Megatron-Core saves it."""
     model, optimizer = trained()
     for name, state in (
         ("model", model.state_dict()),
         ("optimizer", {"optimizer": get_optimizer_state_dict(model, optimizer)}),
     ):
-        dcp.save(state, checkpoint_id=tmp_path / "run" / name / "dist_ckpt")
-        torch.save({"iteration": 1}, tmp_path / "run" / name / "dist_ckpt" / "common.pt")
+        dcp.save(state, checkpoint_id=f"run/{name}/dist_ckpt")
+        torch.save({"iteration": 1}, f"run/{name}/dist_ckpt/common.pt")
     with refusing(UnknownFormatError, "did you mean .*/dist_ckpt"):
-        zckpt.open(tmp_path / "run")
+        zckpt.open("run")

@@ -100,20 +100,20 @@ def save_cut(
         ((1,), [Shard(0)], (3, 2)),
     ],
 )
-def test_boxes_are_where_torch_says(sizes, placements, shape, tmp_path):
+def test_boxes_are_where_torch_says(sizes, placements, shape):
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
-    save_cut(tmp_path / "run", sizes, placements, whole)
-    assert torch.equal(zckpt.open(tmp_path / "run").read("w", "weight"), whole)
-    assert_sound(tmp_path / "run")
-    zckpt.consolidate(tmp_path / "run", tmp_path / "whole.pt")
-    assert torch.equal(torch.load(tmp_path / "whole.pt")["w"], whole)
+    save_cut(Path("run"), sizes, placements, whole)
+    assert torch.equal(zckpt.open("run").read("w", "weight"), whole)
+    assert_sound("run")
+    zckpt.consolidate("run", "whole.pt")
+    assert torch.equal(torch.load("whole.pt")["w"], whole)
 
 
-def test_a_class_around_what_ranks_have_is_looked_into(tmp_path):
+def test_a_class_around_what_ranks_have_is_looked_into():
     whole = torch.randn(7, 5)
-    save_cut(tmp_path / "run", (2,), [Shard(0)], whole, kind=lambda its: Wrapped(its.clone()))
-    assert torch.equal(zckpt.open(tmp_path / "run").read("w", "weight"), whole)
-    assert_sound(tmp_path / "run")
+    save_cut(Path("run"), (2,), [Shard(0)], whole, kind=lambda its: Wrapped(its.clone()))
+    assert torch.equal(zckpt.open("run").read("w", "weight"), whole)
+    assert_sound("run")
 
 
 def test_partial_sums_are_refused(tmp_path):
@@ -153,12 +153,12 @@ def test_another_order_of_strided_shards_is_refused(tmp_path):
         zckpt.open(tmp_path)
 
 
-def test_copies_that_differ_are_found(tmp_path):
-    save_cut(tmp_path / "run", (2, 2), [Replicate(), Shard(0)], torch.arange(6.0))
-    path = tmp_path / "run" / "model_world_size_4_rank_2.pt"
+def test_copies_that_differ_are_found():
+    save_cut(Path("run"), (2, 2), [Replicate(), Shard(0)], torch.arange(6.0))
+    path = Path("run/model_world_size_4_rank_2.pt")
     data = path.read_bytes()
     path.write_bytes(data.replace(torch.arange(3.0).numpy().tobytes(), torch.arange(3.0, 6.0).numpy().tobytes()))
-    found = zckpt.verify(tmp_path / "run", deep=True)
+    found = zckpt.verify("run", deep=True)
     assert not found.sound
     assert any("ZC-2" in one.code or "ZC-3" in one.code or "ZC-1" in one.code for one in found.findings)
 
@@ -216,8 +216,7 @@ def written(tmp_path_factory) -> Callable[..., Path]:
 
 
 def copied(source, target) -> Path:
-    shutil.copytree(source, target)
-    return target
+    return Path(shutil.copytree(source, target))
 
 
 def resaved(folder, change: Callable[[Any, int], Any], kind=""):
@@ -241,9 +240,9 @@ def assert_sound(path):
 
 
 @pytest.fixture
-def run(written, tmp_path) -> Path:
+def run(written) -> Path:
     """Files of two ranks, to be changed."""
-    return copied(written(), tmp_path / "run")
+    return copied(written(), "run")
 
 
 def test_a_run_is_opened_at_its_last_step(written, tmp_path):
@@ -285,48 +284,48 @@ def test_a_step_may_have_no_roles(written, tmp_path):
           (["data.pt", "trainer_state.pt"], 3, ["data.pt", "trainer_state.pt"])],
          [(["data_0.pt", "data_1.pt"], 3, ["data_0.pt", "data_1.pt"])]),
 )  # fmt: skip
-def test_where_a_training_is_in_its_data_goes_along(names, ranks, kept, written, tmp_path):
+def test_where_a_training_is_in_its_data_goes_along(names, ranks, kept, written):
     """verl's SFT trainer keeps it beside the files of ranks, for each; others in the folder around the actor's."""
     is_around = names[0] == "data.pt"
-    source = copied(written(), tmp_path / "global_step_4" / ("actor" if is_around else ""))
+    source = copied(written(), Path("global_step_4", "actor" if is_around else ""))
     for number, name in enumerate(names):
-        torch.save({"position": number}, tmp_path / "global_step_4" / name)
-    before = zckpt.open(tmp_path / "global_step_4")
+        torch.save({"position": number}, f"global_step_4/{name}")
+    before = zckpt.open("global_step_4")
     assert {Path(name).stem for name in names} <= before.metadata.keys()
     assert not take_inventory(before).left_out
-    done = in_ranks(tmp_path / "global_step_4", tmp_path / "t", world_size=ranks)
-    assert sorted(path.name for path in (tmp_path / "t").iterdir() if "data" in path.name or "state.pt" in path.name
+    done = in_ranks("global_step_4", "t", world_size=ranks)
+    assert sorted(path.name for path in Path("t").iterdir() if "data" in path.name or "state.pt" in path.name
                   ) == kept  # fmt: skip
     for name in kept:
-        assert (tmp_path / "t" / name).read_bytes() == (tmp_path / "global_step_4" / name).read_bytes()
+        assert Path(f"t/{name}").read_bytes() == Path(f"global_step_4/{name}").read_bytes()
     said = " ".join(done.notes)
     assert ("data_1.pt: left out" in said, "data.pt, trainer_state.pt: verl" in said) == (ranks == 1, is_around)
-    after = zckpt.open(tmp_path / "t")
+    after = zckpt.open("t")
     assert not take_inventory(after).left_out
-    assert zckpt.diff(source.parent if is_around else source, tmp_path / "t").equal
-    zckpt.convert(tmp_path / "t", tmp_path / "dcp", to="dcp")
-    in_ranks(tmp_path / "dcp", tmp_path / "t", overwrite=True)
-    assert zckpt.open(tmp_path / "dcp").metadata.keys() >= {Path(name).stem for name in names}
+    assert zckpt.diff(source.parent if is_around else source, "t").equal
+    zckpt.convert("t", "dcp", to="dcp")
+    in_ranks("dcp", "t", overwrite=True)
+    assert zckpt.open("dcp").metadata.keys() >= {Path(name).stem for name in names}
 
 
 @pytest.mark.parametrize("groups", ["keep", "one"])
-def test_a_schedule_goes_on_at_the_step_of_a_source_without_one(groups, tmp_path):
+def test_a_schedule_goes_on_at_the_step_of_a_source_without_one(groups):
     """SkyRL gives its scheduler whatever is in the file, and verl, too, if that is not None."""
     source = FIXTURES / "s2_bf16_dp2"
-    done = in_ranks(source, tmp_path / "t", groups=groups)
+    done = in_ranks(source, "t", groups=groups)
     assert any("lr_scheduler was generated: a LambdaLR after 5 steps" in note for note in done.notes)
-    checkpoint = zckpt.open(tmp_path / "t")
+    checkpoint = zckpt.open("t")
     count = 1 if groups == "one" else len(zckpt.open(source).param_groups)
     optimizer = torch.optim.SGD([{"params": [torch.ones(1)], "lr": 8.0} for _ in range(count)])
     for rank in range(2):
-        state = torch.load(tmp_path / "t" / f"extra_state_world_size_2_rank_{rank}.pt")["lr_scheduler"]
+        state = torch.load(f"t/extra_state_world_size_2_rank_{rank}.pt")["lr_scheduler"]
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 2.0**-step)
         schedule.load_state_dict(state)
         optimizer.step()
         schedule.step()
         assert (schedule.last_epoch, schedule.get_last_lr()) == (checkpoint.step + 1, [8 / 2**6] * count)
     assert not take_inventory(checkpoint).left_out
-    assert zckpt.diff(source, tmp_path / "t").equal == (groups == "keep")
+    assert zckpt.diff(source, "t").equal == (groups == "keep")
 
 
 def test_resume_check_knows_a_run_of_skyrl(written, tmp_path):
@@ -424,9 +423,9 @@ def test_a_configuration_that_cannot_be_read_is_found(run):
 
 
 @pytest.mark.parametrize("kind", ["model", "optim"])
-def test_a_file_under_the_name_of_another_rank_is_named(kind, written, tmp_path):
+def test_a_file_under_the_name_of_another_rank_is_named(kind, written):
     """Rank 2 has nothing of what has one row: copied over rank 0's file, it leaves no element of that."""
-    folder = copied(written("s2_bf16_dp2", world_size=3), tmp_path / "f")
+    folder = copied(written("s2_bf16_dp2", world_size=3), "f")
     shutil.copy(folder / f"{kind}_world_size_3_rank_2.pt", folder / f"{kind}_world_size_3_rank_0.pt")
     with refusing(ShardError, f"{kind}_world_size_3_rank_0.pt: is another rank's file: .* found rank 2"):
         zckpt.open(folder)
@@ -466,9 +465,9 @@ def test_a_file_of_one_rank_is_refused_under_any_name(holds, written, tmp_path):
 
 
 @pytest.fixture
-def free(written, tmp_path) -> Path:
+def free(written) -> Path:
     """The same files under names of a program's own, model and optimizer in one, with more beside them."""
-    folder = tmp_path / "free"
+    folder = Path("free")
     folder.mkdir()
     for rank in range(3):
         tree = {"step": 5, "args": {"lr": 0.1}, "rng": torch.tensor([rank])}
@@ -479,7 +478,7 @@ def free(written, tmp_path) -> Path:
     return folder
 
 
-def test_files_of_ranks_are_one_checkpoint_under_any_name(free, written, tmp_path):
+def test_files_of_ranks_are_one_checkpoint_under_any_name(free, written):
     found, expected = zckpt.open(free), zckpt.open(written(world_size=3))
     assert_same_parameters(found, expected)
     assert [one.parameters for one in found.param_groups] == [one.parameters for one in expected.param_groups]
@@ -488,7 +487,7 @@ def test_files_of_ranks_are_one_checkpoint_under_any_name(free, written, tmp_pat
         f"extra_state_world_size_3_rank_{rank}.rng" for rank in (1, 2)
     ]
     assert zckpt.verify(free, deep=True).sound
-    node = tmp_path / "node"
+    node = Path("node")
     node.mkdir()
     (free / "checkpoint-500.rank2.pt").rename(node / "checkpoint-500.rank0.pt")
     nodes = zckpt.open(free, roots=[node])
@@ -510,7 +509,7 @@ def test_each_rank_may_have_a_folder(free, written):
         zckpt.open(free)
 
 
-def test_free_names_of_several_steps_and_several_optimizers_are_refused(free, tmp_path):
+def test_free_names_of_several_steps_and_several_optimizers_are_refused(free):
     path = free / "checkpoint-500.rank1.pt"
     shutil.copy(path, free / "checkpoint-600.rank1.pt")
     with refusing(ShardError, r"several files of rank 1.* found checkpoint-500\.rank1\.pt, checkpoint-600\.rank1\.pt"):
@@ -521,7 +520,7 @@ def test_free_names_of_several_steps_and_several_optimizers_are_refused(free, tm
     (free / "checkpoint-600.rank1.pt").unlink()
     resaved(free, lambda tree, _: {**tree, "ema": dict(tree["model"]), "optimizer": [tree["optimizer"]] * 2})
     with refusing(LeftOutError, "would be lost: .*optimizer"):  # the first has all parameters
-        zckpt.convert(free, tmp_path / "dcp", to="dcp")
+        zckpt.convert(free, "dcp", to="dcp")
 
     def halves(tree, _):
         one = tree["optimizer"][0]
@@ -538,8 +537,8 @@ def test_free_names_of_several_steps_and_several_optimizers_are_refused(free, tm
         zckpt.open(free)
 
 
-def test_composers_files_of_ranks_are_the_last_step_and_one_leads_to_all(free, tmp_path):
-    run = tmp_path / "run"
+def test_composers_files_of_ranks_are_the_last_step_and_one_leads_to_all(free):
+    run = Path("run")
     run.mkdir()
     for batch in (2, 10):
         for rank, path in enumerate(sorted(free.iterdir())):
@@ -562,8 +561,8 @@ def test_composers_files_of_ranks_are_the_last_step_and_one_leads_to_all(free, t
         zckpt.open(run / "ep0-ba10-rank1.pt")
 
 
-def test_what_ranks_share_beside_the_model_is_carried_whole(free, tmp_path):
-    expected = zckpt.open(copied(free, tmp_path / "without"))
+def test_what_ranks_share_beside_the_model_is_carried_whole(free):
+    expected = zckpt.open(copied(free, "without"))
 
     def averages(tree, rank):
         loop = [dict(tree["model"])]
@@ -578,8 +577,8 @@ def test_what_ranks_share_beside_the_model_is_carried_whole(free, tmp_path):
     assert len(others) == len([*free.iterdir()])  # each rank has its own number there
     for to in (None, "zckpt", "dcp", "fsdp-rank-files"):
         if to:
-            zckpt.convert(source, tmp_path / to, to=to)
-        found = zckpt.open(tmp_path / to) if to else source
+            zckpt.convert(source, to, to=to)
+        found = zckpt.open(to) if to else source
         values = {key: value_of(found.metadata[key]) for key in ("ema", "more", "loop")}
         assert values["loop"][1] is values["loop"]
         assert (values["more"]["decay"], values["more"]["shadow"][1]) == (0.5, 0)
@@ -589,8 +588,8 @@ def test_what_ranks_share_beside_the_model_is_carried_whole(free, tmp_path):
                 assert_same(average[name], expected.read(name, "weight"), name)
 
 
-def test_copies_of_what_ranks_share_beside_the_model_are_held_against_the_first(written, tmp_path):
-    source, folder = written(world_size=4, fsdp_size=2), tmp_path / "ranks"
+def test_copies_of_what_ranks_share_beside_the_model_are_held_against_the_first(written):
+    source, folder = written(world_size=4, fsdp_size=2), Path("ranks")
     folder.mkdir()
     for rank in range(4):
         model, average = (
@@ -599,32 +598,32 @@ def test_copies_of_what_ranks_share_beside_the_model_are_held_against_the_first(
         if rank == 2:
             average["model.norm.weight"]._local_tensor.data += 1
         torch.save({"model": model, "ema": average}, folder / f"rank{rank}.pt")
-    done = zckpt.convert(folder, tmp_path / "to", to="zckpt")
+    done = zckpt.convert(folder, "to", to="zckpt")
     assert [note for note in done.notes if "ranks' copies of ema.model.norm.weight differ" in note]
     found = zckpt.verify(folder, deep=True)
     assert [one.code for one in found.findings if one.severity == "error"] == ["ZC-206"]
     first = zckpt.open(source).read("model.norm.weight", "weight")
-    assert_same(value_of(zckpt.open(tmp_path / "to").metadata["ema"])["model.norm.weight"], first, "ema")
+    assert_same(value_of(zckpt.open("to").metadata["ema"])["model.norm.weight"], first, "ema")
 
 
-def test_what_a_lost_rank_shared_beside_the_model_is_left_out(free, tmp_path):
+def test_what_a_lost_rank_shared_beside_the_model_is_left_out(free):
     resaved(free, lambda tree, _: {**tree, "ema": dict(tree["model"])})
-    whole = copied(free, tmp_path / "whole")
+    whole = copied(free, "whole")
     (free / "checkpoint-500.rank1.pt").unlink()
     options = {"salvage": True, "fill_from": whole, "fill_masters": True}
-    done = zckpt.convert(free, tmp_path / "to", to="zckpt", **options)
+    done = zckpt.convert(free, "to", to="zckpt", **options)
     assert "ema is incomplete, and left out" in done.warnings
-    found, expected = zckpt.open(tmp_path / "to"), zckpt.open(whole)
+    found, expected = zckpt.open("to"), zckpt.open(whole)
     assert "ema" in expected.metadata.keys() - found.metadata.keys()
     assert_same_parameters(found, expected)
 
 
-def test_what_ranks_share_otherwise_is_left_out_and_said_to_be(free, tmp_path):
+def test_what_ranks_share_otherwise_is_left_out_and_said_to_be(free):
     resaved(free, lambda tree, rank: {**tree, "ema": dict(list(tree["model"].items())[rank:])})
     assert "ema is not read: " in str(zckpt.open(free).warnings)
     with refusing(LeftOutError, r"would be lost: .*ema"):
-        zckpt.convert(free, tmp_path / "dcp", to="dcp")
-    zckpt.convert(free, tmp_path / "dcp", to="dcp", drop=["*:ema/*", "*:ema/**"])
+        zckpt.convert(free, "dcp", to="dcp")
+    zckpt.convert(free, "dcp", to="dcp", drop=["*:ema/*", "*:ema/**"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -657,9 +656,9 @@ def assert_holds_llama(folder, names: list[str] | None = None, *, ties=True):
 
 
 @pytest.mark.parametrize(("place", "name"), [("huggingface", "{}"), ("", "{}"), ("", "adam_rank{}.pt")])
-def test_a_whole_model_is_that_of_ranks_optimizers(place, name, written, tmp_path):
+def test_a_whole_model_is_that_of_ranks_optimizers(place, name, written):
     source = written(groups="one")
-    folder, expected = copied(source, tmp_path / "run"), zckpt.open(source)
+    folder, expected = copied(source, "run"), zckpt.open(source)
     (folder / place).mkdir(exist_ok=True)
     zckpt.consolidate(folder, folder / place / "model.safetensors")
     for path in folder.glob("model_world_*"):
@@ -675,13 +674,13 @@ def test_a_whole_model_is_that_of_ranks_optimizers(place, name, written, tmp_pat
     assert checkpoint.step == expected.step
     assert all(torch.equal(checkpoint.read(n, "weight"), expected.read(n, "weight")) for n in expected.parameters)
     assert_sound(folder)
-    in_ranks(folder, tmp_path / "three", world_size=3)
-    assert_holds_llama(tmp_path / "three", ties=False)
+    in_ranks(folder, "three", world_size=3)
+    assert_holds_llama("three", ties=False)
 
 
-def test_a_loops_whole_model_says_the_order(written, tmp_path):
+def test_a_loops_whole_model_says_the_order(written):
     source = written(groups="one")
-    folder, expected = tmp_path / "run", zckpt.open(source)
+    folder, expected = Path("run"), zckpt.open(source)
     folder.mkdir()
     for rank in (0, 1):
         shutil.copyfile(source / f"optim_world_size_2_rank_{rank}.pt", folder / f"optimizer_rank{rank}.pt")
@@ -691,8 +690,8 @@ def test_a_loops_whole_model_says_the_order(written, tmp_path):
     assert_holds_llama(folder, ties=False)
 
 
-def test_pieces_of_fsdp1_beside_a_whole_model_are_refused(written, tmp_path):
-    folder = copied(written(world_size=3, **FLAT), tmp_path / "run")
+def test_pieces_of_fsdp1_beside_a_whole_model_are_refused(written):
+    folder = copied(written(world_size=3, **FLAT), "run")
     zckpt.consolidate(folder, folder / "model.safetensors")
     for path in folder.glob("model_world_*"):
         path.unlink()
@@ -700,7 +699,7 @@ def test_pieces_of_fsdp1_beside_a_whole_model_are_refused(written, tmp_path):
         zckpt.open(folder)
 
 
-def test_what_is_not_certain_keeps_its_number(run, tmp_path):
+def test_what_is_not_certain_keeps_its_number(run):
     def only_three(tree, _):
         group = {**tree["param_groups"][0], "params": [0, 1, 2]}
         return {"state": {number: tree["state"][number] for number in range(3)}, "param_groups": [group]}
@@ -709,24 +708,24 @@ def test_what_is_not_certain_keeps_its_number(run, tmp_path):
     checkpoint = zckpt.open(run)
     assert checkpoint.unnamed
     assert any("give --names FILE" in warning for warning in checkpoint.warnings)
-    zckpt.consolidate(run, tmp_path / "model.safetensors")
+    zckpt.consolidate(run, "model.safetensors")
     with refusing(UnsupportedError, "the names of some of the optimizer's parameters are unknown"):
-        in_ranks(run, tmp_path / "other")
+        in_ranks(run, "other")
     names = zckpt.open(FIXTURES / LLAMA).param_groups[0].parameters[:3]
     assert zckpt.open(run, names=names).param_groups[0].parameters == names
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_units_of_flat_parameters_are_found_without_names_of_modules(world_size, written, tmp_path):
-    folder = copied(written(world_size=world_size, **FLAT), tmp_path / "run")
+def test_units_of_flat_parameters_are_found_without_names_of_modules(world_size, written):
+    folder = copied(written(world_size=world_size, **FLAT), "run")
     assert_holds_llama(folder)
     resaved(folder, lambda tree, _: dict(tree), "model")
     assert_holds_llama(folder)
 
 
-def test_names_say_what_is_in_flat_parameters_of_other_units(written, tmp_path):
+def test_names_say_what_is_in_flat_parameters_of_other_units(written):
     units = "model.layers.*.mlp,model.layers.1"
-    folder = copied(written(world_size=3, fsdp_version=1, groups="one", units=units), tmp_path / "run")
+    folder = copied(written(world_size=3, fsdp_version=1, groups="one", units=units), "run")
     assert_holds_llama(folder)
     resaved(folder, lambda tree, _: dict(tree), "model")
     words = "do not say which parameters the optimizer's numbers stand for.*give --names FILE"
@@ -741,22 +740,22 @@ def test_names_say_what_is_in_flat_parameters_of_other_units(written, tmp_path):
         zckpt.open(folder, names=every)
 
 
-def test_what_is_written_is_what_is_read(written, tmp_path):
+def test_what_is_written_is_what_is_read(written):
     source = written()
-    in_ranks(source, tmp_path / "again", world_size=3, fsdp_size=3)
-    found = zckpt.open(tmp_path / "again")
+    in_ranks(source, "again", world_size=3, fsdp_size=3)
+    found = zckpt.open("again")
     assert_same_parameters(found, zckpt.open(source))
     assert found.details["device"] == "cpu"
-    in_ranks(tmp_path / "again", tmp_path / "back")
-    converted(source, tmp_path / "back", "fsdp-rank-files", world_size=2, overwrite=True)
+    in_ranks("again", "back")
+    converted(source, "back", "fsdp-rank-files", world_size=2, overwrite=True)
 
 
 @pytest.mark.parametrize("to", ["zckpt", "dcp"])
-def test_what_ranks_had_of_their_own_is_theirs_again_after_another_format(to, run, tmp_path):
+def test_what_ranks_had_of_their_own_is_theirs_again_after_another_format(to, run):
     resaved(run, lambda tree, rank: tree | {"rng": {"cpu": torch.full((5,), rank)}, "read": rank + 1000}, "extra_state")
-    zckpt.convert(run, tmp_path / "between", to=to)
-    in_ranks(tmp_path / "between", tmp_path / "back")
-    found = [torch.load(tmp_path / f"back/extra_state_world_size_2_rank_{rank}.pt") for rank in range(2)]
+    zckpt.convert(run, "between", to=to)
+    in_ranks("between", "back")
+    found = [torch.load(f"back/extra_state_world_size_2_rank_{rank}.pt") for rank in range(2)]
     assert [(one["rng"]["cpu"].tolist(), one["read"]) for one in found] == [([0] * 5, 1000), ([1] * 5, 1001)]
 
 
@@ -789,27 +788,27 @@ def sharing(root) -> Iterator[tuple[Any, ...]]:
             waiting += one.values()
 
 
-def test_every_rank_keeps_its_random_state(run, tmp_path):
+def test_every_rank_keeps_its_random_state(run):
 
     def with_own(tree, rank):
         return {**tree, "rng": {"cpu": torch.tensor([rank])}, "rank": rank, "world_size": 2}
 
     resaved(run, with_own, "extra_state")
-    done = in_ranks(run, tmp_path / "more", world_size=3)
+    done = in_ranks(run, "more", world_size=3)
     assert "rng: ranks from 2 on have none, because the source has fewer ranks" in done.notes
-    in_ranks(tmp_path / "more", tmp_path / "one", world_size=1)
-    in_ranks(tmp_path / "one", tmp_path / "back")
+    in_ranks("more", "one", world_size=1)
+    in_ranks("one", "back")
     for name, ranks in (("more", 3), ("one", 1), ("back", 2)):
         for rank in range(ranks):
-            found = torch.load(tmp_path / name / f"extra_state_world_size_{ranks}_rank_{rank}.pt")
+            found = torch.load(f"{name}/extra_state_world_size_{ranks}_rank_{rank}.pt")
             assert (found["rank"], found["world_size"]) == (rank, ranks)
             assert ("rng" in found) == (rank < 2)
             assert rank > 1 or found["rng"]["cpu"].tolist() == [rank]
 
 
-def test_what_modules_keep_besides_tensors_is_of_all_ranks_or_of_one(written, tmp_path):
+def test_what_modules_keep_besides_tensors_is_of_all_ranks_or_of_one(written):
     """Any value that has a tensor, as `get_extra_state` returns it; torch refuses a model's file without it."""
-    folder = copied(written(world_size=3), tmp_path / "run")
+    folder = copied(written(world_size=3), "run")
     same, own = "model.layers.0.mlp._extra_state", "model.layers.1.mlp._extra_state"
 
     def with_extra_state(tree, rank):
@@ -820,10 +819,10 @@ def test_what_modules_keep_besides_tensors_is_of_all_ranks_or_of_one(written, tm
     assert zckpt.open(folder).metadata.keys() > {same, own, f"model_world_size_3_rank_2.{own}"}
     for source, target, size in (("run", "again", 3), ("again", "more", 4), ("run", "zckpt", 0)):
         how = {"to": "fsdp-rank-files", "world_size": size} if size else {"to": "zckpt"}
-        zckpt.convert(tmp_path / source, tmp_path / target, **how)
-        assert f"model_world_size_3_rank_2.{own}" in zckpt.open(tmp_path / target).metadata
+        zckpt.convert(source, target, **how)
+        assert f"model_world_size_3_rank_2.{own}" in zckpt.open(target).metadata
         for rank in range(size):
-            found = torch.load(tmp_path / target / f"model_world_size_{size}_rank_{rank}.pt", weights_only=False)
+            found = torch.load(f"{target}/model_world_size_{size}_rank_{rank}.pt", weights_only=False)
             assert found[same]["scale"].tolist() == [1, 1, 1]
             assert found[own]["amax"].tolist() == [int(rank == 2)] * 2
 
@@ -854,8 +853,8 @@ def test_parameters_that_a_program_kept_out_of_fsdp_have_names_beside_a_buffer(r
     assert found.grouped == zckpt.open(FIXTURES / LLAMA).grouped
 
 
-def test_what_cannot_be_written_is_said(torch_file, tmp_path):
-    target = tmp_path / "out"
+def test_what_cannot_be_written_is_said(torch_file):
+    target = Path("out")
     for options, said in (
         ({"fsdp_size": 3, "world_size": 4}, "unusable --fsdp-size: expected a divisor of the world size, 4, found 3"),
         ({"fsdp_version": 1}, "unknown which modules FSDP1 wraps"),
@@ -875,25 +874,25 @@ def test_what_cannot_be_written_is_said(torch_file, tmp_path):
     assert not target.exists()
 
 
-def test_one_group_has_every_parameter_in_the_models_order(tmp_path):
-    done = in_ranks(FIXTURES / LLAMA, tmp_path / "one", groups="one")
+def test_one_group_has_every_parameter_in_the_models_order():
+    done = in_ranks(FIXTURES / LLAMA, "one", groups="one")
     assert any("weight_decay of all parameters is" in note for note in done.notes)
-    (tmp_path / "one" / "zckpt.pt").unlink()
-    found, expected = zckpt.open(tmp_path / "one"), zckpt.open(FIXTURES / LLAMA)
+    Path("one/zckpt.pt").unlink()
+    found, expected = zckpt.open("one"), zckpt.open(FIXTURES / LLAMA)
     (group,) = found.param_groups
     assert group.parameters == [one.name for one in expected.parameters.values() if one.tied_to is None]
     assert group.state["step"] == expected.param_groups[0].state["step"]
-    assert_holds_llama(tmp_path / "one")
+    assert_holds_llama("one")
     expected.parameters = dict(sorted(expected.parameters.items()))
     with refusing(UnsupportedError, "the order of the model's parameters is unknown"):
-        in_ranks(expected, tmp_path / "two", groups="one")
+        in_ranks(expected, "two", groups="one")
 
 
-def test_one_group_says_which_of_its_parameters_may_be_buffers(torch_file, tmp_path):
+def test_one_group_says_which_of_its_parameters_may_be_buffers(torch_file):
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
     model[1].register_buffer("scale", torch.ones(2))
     live.trained(model, optimizer := torch.optim.AdamW(model.named_parameters()))
-    done = in_ranks(torch_file(live.both(model, optimizer)), tmp_path / "one", groups="one")
+    done = in_ranks(torch_file(live.both(model, optimizer)), "one", groups="one")
     assert [note for note in done.notes if note.startswith("1.scale, which the source's optimizer does not have, is ")]
 
 
@@ -902,40 +901,38 @@ def test_lost_metadata_of_a_state_dict_is_no_loss(run):
     assert_holds_llama(run)
 
 
-def test_equal_tensors_that_are_not_said_to_be_tied_stay_two(tmp_path):
+def test_equal_tensors_that_are_not_said_to_be_tied_stay_two():
     source = FIXTURES / "other" / "dcp_fsdp2_dp2" / "ckpt"  # DCP has both names of a tied parameter, as two
-    ranks = converted(source, tmp_path / "ranks", "fsdp-rank-files", world_size=2, verify=True)
+    ranks = converted(source, "ranks", "fsdp-rank-files", world_size=2, verify=True)
     assert zckpt.open(ranks).parameters["head.weight"].tied_to is None
 
 
-def test_a_training_without_a_scheduler_goes_on_under_deepspeed(written, tmp_path):
+def test_a_training_without_a_scheduler_goes_on_under_deepspeed(written):
     source = written()  # verl writes None then
-    converted(source, tmp_path / "deepspeed", "deepspeed", world_size=3, stage=2)
+    converted(source, "deepspeed", "deepspeed", world_size=3, stage=2)
 
 
 @pytest.mark.parametrize("form", ["fsdp-rank-files", "torch-checkpointing"])
-def test_moments_of_a_zero_dimensional_parameter_in_a_group_of_its_own_are_no_values_of_the_group(
-    form, torch_file, tmp_path
-):
+def test_moments_of_a_zero_dimensional_parameter_in_a_group_of_its_own_are_no_values_of_the_group(form, torch_file):
     model = torch.nn.ParameterDict({"gain": torch.tensor(0.5), "rest": torch.arange(3.0)})
     optimizer = torch.optim.AdamW([{"params": [one]} for one in model.values()])
     (model["gain"] * model["rest"].sum()).backward()
     optimizer.step()
     source = torch_file(live.both(model, optimizer))
-    zckpt.convert(source, tmp_path / "ranks", to=form, world_size=2, verify=True)
-    assert list(zckpt.open(tmp_path / "ranks").param_groups[0].state) == ["step"]
-    zckpt.convert(tmp_path / "ranks", tmp_path / "deepspeed", to="deepspeed", stage=1, world_size=2, verify=True)
+    zckpt.convert(source, "ranks", to=form, world_size=2, verify=True)
+    assert list(zckpt.open("ranks").param_groups[0].state) == ["step"]
+    zckpt.convert("ranks", "deepspeed", to="deepspeed", stage=1, world_size=2, verify=True)
     for slot in ("exp_avg", "exp_avg_sq"):
-        assert zckpt.open(tmp_path / "deepspeed").read("gain", slot) == optimizer.state[model["gain"]][slot]
+        assert zckpt.open("deepspeed").read("gain", slot) == optimizer.state[model["gain"]][slot]
 
 
 @pytest.mark.parametrize("form", ["fsdp-rank-files", "torch-checkpointing"])
-def test_what_an_optimizer_keeps_of_no_parameter_goes_along(form, torch_file, tmp_path):
+def test_what_an_optimizer_keeps_of_no_parameter_goes_along(form, torch_file):
     """In `Optimizer.state`, under a text: torch allows it, and the files of ranks have no place for it."""
     model, optimizer = live.trained(torch.nn.Linear(4, 4))
     optimizer.state["shared"] = {"count": 3}
     source = torch_file(live.both(model, optimizer))
-    kept = zckpt.open(converted(source, tmp_path / "ranks", form, world_size=2, verify=True)).optimizer_metadata
+    kept = zckpt.open(converted(source, "ranks", form, world_size=2, verify=True)).optimizer_metadata
     assert kept["beside_state"]["rest"]["state"]["shared"] == {"count": 3}
 
 

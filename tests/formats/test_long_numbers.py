@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,14 +75,14 @@ def test_names_in_files_may_have_long_numbers(name, which, tmp_path):
             assert run(*arguments).returncode in (0, 1, 2, 3, 5), arguments
 
 
-def test_maps_and_trainers_take_long_numbers(tmp_path):
-    save_file({f"model.layers.{LONG}.mlp.up_proj.weight": torch.ones(2, 2)}, tmp_path / "x.safetensors")
+def test_maps_and_trainers_take_long_numbers():
+    save_file({f"model.layers.{LONG}.mlp.up_proj.weight": torch.ones(2, 2)}, "x.safetensors")
     with refusing(zckpt.UsageError, "has no rule for"):
-        zckpt.consolidate(tmp_path / "x.safetensors", tmp_path / "m.safetensors", map="llama-huggingface-meta")
+        zckpt.consolidate("x.safetensors", "m.safetensors", map="llama-huggingface-meta")
     document = {"sides": ["a", "b"], "rules": [{"a": "x.{l}.w", "b": "y.{l}.w"}], "sizes": {"h": LONG}}
-    (tmp_path / "map.json").write_text(json.dumps(document))
+    Path("map.json").write_text(json.dumps(document))
     with pytest.raises(zckpt.ZckptError):
-        zckpt.consolidate(tmp_path / "x.safetensors", tmp_path / "m.safetensors", map=tmp_path / "map.json")
+        zckpt.consolidate("x.safetensors", "m.safetensors", map="map.json")
     for text in ("x.{a}{b}.w", "x.{a}1{b}.w", "x.{a}0"):
         with refusing(zckpt.UsageError, "what follows it cannot be told apart"):
             read_map({"sides": ["a", "b"], "rules": [{"a": text, "b": text}]})
@@ -115,16 +116,14 @@ def replaced(node, key, value):
     ],
 )  # fmt: skip
 @pytest.mark.every(3)
-def test_numbers_in_files_may_be_beyond_all_floats(name, key, value, tmp_path):
-    shutil.copytree(SOURCES[name], tmp_path / "a") if SOURCES[name].is_dir() else shutil.copy(
-        SOURCES[name], tmp_path / "a"
-    )
-    for path in [tmp_path / "a"] if (tmp_path / "a").is_file() else (tmp_path / "a").rglob("*.pt"):
+def test_numbers_in_files_may_be_beyond_all_floats(name, key, value):
+    shutil.copytree(SOURCES[name], "a") if SOURCES[name].is_dir() else shutil.copy(SOURCES[name], "a")
+    for path in [Path("a")] if Path("a").is_file() else Path("a").rglob("*.pt"):
         torch.save(replaced(torch.load(path, weights_only=False), key, value), path)
     for arguments in (
-        ("inspect", tmp_path / "a"),
-        ("verify", tmp_path / "a"),
-        ("consolidate", tmp_path / "a", tmp_path / "m.safetensors", "--slots", "all"),
-        ("convert", tmp_path / "a", tmp_path / "ds", "--to", "deepspeed", "--world-size", 2, "--stage", 2),
+        ("inspect", Path("a")),
+        ("verify", Path("a")),
+        ("consolidate", Path("a"), Path("m.safetensors"), "--slots", "all"),
+        ("convert", Path("a"), Path("ds"), "--to", "deepspeed", "--world-size", 2, "--stage", 2),
     ):
         assert run(*arguments).returncode in (0, 1, 2, 3, 5), arguments

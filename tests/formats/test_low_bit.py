@@ -71,38 +71,38 @@ def test_codes_are_kept_and_not_cast(kind, config, tmp_path):
         assert_same_tree({name: found[name] for name in KINDS[kind][0]}, KINDS[kind][0])
 
 
-def test_a_model_that_says_it_is_quantised_and_is_not_is_cast(tmp_path):
-    source = made(tmp_path / "source", "blocks of fp8", config=True)
+def test_a_model_that_says_it_is_quantised_and_is_not_is_cast():
+    source = made(Path("source"), "blocks of fp8", config=True)
     save_file({"q.weight": torch.ones(4, 4).bfloat16(), "ids": torch.arange(4)}, source / "model.safetensors")
-    zckpt.consolidate(source, tmp_path / "m.safetensors", dtype="float32")
+    zckpt.consolidate(source, "m.safetensors", dtype="float32")
 
 
-def test_fp8_without_scales_is_a_number(tmp_path):
-    save_file({"w": FP8, "b.scale": torch.ones(4)}, tmp_path / "x.safetensors")
-    zckpt.consolidate(tmp_path / "x.safetensors", tmp_path / "m.safetensors", dtype="bfloat16")
-    assert load_file(tmp_path / "m.safetensors")["w"].equal(FP8.bfloat16())
+def test_fp8_without_scales_is_a_number():
+    save_file({"w": FP8, "b.scale": torch.ones(4)}, "x.safetensors")
+    zckpt.consolidate("x.safetensors", "m.safetensors", dtype="bfloat16")
+    assert load_file("m.safetensors")["w"].equal(FP8.bfloat16())
 
 
-def test_what_is_trained_beside_frozen_codes_is_cast(tmp_path):
+def test_what_is_trained_beside_frozen_codes_is_cast():
     source = FIXTURES / "s2_bf16_dp2"
-    zckpt.consolidate(source, tmp_path / "m.pt", slots="all", dtype="keep")
-    optimizer = torch.load(tmp_path / "m.optimizer.pt")
-    model = {**torch.load(tmp_path / "m.pt"), "q.weight": CODES, "q.weight.absmax": torch.ones(3)}
-    torch.save({"model": model, "optimizer": optimizer}, tmp_path / "x.pt")
-    checkpoint = zckpt.open(tmp_path / "x.pt")
+    zckpt.consolidate(source, "m.pt", slots="all", dtype="keep")
+    optimizer = torch.load("m.optimizer.pt")
+    model = {**torch.load("m.pt"), "q.weight": CODES, "q.weight.absmax": torch.ones(3)}
+    torch.save({"model": model, "optimizer": optimizer}, "x.pt")
+    checkpoint = zckpt.open("x.pt")
     assert checkpoint.param_groups
     with refusing(zckpt.UnsupportedError, r"q\.weight: low-bit codes.*found bfloat16"):
-        zckpt.consolidate(checkpoint, tmp_path / "o.pt", dtype="bfloat16")
+        zckpt.consolidate(checkpoint, "o.pt", dtype="bfloat16")
     model["q.weight.absmax"] = torch.ones(3).bfloat16()
-    torch.save({"model": model, "optimizer": optimizer}, tmp_path / "x.pt")
-    zckpt.consolidate(tmp_path / "x.pt", tmp_path / "o.pt", dtype="bfloat16")
-    assert torch.load(tmp_path / "o.pt")["q.weight"].equal(CODES)
+    torch.save({"model": model, "optimizer": optimizer}, "x.pt")
+    zckpt.consolidate("x.pt", "o.pt", dtype="bfloat16")
+    assert torch.load("o.pt")["q.weight"].equal(CODES)
 
 
-def test_codes_do_not_become_weights_of_a_live_model(tmp_path):
+def test_codes_do_not_become_weights_of_a_live_model():
     import torch.distributed.checkpoint as dcp
 
-    source = made(tmp_path / "source", "blocks of fp8", config=True)
+    source = made(Path("source"), "blocks of fp8", config=True)
     model = torch.nn.ModuleDict({"q": torch.nn.Linear(4, 4, bias=False), "norm": torch.nn.LayerNorm(4, bias=False)})
     model.bfloat16()
     before = model.q.weight.detach().clone()

@@ -6,13 +6,15 @@ Matrices have more elements than are computed at once.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import zckpt
 from tests.cli.console import run
+from tests.folders import write_model
 from tests.pairwise import each
 from tests.refusals import refusing
 
@@ -20,22 +22,19 @@ FP8 = torch.float8_e4m3fn
 
 
 def made(folder, tensors, **settings):
-    folder.mkdir(exist_ok=True)
-    save_file({**tensors, "norm.weight": torch.ones(4).bfloat16()}, folder / "model.safetensors")
     config = {"model_type": "llama", "torch_dtype": "bfloat16", "quantization_config": settings}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return write_model(folder, {**tensors, "norm.weight": torch.ones(4).bfloat16()}, config)
 
 
 def refused(source, kind, words):
     with refusing(kind, words):
-        zckpt.consolidate(source, source.parent / "refused", dequantize=True)
+        zckpt.consolidate(source, "refused", dequantize=True)
 
 
 def floats(source, target, dtype="float32"):
     zckpt.consolidate(source, target, dequantize=True, dtype=dtype)
-    found = load_file(target / "model.safetensors")
-    config = json.loads((target / "config.json").read_text())
+    found = load_file(Path(target, "model.safetensors"))
+    config = json.loads(Path(target, "config.json").read_text())
     assert "quantization_config" not in config
     assert config["torch_dtype"] == (dtype or "bfloat16")
     assert found.pop("norm.weight").tolist() == [1] * 4
@@ -44,24 +43,22 @@ def floats(source, target, dtype="float32"):
 
 @pytest.mark.parametrize("block", [(128, 128), (32, 48)])
 @pytest.mark.parametrize("shape", [(1000, 600), (2, 70, 130), (128, 256), (1, 1)])
-def test_block_fp8(block, shape, tmp_path):
+def test_block_fp8(block, shape):
     codes = torch.randn(shape).to(FP8)
     scale = torch.rand(*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1])) + 0.1
     name = "q.weight" if len(shape) == 2 else "experts.up"
-    source = made(
-        tmp_path / "s", {name: codes, f"{name}_scale_inv": scale}, quant_method="fp8", weight_block_size=[*block]
-    )
+    source = made("s", {name: codes, f"{name}_scale_inv": scale}, quant_method="fp8", weight_block_size=[*block])
     grid = scale.repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)[..., : shape[-2], : shape[-1]]
     wanted = codes.float() * grid
-    assert torch.equal(floats(source, tmp_path / "a")[name], wanted)
-    assert torch.equal(floats(source, tmp_path / "b", None)[name], wanted.bfloat16())
+    assert torch.equal(floats(source, "a")[name], wanted)
+    assert torch.equal(floats(source, "b", None)[name], wanted.bfloat16())
     assert zckpt.inspect(source).details["quantised_weights"] == f"block FP8, {block[0]} x {block[1]}"
-    assert zckpt.diff(source, tmp_path / "b", dequantize=True).equal
+    assert zckpt.diff(source, "b", dequantize=True).equal
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_bitsandbytes(kind, nested, tmp_path):
+def test_bitsandbytes(kind, nested):
     functional = pytest.importorskip("bitsandbytes.functional")
     for number, (dtype, storage) in enumerate([(torch.bfloat16, torch.uint8), (torch.float16, torch.bfloat16)]):
         weight = torch.randn(1200, 256).to(dtype)
@@ -69,39 +66,39 @@ def test_bitsandbytes(kind, nested, tmp_path):
             weight, quant_type=kind, compress_statistics=nested, quant_storage=storage, blocksize=64
         )
         beside = {f"q.weight.{key}": value for key, value in state.as_dict(packed=True).items()}
-        source = made(tmp_path / f"s{number}", {"q.weight": codes, **beside}, quant_method="bitsandbytes")
-        found = floats(source, tmp_path / f"m{number}")
+        source = made(f"s{number}", {"q.weight": codes, **beside}, quant_method="bitsandbytes")
+        found = floats(source, f"m{number}")
         assert list(found) == ["q.weight"]
         assert torch.equal(found["q.weight"], functional.dequantize_4bit(codes, state).float())
         with refusing(zckpt.UnsupportedError, "low-bit codes"):
-            zckpt.consolidate(source, tmp_path / "x.pt", dtype="float32")
+            zckpt.consolidate(source, "x.pt", dtype="float32")
     codes, scale, _ = functional.int8_vectorwise_quant(torch.randn(37, 65).half())
-    source = made(tmp_path / "i", {"q.weight": codes, "q.SCB": scale}, quant_method="bitsandbytes")
-    assert torch.equal(floats(source, tmp_path / "j")["q.weight"], functional.int8_vectorwise_dequant(codes, scale))
+    source = made("i", {"q.weight": codes, "q.SCB": scale}, quant_method="bitsandbytes")
+    assert torch.equal(floats(source, "j")["q.weight"], functional.int8_vectorwise_dequant(codes, scale))
 
 
 @pytest.mark.parametrize("odd", [{"model_type": []}, {"text_config": {"model_type": {}}}])
-def test_a_type_of_model_that_is_no_text_is_none(odd, tmp_path):
+def test_a_type_of_model_that_is_no_text_is_none(odd):
     functional = pytest.importorskip("bitsandbytes.functional")
     codes, scale, _ = functional.int8_vectorwise_quant(torch.randn(37, 65).half())
-    source = made(tmp_path / "i", {"q.weight": codes, "q.SCB": scale}, quant_method="bitsandbytes")
+    source = made("i", {"q.weight": codes, "q.SCB": scale}, quant_method="bitsandbytes")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, **odd}))
-    assert floats(source, tmp_path / "j")["q.weight"].shape == (37, 65)
+    assert floats(source, "j")["q.weight"].shape == (37, 65)
 
 
 @pytest.mark.parametrize("bits", [{"load_in_4bit": True}, {"load_in_8bit": True}])
-def test_a_gpt_2_of_bitsandbytes_is_loaded_again(bits, tmp_path):
+def test_a_gpt_2_of_bitsandbytes_is_loaded_again(bits):
     """Its Conv1D are Linear there, whose weights lie the other way; some are square."""
     transformers = pytest.importorskip("transformers")
     bitsandbytes = pytest.importorskip("bitsandbytes")
     config = transformers.GPT2Config(vocab_size=40, n_positions=32, n_embd=64, n_layer=1, n_head=2, bos_token_id=0)
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "whole")
+    transformers.GPT2LMHeadModel(config).save_pretrained(Path("whole"))
     settings = transformers.BitsAndBytesConfig(**bits)
-    made = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "whole", quantization_config=settings)
-    made.save_pretrained(tmp_path / "few")
-    zckpt.consolidate(tmp_path / "few", tmp_path / "plain", dequantize=True, dtype="float32")
-    found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "plain").state_dict()
+    made = transformers.GPT2LMHeadModel.from_pretrained(Path("whole"), quantization_config=settings)
+    made.save_pretrained(Path("few"))
+    zckpt.consolidate("few", "plain", dequantize=True, dtype="float32")
+    found = transformers.GPT2LMHeadModel.from_pretrained(Path("plain")).state_dict()
     for name, own in made.named_modules():
         if isinstance(own, (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt)):
             values = (bitsandbytes.functional.dequantize_4bit(own.weight.data, own.weight.quant_state)
@@ -110,54 +107,52 @@ def test_a_gpt_2_of_bitsandbytes_is_loaded_again(bits, tmp_path):
             assert torch.equal(found[f"{name}.weight"], values.float().T), name
 
 
-def test_experts_of_mxfp4(tmp_path):
+def test_experts_of_mxfp4():
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     blocks = torch.randint(0, 256, (3, 1200, 5, 16), dtype=torch.uint8)
     scales = torch.randint(110, 140, (3, 1200, 5), dtype=torch.uint8)
-    source = made(tmp_path / "s", {"up_blocks": blocks, "up_scales": scales}, quant_method="mxfp4")
+    source = made("s", {"up_blocks": blocks, "up_scales": scales}, quant_method="mxfp4")
     wanted = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    assert torch.equal(floats(source, tmp_path / "m")["up"], wanted)
+    assert torch.equal(floats(source, "m")["up"], wanted)
 
 
-def test_nvfp4_of_modelopt(tmp_path):
+def test_nvfp4_of_modelopt():
     codes = torch.randint(0, 256, (6000, 32), dtype=torch.uint8)
     scale, whole = torch.rand(6000, 4).to(FP8), torch.tensor(0.3)
-    source = made(
-        tmp_path / "s", {"q.weight": codes, "q.weight_scale": scale, "q.weight_scale_2": whole}, quant_algo="NVFP4"
-    )
+    source = made("s", {"q.weight": codes, "q.weight_scale": scale, "q.weight_scale_2": whole}, quant_algo="NVFP4")
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     values = table[torch.stack([codes & 15, codes >> 4], -1).long()].reshape(6000, 64)
     wanted = values * (scale.float() * whole).repeat_interleave(16, 1)
-    assert torch.equal(floats(source, tmp_path / "m")["q.weight"], wanted)
+    assert torch.equal(floats(source, "m")["q.weight"], wanted)
     model = torch.nn.ModuleDict({"q": torch.nn.Linear(64, 6000, bias=False), "norm": torch.nn.RMSNorm(4)}).double()
     zckpt.load(source, model=model, dequantize=True)
     assert torch.equal(model.q.weight, wanted.double())
 
 
 @pytest.mark.parametrize("scale", [torch.tensor(0.3), torch.rand(6, 1).bfloat16(), torch.rand(6, 1)])
-def test_fp8_of_rows_and_tensors(scale, tmp_path):
+def test_fp8_of_rows_and_tensors(scale):
     codes = torch.randn(6, 50).to(FP8)
     tensors = {"q.weight": codes, "q.weight_scale": scale, "q.input_scale": torch.ones(1)}
-    source = made(tmp_path / "s", tensors, quant_method="compressed-tensors")
-    assert torch.equal(floats(source, tmp_path / "m")["q.weight"], (codes.to(scale.dtype) * scale).float())
+    source = made("s", tensors, quant_method="compressed-tensors")
+    assert torch.equal(floats(source, "m")["q.weight"], (codes.to(scale.dtype) * scale).float())
 
 
-def test_a_live_model_gets_numbers(tmp_path):
+def test_a_live_model_gets_numbers():
     codes, scale = torch.randn(4, 4).to(FP8), torch.rand(1, 1)
-    source = made(tmp_path / "s", {"q.weight": codes, "q.weight_scale_inv": scale}, quant_method="fp8")
+    source = made("s", {"q.weight": codes, "q.weight_scale_inv": scale}, quant_method="fp8")
     model = torch.nn.ModuleDict({"q": torch.nn.Linear(4, 4, bias=False), "norm": torch.nn.RMSNorm(4)})
     zckpt.load(source, model=model, dequantize=True)
     assert torch.equal(model.q.weight, codes.float() * scale)
 
 
-def test_what_is_not_known_is_refused(tmp_path):
+def test_what_is_not_known_is_refused():
     words = torch.ones(4, 8, dtype=torch.int32)
-    source = made(tmp_path / "s", {"q.qweight": words, "q.scales": torch.ones(1, 8).half()}, quant_method="gptq")
-    done = run("consolidate", source, tmp_path / "m", "--dequantize")
+    source = made("s", {"q.qweight": words, "q.scales": torch.ones(1, 8).half()}, quant_method="gptq")
+    done = run("consolidate", source, Path("m"), "--dequantize")
     assert (done.returncode, done.stderr.count("\n")) == (5, 1)
     assert "q.qweight" in done.stderr
     tensors = {"q.weight": torch.ones(4, 4).to(FP8), "q.weight_scale_inv": torch.ones(3, 3)}
-    source = made(tmp_path / "t", tensors, quant_method="fp8")
+    source = made("t", tensors, quant_method="fp8")
     refused(source, zckpt.SourceError, "its scales do not fit any blocks")
 
 
@@ -170,7 +165,7 @@ def packed(codes, bits, dim):
 
 
 @pytest.mark.parametrize(("bits", "sorted_columns"), each([2, 3, 4, 8], [False, True]))
-def test_gptq(bits, sorted_columns, tmp_path):
+def test_gptq(bits, sorted_columns):
     """As AutoGPTQ 0.7 and GPTQModel 7.7 have it; in the first format zeros are kept less one."""
     rows, columns, size = 2112, 160, 64  # the last group is short
     codes, zeros = torch.randint(1 << bits, (rows, columns)), torch.randint(1, 1 << bits, (rows, 3))
@@ -185,28 +180,28 @@ def test_gptq(bits, sorted_columns, tmp_path):
         tensors |= {"q.scales": scale.T.contiguous(), "q.g_idx": order.int(), "q.bias": torch.ones(rows).half()}
         if number == 0 and not sorted_columns:
             del tensors["q.g_idx"]
-        source = made(tmp_path / f"{number}", tensors, quant_method="gptq", bits=bits, group_size=size, **more)
-        found = floats(source, tmp_path / f"{number}m")
+        source = made(f"{number}", tensors, quant_method="gptq", bits=bits, group_size=size, **more)
+        found = floats(source, f"{number}m")
         assert sorted(found) == ["q.bias", "q.weight"]
         assert torch.equal(found["q.weight"], wanted.float())
     tensors["q.qzeros"] = packed(zeros.T * 0 + (1 << bits) - 1, bits, 1)
-    source = made(tmp_path / "1", tensors, quant_method="gptq", bits=bits, group_size=size)
+    source = made("1", tensors, quant_method="gptq", bits=bits, group_size=size)
     refused(source, zckpt.UnsupportedError, "which programs interpret differently")
     tensors["q.g_idx"] = order.int() + 1
-    source = made(tmp_path / "1", tensors, quant_method="gptq", bits=bits, group_size=size)
+    source = made("1", tensors, quant_method="gptq", bits=bits, group_size=size)
     refused(source, zckpt.SourceError, "does not state the group of each column")
 
 
-def test_products_of_a_float16_are_rounded_to_it_and_then_to_bfloat16(tmp_path):
+def test_products_of_a_float16_are_rounded_to_it_and_then_to_bfloat16():
     scale = torch.arange(0x6BE0, dtype=torch.int16).view(torch.float16)[:, None]  # up to 4032, of which 15 are a number
     codes, zeros = torch.arange(32).expand(len(scale), -1) % 16, torch.randint(16, scale.shape)
     tensors = {"q.qweight": packed(codes.T, 4, 0), "q.qzeros": packed(zeros.T, 4, 1), "q.scales": scale.T.contiguous()}
     how = {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}
-    found = floats(made(tmp_path / "s", tensors, **how), tmp_path / "m", "bfloat16")["q.weight"]
+    found = floats(made("s", tensors, **how), "m", "bfloat16")["q.weight"]
     assert torch.equal(found, ((codes - zeros).half() * scale).bfloat16())
 
 
-def test_awq(tmp_path):
+def test_awq():
     """As AutoAWQ 0.2.9 has it."""
     rows, columns, size = 1632, 192, 64
     codes, zeros = torch.randint(16, (rows, columns)), torch.randint(16, (rows, 3))
@@ -216,14 +211,14 @@ def test_awq(tmp_path):
     tensors = {"q.qweight": words[0], "q.qzeros": words[1], "q.scales": scale.T.contiguous()}
     how = {"quant_method": "awq", "bits": 4, "group_size": size}
     for number, more in enumerate(({}, {"version": "gemm"}, {"version": "GEMM"}, {"format": "gemm"})):
-        found = floats(made(tmp_path / f"{number}", tensors, **how, **more), tmp_path / f"{number}m")
+        found = floats(made(f"{number}", tensors, **how, **more), f"{number}m")
         wanted = (codes - zeros.repeat_interleave(size, 1)).half() * scale.repeat_interleave(size, 1)
         assert torch.equal(found["q.weight"], wanted.float())
     for number, more in enumerate(({"version": "gemv"}, {"bits": 8}, {"quant_method": "auto-round"})):
-        source = made(tmp_path / f"r{number}", tensors, **{**how, **more})
+        source = made(f"r{number}", tensors, **{**how, **more})
         refused(source, zckpt.UnsupportedError, "of a kind that zckpt cannot dequantise")
     tensors["q.qzeros"] = words[0].clone()
-    refused(made(tmp_path / "s", tensors, **how), zckpt.SourceError, "do not fit together")
+    refused(made("s", tensors, **how), zckpt.SourceError, "do not fit together")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -234,7 +229,7 @@ def test_awq(tmp_path):
      ("mxfp8", 8, 32, True), ("nvfp4", 4, 16, True), ("mxfp4", 4, 32, True)],
 )  # fmt: skip
 @pytest.mark.every(2)
-def test_compressed_tensors(kind, bits, size, symmetric, dtype, tmp_path):
+def test_compressed_tensors(kind, bits, size, symmetric, dtype):
     pytest.importorskip("compressed_tensors")
     from compressed_tensors import compressors
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -267,27 +262,27 @@ def test_compressed_tensors(kind, bits, size, symmetric, dtype, tmp_path):
     wanted = own.decompress(dict(kept), scheme)["weight"]
     settings = {"config_groups": {"g": {"weights": json.loads(args.model_dump_json())}}}
     tensors = {f"q.{name}": one.contiguous() for name, one in kept.items()}
-    source = made(tmp_path / "s", tensors, quant_method="compressed-tensors", **settings)
-    found = floats(source, tmp_path / "m")
+    source = made("s", tensors, quant_method="compressed-tensors", **settings)
+    found = floats(source, "m")
     assert list(found) == ["q.weight"]
     assert torch.equal(found["q.weight"], wanted.float())
 
 
-def test_integers_that_are_no_codes_stay(tmp_path):
+def test_integers_that_are_no_codes_stay():
     table = torch.arange(12, dtype=torch.int32).reshape(3, 4)
     tensors = {"q.weight": torch.randn(4, 4).to(FP8), "q.weight_scale_inv": torch.ones(1, 1), "gate.tid2eid": table,
                "mask": table.to(torch.int8)}  # fmt: skip
-    found = floats(made(tmp_path / "s", tensors, quant_method="fp8"), tmp_path / "m")
+    found = floats(made("s", tensors, quant_method="fp8"), "m")
     assert torch.equal(found["gate.tid2eid"], table)
     assert torch.equal(found["mask"], table.to(torch.int8))
-    refused(made(tmp_path / "t", tensors, quant_method="hqq"), zckpt.UnsupportedError, r"gate\.tid2eid, mask")
+    refused(made("t", tensors, quant_method="hqq"), zckpt.UnsupportedError, r"gate\.tid2eid, mask")
 
 
-def test_scales_of_a_cache_are_left_out_and_named(tmp_path):
+def test_scales_of_a_cache_are_left_out_and_named():
     tensors = {"q.weight": torch.randn(4, 4).to(FP8), "q.weight_scale": torch.ones(4, 1)}
     tensors |= {"attn.k_scale": torch.ones(1), "attn.v_scale": torch.tensor(1.0)}
-    source = made(tmp_path / "s", tensors, quant_method="compressed-tensors")
-    done = run("consolidate", source, tmp_path / "m", "--dequantize")
+    source = made("s", tensors, quant_method="compressed-tensors")
+    done = run("consolidate", source, Path("m"), "--dequantize")
     assert "attn.k_scale, attn.v_scale: scales of a cache in FP8" in done.stderr
-    assert sorted(load_file(tmp_path / "m" / "model.safetensors")) == ["norm.weight", "q.weight"]
+    assert sorted(load_file("m/model.safetensors")) == ["norm.weight", "q.weight"]
     assert sorted(load_file(source / "model.safetensors")) == sorted([*tensors, "norm.weight"])

@@ -37,8 +37,8 @@ KINDS = {
 ITERATION = "iter_0000003"
 
 
-def copied(name, tmp_path) -> Path:
-    return Path(shutil.copytree(OTHER / name / "ckpt" / ITERATION, tmp_path / "run"))
+def copied(name) -> Path:
+    return Path(shutil.copytree(OTHER / name / "ckpt" / ITERATION, "run"))
 
 
 def saved_by_ranks(folder, *contents, name="mp_rank_{:02d}") -> Path:
@@ -63,10 +63,10 @@ def test_every_slot_is_bit_equal_to_the_live_optimizer_and_nothing_is_left_out(n
     assert [one for one in zckpt.verify(source, deep=True).findings if one.severity == "error"] == []
 
 
-def test_a_run_goes_to_one_file_and_back(tmp_path):
+def test_a_run_goes_to_one_file_and_back():
     source = OTHER / "mcore_legacy_dist_tp2_pp2_tied" / "ckpt"
-    zckpt.convert(source, tmp_path / "own", to="zckpt")
-    compared = zckpt.diff(source, tmp_path / "own")
+    zckpt.convert(source, "own", to="zckpt")
+    compared = zckpt.diff(source, "own")
     assert (compared.changed, compared.only_in_a, compared.only_in_b) == ([], [], [])
 
 
@@ -115,8 +115,8 @@ def test_flat_buffers_of_torch_dist_are_slots_of_parameters():
     assert not [warning for warning in opened.warnings if "buffers" in warning]
 
 
-def test_flat_buffers_that_prove_nothing_are_not_read(tmp_path):
-    run = Path(shutil.copytree(BUCKETS / "ckpt", tmp_path / "run"))
+def test_flat_buffers_that_prove_nothing_are_not_read():
+    run = Path(shutil.copytree(BUCKETS / "ckpt", "run"))
     (span,) = zckpt.open(run).parameters["decoder.final_layernorm.weight"].slots["weight"].spans
     flip(span.path, span.offset + 1, bit=6)
     broken = zckpt.open(run)
@@ -124,7 +124,7 @@ def test_flat_buffers_that_prove_nothing_are_not_read(tmp_path):
     assert "decoder.final_layernorm.weight does not round to its weight at element 0" in said
     assert broken.slot_names() == ["weight"]
     with refusing(LeftOutError, "would be lost"):
-        zckpt.convert(run, tmp_path / "own", to="zckpt")
+        zckpt.convert(run, "own", to="zckpt")
 
 
 def test_orders_of_parameters_put_the_input_norm_before_attention_or_into_it():
@@ -169,15 +169,15 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize(("name", "file", "change", "error", "words"), DAMAGE.values(), ids=DAMAGE)
-def test_a_rank_that_contradicts_the_others_is_refused(name, file, change, error, words, tmp_path):
-    run = copied(name, tmp_path)
+def test_a_rank_that_contradicts_the_others_is_refused(name, file, change, error, words):
+    run = copied(name)
     edit(run / file, change)
     with refusing(error, words):
         zckpt.open(run)
 
 
-def test_a_rank_that_is_missing_is_named(tmp_path):
-    run = copied("mcore_legacy_tp2_pp2", tmp_path)
+def test_a_rank_that_is_missing_is_named():
+    run = copied("mcore_legacy_tp2_pp2")
     shutil.rmtree(run / "mp_rank_01_001")
     with refusing(ShardError, "none of rank 1 of stage 1"):
         zckpt.open(run)
@@ -187,15 +187,15 @@ def test_a_rank_that_is_missing_is_named(tmp_path):
         zckpt.open(run)
 
 
-def test_state_of_the_distributed_optimizer_that_is_missing_is_named(tmp_path):
-    run = copied("mcore_legacy_dist_ep2", tmp_path)
+def test_state_of_the_distributed_optimizer_that_is_missing_is_named():
+    run = copied("mcore_legacy_dist_ep2")
     (run / "mp_rank_00_001" / "distrib_optim.pt").unlink()
     with refusing(ShardError, r"no file of the distributed optimizer's state.*distrib_optim\.pt"):
         zckpt.open(run)
 
 
-def test_numbers_that_may_be_several_parameters_are_refused(tmp_path):
-    run = copied("mcore_legacy_tp2_pp2", tmp_path)
+def test_numbers_that_may_be_several_parameters_are_refused():
+    run = copied("mcore_legacy_tp2_pp2")
 
     def thin(content):
         inner = content["optimizer"].pop("optimizer")
@@ -309,7 +309,7 @@ def test_a_model_that_is_none_is_damage(tmp_path):
     (None, UnsupportedError, "how many experts"),
     (torch.zeros(5, 8), LayoutError, "does not have its router's experts"),
 ])  # fmt: skip
-def test_experts_in_one_parameter_are_as_many_as_the_router_has(router, error, said, tmp_path):
+def test_experts_in_one_parameter_are_as_many_as_the_router_has(router, error, said):
     def change(content):
         model = content["model"]
         model["decoder.layers.0.mlp.router.weight"] = router
@@ -317,15 +317,15 @@ def test_experts_in_one_parameter_are_as_many_as_the_router_has(router, error, s
             del model["decoder.layers.0.mlp.router.weight"]
         content.pop("optimizer")
 
-    run = copied("mcore_legacy_grouped_tp2_ep2", tmp_path)
+    run = copied("mcore_legacy_grouped_tp2_ep2")
     for file in run.glob("*/model_optim_rng.pt"):
         edit(file, change)
     with pytest.raises(error, match=said):
         zckpt.open(run)
 
 
-def test_experts_that_are_cut_otherwise_than_the_rest_are_refused(tmp_path):
-    run = copied("mcore_legacy_dist_ep2", tmp_path)
+def test_experts_that_are_cut_otherwise_than_the_rest_are_refused():
+    run = copied("mcore_legacy_dist_ep2")
     for file in run.glob(f"*/{MODEL}"):
         edit(file, lambda content: setattr(content["args"], "expert_tensor_parallel_size", 2))
     with refusing(UnsupportedError, "experts are cut for another number of tensor-parallel ranks than the rest"):

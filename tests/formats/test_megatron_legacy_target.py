@@ -64,13 +64,13 @@ def assert_same(found, expected, at=""):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.every(2)
-def test_on_other_ranks_and_back_the_files_are_those_of_megatron_core(name, tmp_path):
+def test_on_other_ranks_and_back_the_files_are_those_of_megatron_core(name):
     source = OTHER / name / "ckpt"
     chunks = {"virtual_pipeline_parallel_size": 2} if name.endswith("vp2") else {}
-    zckpt.reshard(source, tmp_path / "one", world_size=1, **ALONE)
+    zckpt.reshard(source, "one", world_size=1, **ALONE)
     ranks = zckpt.open(source).topology.dp
-    zckpt.reshard(tmp_path / "one", tmp_path / "back", world_size=ranks, **sizes(name), **chunks)
-    theirs, ours = content(source / ITERATION), content(tmp_path / "back" / ITERATION)
+    zckpt.reshard("one", "back", world_size=ranks, **sizes(name), **chunks)
+    theirs, ours = content(source / ITERATION), content(Path(f"back/{ITERATION}"))
     assert ours.keys() == theirs.keys()
     for key, its in theirs.items():
         if key.endswith("model_optim_rng.pt"):
@@ -90,8 +90,8 @@ CUTS = [
 
 @pytest.mark.parametrize(("name", "tp", "pp"), CUTS)
 @pytest.mark.every(4, 1)
-def test_every_slot_arrives_at_any_cut(name, tp, pp, tmp_path):
-    target = tmp_path / "cut"
+def test_every_slot_arrives_at_any_cut(name, tp, pp):
+    target = "cut"
     cut = ALONE | {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     zckpt.reshard(OTHER / name / "ckpt", target, world_size=1, **cut)
     opened = zckpt.open(target)
@@ -100,7 +100,7 @@ def test_every_slot_arrives_at_any_cut(name, tp, pp, tmp_path):
     assert [one for one in zckpt.verify(target, deep=True).findings if one.severity == "error"] == []
 
 
-def test_another_format_becomes_legacy_files(tmp_path):
+def test_another_format_becomes_legacy_files():
     options = {
         "ckpt_format": "torch",
         "transformer_impl": "local",
@@ -108,23 +108,23 @@ def test_another_format_becomes_legacy_files(tmp_path):
         "pipeline_parallel_size": 2,
         "verify": True,
     }
-    out = converted(OTHER / "mcore_bf16_plain_tp2" / "ckpt", tmp_path / "out", "megatron", **options)
+    out = converted(OTHER / "mcore_bf16_plain_tp2" / "ckpt", "out", "megatron", **options)
     assert len(files_in(out)) == 4
     model = read_torchfile(next(out.glob(f"iter_*/mp_rank_01_001/{MODEL}"))).root["model"]
     assert "decoder.layers.0.input_layernorm.weight" in model
     assert model["decoder.layers.0.mlp.linear_fc1._extra_state"] is None
-    zckpt.reshard(out, tmp_path / "one", world_size=1, verify=True, **ALONE)
-    assert "decoder.layers.0.input_layernorm.weight" in read_torchfile(files_in(tmp_path / "one")[0]).root["model"]
+    zckpt.reshard(out, "one", world_size=1, verify=True, **ALONE)
+    assert "decoder.layers.0.input_layernorm.weight" in read_torchfile(files_in("one")[0]).root["model"]
 
 
 def files_in(run, name=MODEL) -> list[Path]:
-    return sorted(run.glob(f"iter_*/mp*/{name}"))
+    return sorted(Path(run).glob(f"iter_*/mp*/{name}"))
 
 
 def alone(name, run) -> Path:
     """One rank's run of a fixture."""
     zckpt.reshard(OTHER / name / "ckpt", run, world_size=1, **ALONE)
-    return run
+    return Path(run)
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +135,8 @@ def grouped(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(("legacy", "engine", "name"), [
     (True, True, "weight1"), (False, False, "weight1"), (False, True, "linear_fc1.weight1"), (None, True, ""),
 ])  # fmt: skip
-def test_grouped_experts_are_what_the_arguments_say(legacy, engine, name, grouped, tmp_path):
-    run = shutil.copytree(grouped, tmp_path / "one")
+def test_grouped_experts_are_what_the_arguments_say(legacy, engine, name, grouped):
+    run = Path(shutil.copytree(grouped, "one"))
 
     def change(content):
         del content["args"].moe_use_legacy_grouped_gemm
@@ -145,82 +145,82 @@ def test_grouped_experts_are_what_the_arguments_say(legacy, engine, name, groupe
 
     (file,) = files_in(run)
     edit(file, change)
-    zckpt.convert(run, tmp_path / "dist", to="megatron")
+    zckpt.convert(run, "dist", to="megatron")
     options = {"to": "megatron", "ckpt_format": "torch", "expert_parallel_size": 2,
                "transformer_impl": "transformer_engine" if engine else "local"}  # fmt: skip
     if not name:
         with refusing(UnsupportedError, "their names there are unknown"):
-            zckpt.convert(tmp_path / "dist", tmp_path / "out", **options)
+            zckpt.convert("dist", "out", **options)
         return
-    zckpt.convert(tmp_path / "dist", tmp_path / "out", **options)
-    model = torch.load(files_in(tmp_path / "out")[1], weights_only=False)["model"]
+    zckpt.convert("dist", "out", **options)
+    model = torch.load(files_in("out")[1], weights_only=False)["model"]
     assert f"decoder.layers.0.mlp.experts.{name}" in model
-    assert not zckpt.diff(OTHER / "mcore_legacy_grouped_tp2_ep2" / "ckpt", tmp_path / "out").changed
+    assert not zckpt.diff(OTHER / "mcore_legacy_grouped_tp2_ep2" / "ckpt", "out").changed
 
 
-def test_buffers_keep_the_type_of_gradients(tmp_path):
+def test_buffers_keep_the_type_of_gradients():
     """Megatron looks for a buffer by the types of weights and of gradients, which are of 16 bits if summed so."""
-    source, bf16 = alone("mcore_legacy_dist_vp2", tmp_path / "source"), torch.bfloat16
+    source, bf16 = alone("mcore_legacy_dist_vp2", "source"), torch.bfloat16
     for file in files_in(source, OPTIMIZER):
         edit(file, lambda content: content.update({0: {(bf16, bf16): content[0][bf16, torch.float32]}}))
-    zckpt.reshard(source, tmp_path / "two", world_size=2, tensor_parallel_size=2)
-    written = [torch.load(file, weights_only=False) for file in files_in(tmp_path / "two", OPTIMIZER)]
+    zckpt.reshard(source, "two", world_size=2, tensor_parallel_size=2)
+    written = [torch.load(file, weights_only=False) for file in files_in("two", OPTIMIZER)]
     assert [list(one[0]) for one in written] == [[(bf16, bf16)]] * 2
 
 
-def test_a_distributed_optimizer_stays_one_through_other_formats(tmp_path):
-    source = alone("mcore_legacy_dist_vp2", tmp_path / "source")
+def test_a_distributed_optimizer_stays_one_through_other_formats():
+    source = alone("mcore_legacy_dist_vp2", "source")
     (file,) = files_in(source)
     edit(file, lambda content: delattr(content["args"], "use_distributed_optimizer"))
-    zckpt.convert(source, tmp_path / "own", to="zckpt")
-    zckpt.convert(tmp_path / "own", tmp_path / "dist", to="megatron")
-    zckpt.convert(tmp_path / "dist", tmp_path / "back", to="megatron", ckpt_format="torch")
-    (file,) = files_in(tmp_path / "back", OPTIMIZER)
+    zckpt.convert(source, "own", to="zckpt")
+    zckpt.convert("own", "dist", to="megatron")
+    zckpt.convert("dist", "back", to="megatron", ckpt_format="torch")
+    (file,) = files_in("back", OPTIMIZER)
     optimizer = torch.load(file.with_name(MODEL), weights_only=False)["optimizer"]["optimizer"]
     assert optimizer["param_groups"][0]["step"] == 3
 
 
-def test_a_source_without_arguments_is_told_apart_by_what_is_beside_it(tmp_path):
+def test_a_source_without_arguments_is_told_apart_by_what_is_beside_it():
     source = OTHER / "mcore_legacy_dist_tp2_pp2_tied" / "ckpt"
-    zckpt.convert(source, tmp_path / "own", to="consolidated")
-    zckpt.convert(tmp_path / "own", tmp_path / "out", to="megatron", ckpt_format="torch", pipeline_parallel_size=2)
-    for file in files_in(tmp_path / "out"):
+    zckpt.convert(source, "own", to="consolidated")
+    zckpt.convert("own", "out", to="megatron", ckpt_format="torch", pipeline_parallel_size=2)
+    for file in files_in("out"):
         edit(file, lambda content: content.pop("args", None))
-    assert zckpt.open(tmp_path / "out").topology.pp == 2
-    assert not zckpt.diff(source, tmp_path / "out").changed
+    assert zckpt.open("out").topology.pp == 2
+    assert not zckpt.diff(source, "out").changed
 
 
-def test_a_vocabulary_gets_rows_of_zeros_for_a_model_that_has_more(tmp_path):
+def test_a_vocabulary_gets_rows_of_zeros_for_a_model_that_has_more():
     source = OTHER / "mcore_legacy_tp2_pp2" / "ckpt"
-    zckpt.reshard(source, tmp_path / "out", world_size=1, verify=True, padded_vocab_size=20, **ALONE)
-    (file,) = files_in(tmp_path / "out")
+    zckpt.reshard(source, "out", world_size=1, verify=True, padded_vocab_size=20, **ALONE)
+    (file,) = files_in("out")
     assert read_torchfile(file).root["model"]["output_layer.weight"].shape == (20, 12)
-    opened = zckpt.open(tmp_path / "out")
+    opened = zckpt.open("out")
     assert (opened.parameters["output_layer.weight"].shape, opened.details["padded vocabulary"]) == ((16, 12), 20)
-    assert zckpt.diff(source, tmp_path / "out").equal
-    zckpt.reshard(tmp_path / "out", tmp_path / "again", world_size=1, tensor_parallel_size=4)
-    assert zckpt.open(tmp_path / "again").details["padded vocabulary"] == 20
+    assert zckpt.diff(source, "out").equal
+    zckpt.reshard("out", "again", world_size=1, tensor_parallel_size=4)
+    assert zckpt.open("again").details["padded vocabulary"] == 20
     with refusing(UsageError, "SOURCE's 16 rows, which are all trained, found 12"):
-        zckpt.reshard(source, tmp_path / "less", world_size=1, padded_vocab_size=12)
+        zckpt.reshard(source, "less", world_size=1, padded_vocab_size=12)
     with refusing(UsageError, r"embedding.*multiple of them"):
-        zckpt.reshard(source, tmp_path / "odd", world_size=1, tensor_parallel_size=3)
+        zckpt.reshard(source, "odd", world_size=1, tensor_parallel_size=3)
 
 
-def test_a_vocabulary_without_rows_is_none(tmp_path):
+def test_a_vocabulary_without_rows_is_none():
     """Neither in a source nor in files that say how many rows it had."""
     weights = {
         "embedding.word_embeddings.weight": torch.ones(8, 4),
         "decoder.layers.0.mlp.linear_fc2.weight": torch.ones(4, 16),
         "output_layer.bias": torch.tensor(1.0),
     }
-    torch.save(weights, tmp_path / "x.pt")
+    torch.save(weights, "x.pt")
     with refusing(UnsupportedError, r"output_layer.bias has no rows, which a vocabulary has: found \(\)"):
-        zckpt.convert(tmp_path / "x.pt", tmp_path / "out", to="megatron", ckpt_format="torch")
-    torch.save(weights | {"output_layer.bias": torch.ones(8)}, tmp_path / "x.pt")
-    zckpt.convert(tmp_path / "x.pt", tmp_path / "out", to="megatron", ckpt_format="torch", padded_vocab_size=16)
-    path = tmp_path / "out" / "release" / "mp_rank_00" / MODEL
+        zckpt.convert("x.pt", "out", to="megatron", ckpt_format="torch")
+    torch.save(weights | {"output_layer.bias": torch.ones(8)}, "x.pt")
+    zckpt.convert("x.pt", "out", to="megatron", ckpt_format="torch", padded_vocab_size=16)
+    path = f"out/release/mp_rank_00/{MODEL}"
     edit(path, lambda content: content["model"].update({"output_layer.bias": torch.tensor(1.0)}))
-    assert zckpt.open(tmp_path / "out").read("output_layer.bias", "weight") == 1.0
+    assert zckpt.open("out").read("output_layer.bias", "weight") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -234,14 +234,14 @@ def test_a_vocabulary_without_rows_is_none(tmp_path):
         ({"ddp_bucket_size": -5}, "unusable --ddp-bucket-size: expected at least 0, found -5"),
     ],
 )
-def test_ranks_that_cannot_be_are_refused(options, words, tmp_path):
+def test_ranks_that_cannot_be_are_refused(options, words):
     with refusing(UsageError, words):
-        zckpt.reshard(OTHER / "mcore_legacy_tp2_pp2" / "ckpt", tmp_path / "out", world_size=1, **options)
-    assert not (tmp_path / "out").exists()
+        zckpt.reshard(OTHER / "mcore_legacy_tp2_pp2" / "ckpt", "out", world_size=1, **options)
+    assert not Path("out").exists()
 
 
-def test_options_of_the_other_kind_of_files_are_refused(tmp_path):
-    source, out = OTHER / "mcore_legacy_tp2_pp2" / "ckpt", tmp_path / "out"
+def test_options_of_the_other_kind_of_files_are_refused():
+    source, out = OTHER / "mcore_legacy_tp2_pp2" / "ckpt", Path("out")
     with refusing(UsageError, "--tensor-parallel-size only applies to legacy files"):
         zckpt.convert(source, out, to="megatron", tensor_parallel_size=2)
     for only in ({"optimizer": "flattened"}, {"layers": "apart"}):
@@ -252,13 +252,13 @@ def test_options_of_the_other_kind_of_files_are_refused(tmp_path):
     assert not out.exists()
 
 
-def test_uneven_stages_stay_as_they_are_until_their_number_changes(tmp_path):
+def test_uneven_stages_stay_as_they_are_until_their_number_changes():
     source = OTHER / "mcore_legacy_dist_vp2" / "ckpt"
     four = {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 1, "stage_bounds": "0,1,4"}
-    zckpt.reshard(source, tmp_path / "uneven", world_size=1, **four)
-    zckpt.reshard(tmp_path / "uneven", tmp_path / "again", world_size=1)
-    assert zckpt.open(tmp_path / "again").details["stage bounds"] == "0,1,4"
-    assert zckpt.diff(source, tmp_path / "again").equal
+    zckpt.reshard(source, "uneven", world_size=1, **four)
+    zckpt.reshard("uneven", "again", world_size=1)
+    assert zckpt.open("again").details["stage bounds"] == "0,1,4"
+    assert zckpt.diff(source, "again").equal
 
 
 # --- arithmetic
@@ -279,8 +279,8 @@ def test_layers_go_to_chunks_that_take_turns_on_the_stages():
         dealt([*names, "head.x"], (0, 2, 4), stages=2, tied={})
 
 
-def test_a_model_of_another_order_keeps_that_of_its_file(tmp_path):
-    run = alone("mcore_legacy_mtp_pp2", tmp_path / "one")
+def test_a_model_of_another_order_keeps_that_of_its_file():
+    run = alone("mcore_legacy_mtp_pp2", "one")
     (file,) = files_in(run)
     (own,) = run.glob("iter_*/zckpt.pt")
     own.unlink()
@@ -294,10 +294,10 @@ def test_a_model_of_another_order_keeps_that_of_its_file(tmp_path):
     edit(file, norm_first)
     file.with_name(OPTIMIZER).unlink()
     assert list(zckpt.open(run).parameters) == list(torch.load(file, weights_only=False)["model"])
-    zckpt.reshard(run, tmp_path / "two", world_size=1, **ALONE | {"pipeline_parallel_size": 2})
-    for part in files_in(tmp_path / "two"):
+    zckpt.reshard(run, "two", world_size=1, **ALONE | {"pipeline_parallel_size": 2})
+    for part in files_in("two"):
         edit(part, lambda content: content.update(model=dict(reversed(content["model"].items()))))
-    assert "not known" in str(zckpt.open(tmp_path / "two").details["order of parameters"])
+    assert "not known" in str(zckpt.open("two").details["order of parameters"])
 
 
 def test_further_tokens_are_on_the_last_stage_with_a_copy_of_the_embedding():

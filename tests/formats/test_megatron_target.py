@@ -71,25 +71,25 @@ DECAYED, UNDECAYED = {"keys": is_matrix, "weight_decay": 0.1}, {"keys": is_bias,
     "mcore_legacy_dist_ep2",
 ])  # fmt: skip
 @pytest.mark.every(2)
-def test_megatrons_own_checkpoints_arrive_whole(name, tmp_path):
+def test_megatrons_own_checkpoints_arrive_whole(name):
     source = OTHER / name / "ckpt"
-    converted(source, tmp_path / "out", "megatron", world_size=2)
-    found, expected = zckpt.open(tmp_path / "out"), zckpt.open(source)
+    converted(source, "out", "megatron", world_size=2)
+    found, expected = zckpt.open("out"), zckpt.open(source)
     assert [list(one.parameters) for one in found.param_groups] == [list(g.parameters) for g in expected.param_groups]
     assert set(expected.metadata) <= set(found.metadata) | {"content_metadata"}
     assert take_inventory(found).left_out == []
     assert ("optimizer sharding" in found.details) is ("plain" not in name and name != "mcore_legacy_tp2_pp2")
     assert found.metadata["content_metadata"].get("non_homogeneous_layers", False) is (name == "mcore_bf16_moe_freq")
-    assert not zckpt.verify(tmp_path / "out", deep=True).findings
+    assert not zckpt.verify("out", deep=True).findings
 
 
-def test_keys_and_common_values_are_megatrons(tmp_path):
+def test_keys_and_common_values_are_megatrons():
     """As torch itself reads them."""
-    zckpt.convert(OTHER / "mcore_bf16_moe_freq" / "ckpt", tmp_path / "own", to="megatron")
-    assert (tmp_path / "own" / "latest_checkpointed_iteration.txt").read_bytes() == b"4"
+    zckpt.convert(OTHER / "mcore_bf16_moe_freq" / "ckpt", "own", to="megatron")
+    assert Path("own/latest_checkpointed_iteration.txt").read_bytes() == b"4"
     source = OTHER / "mcore013_bf16_model_dp2" / "ckpt"
-    zckpt.convert(source, tmp_path / "out", to="megatron", world_size=3)
-    folder = tmp_path / "out" / "iter_0000004"
+    zckpt.convert(source, "out", to="megatron", world_size=3)
+    folder = Path("out/iter_0000004")
     about = dcp.FileSystemReader(folder).read_metadata()
     assert about.planner_data is None
     shapes = {key: tuple(one.size) for key, one in about.state_dict_metadata.items() if hasattr(one, "size")}
@@ -110,11 +110,11 @@ def test_keys_and_common_values_are_megatrons(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mcore013_bf16_model_dp2", "mcore_bf16_moe_freq", "mcore_bf16_plain_tp2"])
-def test_flattened_slices_are_what_megatron_core_0_13_cuts_on_one_rank(name, tmp_path):
+def test_flattened_slices_are_what_megatron_core_0_13_cuts_on_one_rank(name):
     """Each tensor is a slice, but for gated layers, of which each half is. 0.13 itself has loaded such files."""
     source = OTHER / name / "ckpt"
-    converted(source, tmp_path / "out", "megatron", optimizer="flattened")
-    about = dcp.FileSystemReader(tmp_path / "out" / "iter_0000004").read_metadata()
+    converted(source, "out", "megatron", optimizer="flattened")
+    about = dcp.FileSystemReader(Path("out/iter_0000004")).read_metadata()
     theirs = {key: one["nd_reformulated_orig_global_shape"] for key, one in about.mcore_data.items()}
     cut = {key: tuple(about.state_dict_metadata[key].size) for key in theirs}
     assert len(theirs) == len([key for key in about.state_dict_metadata if key.startswith("optimizer.state.")])
@@ -126,63 +126,63 @@ def test_flattened_slices_are_what_megatron_core_0_13_cuts_on_one_rank(name, tmp
         assert torch.Size(found).numel() == torch.Size(shape).numel()
 
 
-def test_other_names_and_ties_come_back(tmp_path):
-    zckpt.convert(LLAMA, tmp_path / "out", to="megatron", verify=True, **MAPPED)
-    opened = zckpt.open(tmp_path / "out")
+def test_other_names_and_ties_come_back():
+    zckpt.convert(LLAMA, "out", to="megatron", verify=True, **MAPPED)
+    opened = zckpt.open("out")
     assert [len(one.parameters) for one in opened.param_groups] == [9, 5]
     assert [one.hyperparameters["wd_mult"] for one in opened.param_groups] == [1.0, 0.0]
     assert "ds_config" in opened.metadata
-    zckpt.convert(tmp_path / "out", tmp_path / "back", to="zckpt", **MAPPED)
-    compared = zckpt.diff(LLAMA, tmp_path / "back")
+    zckpt.convert("out", "back", to="zckpt", **MAPPED)
+    compared = zckpt.diff(LLAMA, "back")
     assert (compared.changed, compared.only_in_a, compared.only_in_b) == ([], [], [])
     assert not any("ds_config" in one.key for one in compared.settings)
 
 
-def test_norms_of_local_layers_have_the_keys_of_the_linear_layers_behind_them(torch_file, tmp_path):
+def test_norms_of_local_layers_have_the_keys_of_the_linear_layers_behind_them(torch_file):
     front = "decoder.layers.0."
     names = [f"{front}input_layernorm.weight", f"{front}pre_mlp_layernorm.weight"]
     linear = [f"{front}self_attention.linear_qkv.weight", f"{front}mlp.linear_fc1.weight"]
     new = [f"{front}self_attention.linear_qkv.layer_norm_weight", f"{front}mlp.linear_fc1.layer_norm_weight"]
     assert filed_names([*names, *linear]) == dict(zip([*names, *linear], [*new, *linear], strict=True))
     assert filed_names([*names, linear[0]])[names[1]] == names[1]
-    zckpt.convert(torch_file({name: torch.ones(3) for name in [*names, *linear]}), tmp_path / "out", to="megatron")
-    assert {*zckpt.open(tmp_path / "out").parameters} == {*names, *linear}
-    (tmp_path / "out" / "release" / "zckpt.pt").unlink()
-    assert {*zckpt.open(tmp_path / "out").parameters} == {*new, *linear}
+    zckpt.convert(torch_file({name: torch.ones(3) for name in [*names, *linear]}), "out", to="megatron")
+    assert {*zckpt.open("out").parameters} == {*names, *linear}
+    Path("out/release/zckpt.pt").unlink()
+    assert {*zckpt.open("out").parameters} == {*new, *linear}
 
 
-def test_grouped_experts_have_the_keys_of_those_that_are_modules(torch_file, tmp_path):
+def test_grouped_experts_have_the_keys_of_those_that_are_modules(torch_file):
     grouped = {f"decoder.layers.0.mlp.experts.linear_fc{n}.weight{e}": torch.randn(4, 4) for n in "12" for e in (0, 1)}
     path = torch_file({**grouped, "decoder.layers.0.self_attention.linear_proj.weight": torch.ones(2, 2)})
-    zckpt.convert(path, tmp_path / "out", to="megatron", verify=True)
-    assert {*grouped} < {*zckpt.open(tmp_path / "out").parameters}
-    (tmp_path / "out" / "release" / "zckpt.pt").unlink()
-    found = zckpt.open(tmp_path / "out")
+    zckpt.convert(path, "out", to="megatron", verify=True)
+    assert {*grouped} < {*zckpt.open("out").parameters}
+    Path("out/release/zckpt.pt").unlink()
+    found = zckpt.open("out")
     for name, value in grouped.items():
         front, _, rest = name.partition("linear_fc")
         assert torch.equal(found.read(f"{front}local_experts.{rest[-1]}.linear_fc{rest[:-1]}"), value)
 
 
-def test_weights_alone_are_a_release(torch_file, tmp_path):
+def test_weights_alone_are_a_release(torch_file):
     path = torch_file(dict(model()))
-    zckpt.convert(path, tmp_path / "out", to="megatron", dtype="bfloat16")
-    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release"
-    opened = zckpt.open(tmp_path / "out")
+    zckpt.convert(path, "out", to="megatron", dtype="bfloat16")
+    assert Path("out/latest_checkpointed_iteration.txt").read_text() == "release"
+    opened = zckpt.open("out")
     assert {one.dtype for one in opened.parameters.values()} == {"bfloat16"}
     assert not opened.param_groups
-    zckpt.convert(path, tmp_path / "five", to="megatron", iteration=5)
-    assert (tmp_path / "five" / "iter_0000005" / "common.pt").is_file()
+    zckpt.convert(path, "five", to="megatron", iteration=5)
+    assert Path("five/iter_0000005/common.pt").is_file()
 
 
 # --- options
 
 
 @pytest.mark.parametrize("optimizer", ["distributed", "plain"])
-def test_a_torch_optimizer_becomes_megatrons(optimizer, tmp_path):
-    names = trained(tmp_path / "x.pt", model(), DECAYED, UNDECAYED)
-    done = zckpt.convert(tmp_path / "x.pt", tmp_path / "out", to="megatron", names=names, optimizer=optimizer)
+def test_a_torch_optimizer_becomes_megatrons(optimizer):
+    names = trained("x.pt", model(), DECAYED, UNDECAYED)
+    done = zckpt.convert("x.pt", "out", to="megatron", names=names, optimizer=optimizer)
     assert any("no weight decay there" in note for note in done.notes)
-    common = torch.load(tmp_path / "out" / "iter_0000009" / "common.pt", weights_only=False)
+    common = torch.load("out/iter_0000009/common.pt", weights_only=False)
     inner = common["optimizer"] if optimizer == "plain" else common["optimizer"]["optimizer"]
     assert [(g["wd_mult"], g["weight_decay"], g["is_expert_parallel"]) for g in inner["param_groups"]] == [
         (1.0, 0.1, False), (0.0, 0.0, False),
@@ -191,7 +191,7 @@ def test_a_torch_optimizer_becomes_megatrons(optimizer, tmp_path):
         assert inner["state"]["common_step"] == torch.tensor(1.0)
     else:
         assert [one["step"] for one in inner["param_groups"]] == [1.0, 1.0]
-    opened, source = zckpt.open(tmp_path / "out"), zckpt.open(tmp_path / "x.pt", names=names)
+    opened, source = zckpt.open("out"), zckpt.open("x.pt", names=names)
     for name in names:
         for slot in ("weight", "exp_avg", "exp_avg_sq"):
             assert torch.equal(opened.read(name, slot), source.read(name, slot))
@@ -199,12 +199,12 @@ def test_a_torch_optimizer_becomes_megatrons(optimizer, tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", ["distributed", "flattened", "plain"])
-def test_a_parameter_without_dimensions_comes_back(optimizer, tmp_path):
+def test_a_parameter_without_dimensions_comes_back(optimizer):
     """As the scale of a model's logits."""
     weights = {**model(), "logit_scale": torch.nn.Parameter(torch.tensor(2.5))}
-    names = trained(tmp_path / "x.pt", weights, {"keys": lambda _: True, "weight_decay": 0.0})
-    zckpt.convert(tmp_path / "x.pt", tmp_path / "out", to="megatron", names=names, optimizer=optimizer)
-    assert_same_slots(zckpt.open(tmp_path / "out"), zckpt.open(tmp_path / "x.pt", names=names), "logit_scale")
+    names = trained("x.pt", weights, {"keys": lambda _: True, "weight_decay": 0.0})
+    zckpt.convert("x.pt", "out", to="megatron", names=names, optimizer=optimizer)
+    assert_same_slots(zckpt.open("out"), zckpt.open("x.pt", names=names), "logit_scale")
 
 
 def test_experts_are_an_optimizer_of_their_own_above_one_rank(tmp_path):
@@ -222,7 +222,7 @@ def test_experts_are_an_optimizer_of_their_own_above_one_rank(tmp_path):
         zckpt.convert(source, tmp_path / "0", to="megatron", expert_parallel_size=0)
 
 
-def test_layers_are_stacked_where_they_are_alike_and_not_where_they_were_not(tmp_path):
+def test_layers_are_stacked_where_they_are_alike_and_not_where_they_were_not():
     shapes = {FC1.format(0): ((4, 6), "x"), FC1.format(1): ((4, 6), "x"), "a": ((2,), "x")}
     assert placed(shapes, apart=None)[FC1.format(1)] == Placed(FC1.format("").replace("..", "."), (1,), (2,))
     assert placed(shapes, apart=True)[FC1.format(1)] == Placed(FC1.format(1))
@@ -236,20 +236,20 @@ def test_layers_are_stacked_where_they_are_alike_and_not_where_they_were_not(tmp
     assert found[local.format(2)] == Placed("decoder.layers.mlp.experts.experts.linear_fc1.weight", (0, 2), (1, 3))
     assert found[grouped.format(1)] == Placed("mtp.layers.0.mlp.experts.experts.linear_fc1.weight", (1,), (3,))
     source = OTHER / "mcore_bf16_moe_freq" / "ckpt"
-    for at, to in ((source, "zckpt"), (tmp_path / "zckpt", "megatron")):
-        zckpt.convert(at, tmp_path / to, to=to)
-    assert zckpt.open(tmp_path / "megatron").details["layers"] == "apart"
+    for at, to in ((source, "zckpt"), (Path("zckpt"), "megatron")):
+        zckpt.convert(at, to, to=to)
+    assert zckpt.open("megatron").details["layers"] == "apart"
     with refusing(UnsupportedError, "cannot be stacked"):
-        zckpt.convert(source, tmp_path / "stacked", to="megatron", layers="stacked")
+        zckpt.convert(source, "stacked", to="megatron", layers="stacked")
 
 
-def test_only_what_zckpt_wrote_is_replaced(tmp_path):
+def test_only_what_zckpt_wrote_is_replaced():
     source = OTHER / "mcore_bf16_plain_tp2" / "ckpt"
     for _ in range(2):
-        zckpt.convert(source, tmp_path / "out", to="megatron", overwrite=True)
-    shutil.copytree(source, tmp_path / "theirs")
+        zckpt.convert(source, "out", to="megatron", overwrite=True)
+    shutil.copytree(source, "theirs")
     with refusing(TargetExistsError, "holds other files"):
-        zckpt.convert(tmp_path / "out", tmp_path / "theirs", to="megatron", overwrite=True)
+        zckpt.convert("out", "theirs", to="megatron", overwrite=True)
 
 
 # --- what is refused
@@ -265,10 +265,10 @@ def test_only_what_zckpt_wrote_is_replaced(tmp_path):
         ([FC1.format(0), "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"], "not numbered c"),
     ],
 )
-def test_models_that_cannot_be_written_are_named(names, said, torch_file, tmp_path):
+def test_models_that_cannot_be_written_are_named(names, said, torch_file):
     with refusing(UnsupportedError, said):
-        zckpt.convert(torch_file({name: torch.ones(3, 2) for name in names}), tmp_path / "out", to="megatron")
-    assert not (tmp_path / "out").exists()
+        zckpt.convert(torch_file({name: torch.ones(3, 2) for name in names}), "out", to="megatron")
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize(
@@ -282,22 +282,22 @@ def test_models_that_cannot_be_written_are_named(names, said, torch_file, tmp_pa
     ],
     ids=["groups", "values", "numbers", "frozen"],
 )  # fmt: skip
-def test_state_that_megatron_has_no_place_for_is_named(groups, of, said, tmp_path):
-    names = trained(tmp_path / "x.pt", model(), *groups, of=of)
+def test_state_that_megatron_has_no_place_for_is_named(groups, of, said):
+    names = trained("x.pt", model(), *groups, of=of)
     with refusing(UnsupportedError, said):
-        zckpt.convert(tmp_path / "x.pt", tmp_path / "out", to="megatron", names=names, layers="stacked")
-    assert not (tmp_path / "out").exists()
+        zckpt.convert("x.pt", "out", to="megatron", names=names, layers="stacked")
+    assert not Path("out").exists()
 
 
-def test_a_step_is_needed_to_go_on(tmp_path):
-    names = trained(tmp_path / "x.pt", model(), DECAYED, UNDECAYED)
-    content = torch.load(tmp_path / "x.pt", weights_only=False)
+def test_a_step_is_needed_to_go_on():
+    names = trained("x.pt", model(), DECAYED, UNDECAYED)
+    content = torch.load("x.pt", weights_only=False)
     del content["step"]
     for value in content["optimizer"]["state"].values():
         value.pop("step")
-    torch.save(content, tmp_path / "x.pt")
+    torch.save(content, "x.pt")
     with refusing(UsageError, "--iteration N"):
-        zckpt.convert(tmp_path / "x.pt", tmp_path / "out", to="megatron", names=names)
+        zckpt.convert("x.pt", "out", to="megatron", names=names)
 
 
 def test_norms_have_the_keys_that_their_implementation_asks_for():

@@ -53,15 +53,15 @@ def write(folder, whole: Tensors, ranks, *, embedding, params: dict[str, object]
 
 
 @pytest.mark.parametrize(("embedding", "ranks"), each([0, 1], [1, 2, 4, 8]))  # 0 is Llama 3, 1 is Llama 2
-def test_slices_are_the_whole_model(ranks, embedding, tmp_path):
+def test_slices_are_the_whole_model(ranks, embedding):
     whole = llama()
     unsaid = {"vocab_size": -1} if embedding else {}  # the tokenizer's, in Llama 1 and 2
-    source = write(tmp_path / "m", whole, ranks, embedding=embedding, params=unsaid)
+    source = write(Path("m"), whole, ranks, embedding=embedding, params=unsaid)
     opened, truth = zckpt.open(source), {f"weight/{name}": one for name, one in whole.items()}
     assert_is(opened, truth)
     assert list(opened.buffers) == ["rope.freqs"]
     assert not take_inventory(opened).left_out
-    there = zckpt.open(converted(source, tmp_path / "z", "zckpt"))
+    there = zckpt.open(converted(source, "z", "zckpt"))
     assert_is(there, truth)
     assert there.metadata["params"]["n_kv_heads"] == KEYS
 
@@ -74,8 +74,8 @@ def changed(folder, rank, name, tensor: torch.Tensor | None):
     edit(folder / f"consolidated.{rank:02d}.pth", change)
 
 
-def test_copies_are_compared(tmp_path):
-    source = write(tmp_path / "m", llama(), 2, embedding=0)
+def test_copies_are_compared():
+    source = write(Path("m"), llama(), 2, embedding=0)
     assert zckpt.verify(source, deep=True).findings == []
     changed(source, 1, "norm.weight", torch.ones(DIM, dtype=torch.bfloat16))
     [finding] = zckpt.verify(source, deep=True).findings
@@ -99,16 +99,16 @@ def test_one_of_several_files_is_not_the_model(tmp_path):
         ("tok_embeddings.weight", (WORDS // 2, DIM // 2)),
     ],
 )
-def test_a_shape_that_fits_no_cut_is_refused(name, shape, tmp_path):
-    source = write(tmp_path / "m", llama(), 2, embedding=0)
+def test_a_shape_that_fits_no_cut_is_refused(name, shape):
+    source = write(Path("m"), llama(), 2, embedding=0)
     for rank in range(2):
         changed(source, rank, name, torch.ones(shape))
     with refusing(LayoutError, f"{name} does not match 1/2"):
         zckpt.open(source)
 
 
-def test_a_rank_of_any_number_costs_nothing(tmp_path):
-    source = write(tmp_path / "m", llama(), 1, embedding=0)
+def test_a_rank_of_any_number_costs_nothing():
+    source = write(Path("m"), llama(), 1, embedding=0)
     (source / "consolidated.00.pth").rename(source / f"consolidated.{'9' * 18}.pth")
     with refusing(ShardError, "expected consolidated.00.pth"):
         zckpt.open(source)

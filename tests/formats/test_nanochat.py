@@ -26,15 +26,15 @@ with safe_open(SAVED / "truth.safetensors", "pt") as file:
 
 
 @pytest.fixture
-def saved(tmp_path):
-    return Path(shutil.copytree(SAVED / "ckpt", tmp_path / "d3"))
+def saved():
+    return Path(shutil.copytree(SAVED / "ckpt", "d3"))
 
 
 def rank_file(directory, rank):
     return directory / f"optim_000003_rank{rank}.pt"
 
 
-def test_every_element_is_where_it_was(saved, tmp_path):
+def test_every_element_is_where_it_was(saved):
     checkpoint = zckpt.open(saved)
     assert_is(checkpoint, TRUTH)
     assert [name for group in checkpoint.param_groups for name in group.parameters] == ORDER
@@ -43,17 +43,17 @@ def test_every_element_is_where_it_was(saved, tmp_path):
     assert (checkpoint.step, checkpoint.world_size, checkpoint.metadata["meta"]["val_bpb"]) == (3, 2, 1.5)
     assert not take_inventory(checkpoint).left_out
     assert zckpt.verify(saved, deep=True).sound
-    converted(saved, tmp_path / "zckpt", "zckpt")
-    zckpt.consolidate(saved, tmp_path / "m.safetensors")
-    model = load_file(tmp_path / "m.safetensors")
+    converted(saved, "zckpt", "zckpt")
+    zckpt.consolidate(saved, "m.safetensors")
+    model = load_file("m.safetensors")
     assert all(torch.equal(one, TRUTH[f"weight/{name}"]) for name, one in model.items())
     assert len(model) == len(ORDER)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-def test_each_rank_gets_its_share(world_size, saved, tmp_path):
+def test_each_rank_gets_its_share(world_size, saved):
     """Rows of AdamW's moments from 1,024 elements on, and matrices of each stack with zeros behind the last."""
-    target = tmp_path / "target"
+    target = Path("target")
     zckpt.reshard(saved, target, world_size=world_size, verify=True)
     names = [f"optim_000003_rank{rank}.pt" for rank in range(world_size)]
     assert names_in(target) == ["meta_000003.json", "model_000003.pt", *names]
@@ -82,23 +82,23 @@ def test_each_rank_gets_its_share(world_size, saved, tmp_path):
     assert zckpt.diff(saved, target).equal
 
 
-def test_rows_are_shared_evenly_or_not_at_all(saved, tmp_path):
+def test_rows_are_shared_evenly_or_not_at_all(saved):
     with refusing(LayoutError, "rows cannot be shared evenly: expected a multiple of 3, found 64"):
-        zckpt.reshard(saved, tmp_path / "target", world_size=3)
+        zckpt.reshard(saved, "target", world_size=3)
     with refusing(UsageError, "world"):
-        zckpt.reshard(saved, tmp_path / "target", world_size=0)
-    assert not (tmp_path / "target").exists()
+        zckpt.reshard(saved, "target", world_size=0)
+    assert not Path("target").exists()
 
 
-def test_a_model_by_itself_is_any_numbers(saved, tmp_path):
+def test_a_model_by_itself_is_any_numbers(saved):
     for rank in (0, 1):
         rank_file(saved, rank).unlink()
     assert torch.equal(zckpt.open(saved).read("lm_head.weight"), TRUTH["weight/lm_head.weight"])
     with refusing(UnsupportedError, "any number of ranks can load it"):
-        zckpt.reshard(saved, tmp_path / "target", world_size=2)
+        zckpt.reshard(saved, "target", world_size=2)
 
 
-def test_the_last_step_is_read_or_that_of_the_tag(saved, tmp_path):
+def test_the_last_step_is_read_or_that_of_the_tag(saved):
     for path in [*saved.iterdir()]:
         shutil.copy(path, saved / path.name.replace("000003", "000012"))
     edit_json(saved / "meta_000012.json", lambda said: said.update(step=12))
@@ -106,18 +106,18 @@ def test_the_last_step_is_read_or_that_of_the_tag(saved, tmp_path):
     assert (zckpt.open(saved).step, zckpt.open(saved).details["steps"]) == (12, "000003, 000012")
     assert zckpt.open(saved, tag="3").step == 3
     assert not take_inventory(zckpt.open(saved)).left_out
-    zckpt.reshard(saved, tmp_path / "target", world_size=1, tag="000003")
-    assert names_in(tmp_path / "target") == ["meta_000003.json", "model_000003.pt", "optim_000003_rank0.pt"]
+    zckpt.reshard(saved, "target", world_size=1, tag="000003")
+    assert names_in("target") == ["meta_000003.json", "model_000003.pt", "optim_000003_rank0.pt"]
     with refusing(UnknownFormatError, "holds no such step: expected 000003, 000012, found 20"):
         zckpt.open(saved, tag="20")
 
 
-def test_a_compiled_models_names_are_its_own(saved, tmp_path):
+def test_a_compiled_models_names_are_its_own(saved):
     model = torch.load(saved / "model_000003.pt", weights_only=True)
     torch.save({f"_orig_mod.{name}": one for name, one in model.items()}, saved / "model_000003.pt")
     assert [name for group in zckpt.open(saved).param_groups for name in group.parameters] == ORDER
-    zckpt.reshard(saved, tmp_path / "target", world_size=4)
-    assert zckpt.diff(saved, tmp_path / "target").equal
+    zckpt.reshard(saved, "target", world_size=4)
+    assert zckpt.diff(saved, "target").equal
 
 
 def test_names_may_be_given(saved):
@@ -176,7 +176,7 @@ def test_copies_on_other_ranks_are_held_against_the_first(saved):
     assert not zckpt.verify(saved, deep=True).sound
 
 
-def test_of_two_optimizers_in_a_file_the_model_is_read(saved, tmp_path):
+def test_of_two_optimizers_in_a_file_the_model_is_read(saved):
     """As nanochat saved them before 29 January 2026, which is sound, and no rank's file is lost in silence."""
     for rank in (0, 1):
         whole = torch.load(rank_file(saved, rank))
@@ -184,7 +184,7 @@ def test_of_two_optimizers_in_a_file_the_model_is_read(saved, tmp_path):
     checkpoint = zckpt.open(saved)
     assert "before 29 January 2026" in checkpoint.warnings[0]
     assert len(take_inventory(checkpoint).left_out) == 2
-    zckpt.consolidate(saved, tmp_path / "m.safetensors", drop=["optim_*"])
-    assert all(torch.equal(one, TRUTH[f"weight/{name}"]) for name, one in load_file(tmp_path / "m.safetensors").items())
+    zckpt.consolidate(saved, "m.safetensors", drop=["optim_*"])
+    assert all(torch.equal(one, TRUTH[f"weight/{name}"]) for name, one in load_file("m.safetensors").items())
     with refusing(UnsupportedError, "has no optimizer's state"):
-        zckpt.reshard(saved, tmp_path / "target", world_size=1, drop=["optim_*"])
+        zckpt.reshard(saved, "target", world_size=1, drop=["optim_*"])

@@ -24,12 +24,12 @@ NORM, QKV = "model.final_layer_norm.pp_block.weight", "model.decoder.1.pp_block.
 
 
 @pytest.fixture
-def saved(tmp_path):
-    return Path(shutil.copytree(OTHER / "nanotron_zero1_tp2_dp2" / "ckpt", tmp_path / "run" / "2"))
+def saved():
+    return Path(shutil.copytree(OTHER / "nanotron_zero1_tp2_dp2" / "ckpt", "run/2"))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_element_is_where_it_was(case, tmp_path):
+def test_every_element_is_where_it_was(case):
     checkpoint = zckpt.open(OTHER / case / "ckpt")
     assert_is(checkpoint, load_file(OTHER / case / "truth.safetensors"))
     topology = checkpoint.topology
@@ -40,7 +40,7 @@ def test_every_element_is_where_it_was(case, tmp_path):
     assert (NORM, "exp_avg") in [(one.name, one.slot.name) for one in checkpoint.duplicates]
     assert not take_inventory(checkpoint).left_out
     assert zckpt.verify(OTHER / case / "ckpt", deep=True).sound
-    converted(OTHER / case / "ckpt", tmp_path / "zckpt", "zckpt")
+    converted(OTHER / case / "ckpt", "zckpt", "zckpt")
 
 
 def test_a_run_is_its_last_step(saved):

@@ -91,7 +91,7 @@ Told = tuple[str, tuple[int, ...], bytes]
 
 def written(checkpoint, directory, world_size=1) -> Path:
     write_directory(plan(lay_out(checkpoint, world_size=world_size)), directory)
-    return directory
+    return Path(directory)
 
 
 def every_slot(checkpoint) -> dict[tuple[str, str], Told]:
@@ -171,33 +171,33 @@ def test_everything_comes_back(name, world_size, tmp_path):
     assert all(is_own(path.name) for path in directory.iterdir())
 
 
-def test_native_of_native_is_the_same_at_any_world_size(tmp_path):
-    first = written(open_checkpoint(FIXTURES / "s2_bf16_dp2_client"), tmp_path / "first")
-    there = written(read(first), tmp_path / "there", 5)
-    back = written(read(there), tmp_path / "back")
+def test_native_of_native_is_the_same_at_any_world_size():
+    first = written(open_checkpoint(FIXTURES / "s2_bf16_dp2_client"), "first")
+    there = written(read(first), "there", 5)
+    back = written(read(there), "back")
     for path in first.iterdir():
         assert path.read_bytes() == (back / path.name).read_bytes()
 
 
 @pytest.mark.parametrize("content", [*CONTENTS, *ONLY_IN_ZIP], ids=lambda content: content.__name__)
-def test_every_kind_of_object_in_metadata(content, torch_file, tmp_path):
+def test_every_kind_of_object_in_metadata(content, torch_file):
     file = read_torchfile(torch_file(content()))
     shared = {"tree": FromFile.of(file, file.root), "again": FromFile.of(file, [file.root])}
     expected = Checkpoint("x", "torch", metadata=shared, optimizer_metadata={"tree": shared["tree"]})
-    found = read(written(expected, tmp_path / "native", 2))
+    found = read(written(expected, "native", 2))
     for field in ("metadata", "optimizer_metadata"):
         trees = getattr(found, field), getattr(expected, field)
-        assert as_torch_file(trees[0], tmp_path / "a.pt") == as_torch_file(trees[1], tmp_path / "b.pt")
+        assert as_torch_file(trees[0], Path("a.pt")) == as_torch_file(trees[1], Path("b.pt"))
 
 
-def test_big_endian_storages_become_little_endian(torch_file, tmp_path):
+def test_big_endian_storages_become_little_endian(torch_file):
     tensor = torch.arange(6, dtype=torch.int32)
     path = torch_file([tensor, tensor[2:], torch.tensor([1.5, 2], dtype=torch.float64)])
     as_big_endian(path)
     file = read_torchfile(path)
-    found = read(written(Checkpoint("x", "torch", metadata={"t": FromFile.of(file, file.root)}), tmp_path / "native"))
-    as_torch_file(found.metadata, tmp_path / "tree.pt")
-    loaded = torch.load(tmp_path / "tree.pt")["t"]
+    found = read(written(Checkpoint("x", "torch", metadata={"t": FromFile.of(file, file.root)}), "native"))
+    as_torch_file(found.metadata, Path("tree.pt"))
+    loaded = torch.load("tree.pt")["t"]
     assert [t.tolist() for t in loaded] == [tensor.tolist(), tensor[2:].tolist(), [1.5, 2]]
     assert loaded[0].data_ptr() + 8 == loaded[1].data_ptr()
 
@@ -299,7 +299,7 @@ def test_numbers_and_text_are_exact(number, integer, text):
     assert dump(through_json(values)).data == dump(values).data
 
 
-def test_large_integers_and_scalars_of_every_type(tmp_path):
+def test_large_integers_and_scalars_of_every_type():
     state = {
         "unsigned": Scalar(2**64 - 1, "uint64"),
         "infinite": Scalar(math.inf, "float32"),
@@ -311,12 +311,12 @@ def test_large_integers_and_scalars_of_every_type(tmp_path):
     }
     group = ParamGroup({"lr": Scalar(0.1, "float64"), "betas": (0.9, [0.999]), "eps": math.nan, "f": None}, [], state)
     expected = Checkpoint("x", "torch", param_groups=[group], loss_scale=math.inf)
-    found = read(written(expected, tmp_path / "native"))
+    found = read(written(expected, "native"))
     assert repr(found.param_groups) == repr(expected.param_groups)
     assert found.loss_scale == math.inf
 
 
-def test_deep_trees_are_written_flat_up_to_the_depth_that_readers_take(tmp_path):
+def test_deep_trees_are_written_flat_up_to_the_depth_that_readers_take():
     tree = "bottom"
     for _ in range(150):
         tree = [(tree,)] if isinstance(tree, str) else [tree]
@@ -353,11 +353,11 @@ def of_tensors(tensors, directory) -> Checkpoint:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_every_element_type(world_size, tmp_path):
+def test_every_element_type(world_size):
     names = [name for name in DTYPES if not name.startswith(("qint", "quint")) and hasattr(torch, name)]
     made = {name: random_tensor(name, (3, 5)) for name in names} | {"": random_tensor("complex128", ())}
-    expected = of_tensors(made, tmp_path / "source")
-    assert every_slot(read(written(expected, tmp_path / "native", world_size))) == every_slot(expected)
+    expected = of_tensors(made, Path("source"))
+    assert every_slot(read(written(expected, "native", world_size))) == every_slot(expected)
 
 
 @given(tensors=st.lists(st.tuples(st.integers(0, 50), st.sampled_from([1, 2, 4, 8, 16])), max_size=12),
@@ -379,17 +379,17 @@ def test_files_are_of_one_size_and_hold_every_element_once(tensors, world_size, 
     assert count <= len(tensors) + world_size - 1
 
 
-def test_more_ranks_than_elements(tmp_path):
+def test_more_ranks_than_elements():
     made = {"one": torch.ones(1), "none": torch.empty(0, 3), "three": torch.arange(3)}
-    expected = of_tensors(made, tmp_path / "source")
-    directory = written(expected, tmp_path / "native", 12)
+    expected = of_tensors(made, Path("source"))
+    directory = written(expected, "native", 12)
     assert every_slot(read(directory)) == every_slot(expected)
     assert len([load_file(path) for path in directory.glob("*.safetensors")]) == 12
 
 
-def test_one_file_is_a_safetensors_file_of_whole_tensors(tmp_path):
+def test_one_file_is_a_safetensors_file_of_whole_tensors():
     expected = open_checkpoint(FIXTURES / "s2_bf16_dp2_client")
-    directory = written(expected, tmp_path / "native")
+    directory = written(expected, "native")
     tensors = load_file(directory / "rank-00000-of-00001.safetensors")
     for (parameter, name), slot in every_slot(expected).items():
         assert told(tensors.pop(f"{name}/{parameter}")) == slot
@@ -397,8 +397,8 @@ def test_one_file_is_a_safetensors_file_of_whole_tensors(tmp_path):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_tensors_start_on_multiples_of_their_elements(world_size, tmp_path):
-    directory = written(open_checkpoint(FIXTURES / "s2_bf16_dp2_client"), tmp_path / "native", world_size)
+def test_tensors_start_on_multiples_of_their_elements(world_size):
+    directory = written(open_checkpoint(FIXTURES / "s2_bf16_dp2_client"), "native", world_size)
     for parameter in read(directory).tensors():
         for slot in parameter.slots.values():
             assert all(span.offset % itemsize(span.dtype) == 0 for span in slot.spans)
@@ -500,9 +500,9 @@ def independently(directory) -> dict[tuple[str, str], torch.Tensor]:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.every(3)
-def test_specification_suffices_to_read_all_tensors(name, world_size, tmp_path):
+def test_specification_suffices_to_read_all_tensors(name, world_size):
     expected = open_checkpoint(FIXTURES / name)
-    found = independently(written(expected, tmp_path / "native", world_size))
+    found = independently(written(expected, "native", world_size))
     assert {key: told(tensor) for key, tensor in found.items()} == every_slot(expected)
 
 
@@ -538,8 +538,8 @@ def test_tensors_are_found_where_they_are_though_a_header_was_rewritten(director
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.every(2)
-def test_table_of_kinds_says_the_same_as_sums_one_by_one(name, world_size, tmp_path):
-    reading = reading_of(written(open_checkpoint(FIXTURES / name), tmp_path / "native", world_size))
+def test_table_of_kinds_says_the_same_as_sums_one_by_one(name, world_size):
+    reading = reading_of(written(open_checkpoint(FIXTURES / name), "native", world_size))
     table = Table(reading.listed, reading.cuts)
     assert table.is_proven
     for cut in reading.cuts:
@@ -560,7 +560,7 @@ def reading_of(directory) -> Reading:
     return Reading(directory, document, nbytes, headers=False)
 
 
-def test_many_slots_by_many_files_have_no_object_for_each(tmp_path, monkeypatch):
+def test_many_slots_by_many_files_have_no_object_for_each(monkeypatch):
     """More pieces than are summed up one by one; all elements are where they were written."""
     count, each, large = 32, 3, 1 << 12
     monkeypatch.setattr(reader, "LARGE", large)
@@ -583,14 +583,14 @@ def test_many_slots_by_many_files_have_no_object_for_each(tmp_path, monkeypatch)
         files.append(ranks.lay_out(rank_name(rank, count), entries, "0" * 32))
     members = place(checkpoint, describe(checkpoint)[0], placed)
     document = lay_out_document(members, "0" * 32, [ranks.listed(file) for file in files])
-    write_directory(plan([*files, document]), tmp_path / "native")
-    found = read(tmp_path / "native")
+    write_directory(plan([*files, document]), "native")
+    found = read(Path("native"))
     for name in names[::50]:
         slot = found.parameters[name].weight
         assert isinstance(slot.spans, PieceSpans)
         assert np.array_equal(read_slot(slot), values[name])
-    exchange_tensors(tmp_path / "native" / files[-1].name)
-    assert np.array_equal(read_slot(read(tmp_path / "native").parameters[names[0]].weight), values[names[0]])
+    exchange_tensors(Path("native", files[-1].name))
+    assert np.array_equal(read_slot(read(Path("native")).parameters[names[0]].weight), values[names[0]])
 
 
 # --- damage ---------------------------------------------------------------------------------------------------------
@@ -602,8 +602,8 @@ def original(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def directory(original, tmp_path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "native"))
+def directory(original) -> Path:
+    return Path(shutil.copytree(original, "native"))
 
 
 def test_flipped_bits_are_found_and_the_tensor_named(directory):
@@ -616,9 +616,9 @@ def test_flipped_bits_are_found_and_the_tensor_named(directory):
     assert span.path in str(found[0])
 
 
-def test_any_flipped_bit_of_a_data_section_is_found(tmp_path):
+def test_any_flipped_bit_of_a_data_section_is_found():
     tensors = {"a": random_tensor("float32", (3,)), "b": random_tensor("bool", (5,)), "c": torch.empty(0)}
-    directory = written(of_tensors(tensors, tmp_path / "source"), tmp_path / "native")
+    directory = written(of_tensors(tensors, Path("source")), "native")
     path = directory / "rank-00000-of-00001.safetensors"
     sound = path.read_bytes()
     for offset in range(8 + int.from_bytes(sound[:8], "little"), len(sound)):
@@ -638,24 +638,24 @@ def test_any_flipped_bit_of_the_document_is_found(directory):
         path.write_bytes(sound)
 
 
-def test_tensors_that_have_changed_places_are_read_where_they_are(directory, tmp_path):
+def test_tensors_that_have_changed_places_are_read_where_they_are(directory):
     """By every verb: no reader takes the document's word for where they were."""
     before = zckpt.fingerprint(directory)
-    zckpt.consolidate(directory, tmp_path / "before.safetensors", slots=["exp_avg"], checksums=False)
+    zckpt.consolidate(directory, "before.safetensors", slots=["exp_avg"], checksums=False)
     exchange_tensors(directory / "rank-00001-of-00002.safetensors")
-    zckpt.consolidate(directory, tmp_path / "after.safetensors", slots=["exp_avg"], checksums=False)
-    assert (tmp_path / "after.safetensors").read_bytes() == (tmp_path / "before.safetensors").read_bytes()
+    zckpt.consolidate(directory, "after.safetensors", slots=["exp_avg"], checksums=False)
+    assert Path("after.safetensors").read_bytes() == Path("before.safetensors").read_bytes()
     assert zckpt.fingerprint(directory).text == before.text
     found = [one.code for one in zckpt.verify(directory, deep=True).findings]
     assert found.count("ZC-121") == 1
 
 
 @pytest.mark.parametrize(("text", "other"), [(b'"digests"', b'"digestx"'), (b'"I64"', b'"F64"'), (b"{", b"\xff")])
-def test_damage_to_any_header_is_one_clear_error(text, other, directory, tmp_path):
+def test_damage_to_any_header_is_one_clear_error(text, other, directory):
     path = directory / "rank-00001-of-00002.safetensors"
     path.write_bytes(path.read_bytes().replace(text, other, 1))
     with pytest.raises(DamagedFileError):
-        zckpt.consolidate(directory, tmp_path / "model.safetensors")
+        zckpt.consolidate(directory, "model.safetensors")
     found = zckpt.verify(directory, deep=True)
     assert not found.sound
     assert str(path) in {one.file for one in found.findings}
@@ -676,8 +676,8 @@ def test_save_that_did_not_finish_is_named(directory):
         read(directory)
 
 
-def test_missing_file_and_file_of_another_checkpoint_are_named(directory, tmp_path):
-    other, name = written(open_checkpoint(FIXTURES / "s2_bf16_dp2"), tmp_path / "other", 2), rank_name(1, 2)
+def test_missing_file_and_file_of_another_checkpoint_are_named(directory):
+    other, name = written(open_checkpoint(FIXTURES / "s2_bf16_dp2"), "other", 2), rank_name(1, 2)
     shutil.copy(other / name, directory / name)
     with refusing(ShardError, rf"{name}: belongs to another checkpoint"):
         read(directory)
@@ -686,10 +686,10 @@ def test_missing_file_and_file_of_another_checkpoint_are_named(directory, tmp_pa
         read(directory)
 
 
-def test_one_ranks_file_is_no_model(directory, tmp_path):
+def test_one_ranks_file_is_no_model(directory):
     """Whatever it is called: it has pieces of tensors, and an optimizer's among them."""
-    shutil.copy(directory / rank_name(1, 2), tmp_path / "model.safetensors")
-    for path in (directory / rank_name(0, 2), tmp_path / "model.safetensors"):
+    shutil.copy(directory / rank_name(1, 2), "model.safetensors")
+    for path in (directory / rank_name(0, 2), "model.safetensors"):
         with refusing(SourceError, "is one rank's file of a zckpt checkpoint; give its directory"):
             zckpt.open(path)
 
@@ -907,8 +907,8 @@ def test_what_lies_twice_is_refused_when_it_is_read(directory):
 
 
 @pytest.mark.parametrize("step", [-1, 1 << 70])
-def test_what_is_no_count_of_steps_is_carried_and_not_the_documents(step, torch_file, tmp_path):
-    zckpt.convert(torch_file({"model": torch.nn.Linear(2, 2).state_dict(), "step": step}), tmp_path / "c", to="zckpt")
-    found = zckpt.open(tmp_path / "c")
+def test_what_is_no_count_of_steps_is_carried_and_not_the_documents(step, torch_file):
+    zckpt.convert(torch_file({"model": torch.nn.Linear(2, 2).state_dict(), "step": step}), "c", to="zckpt")
+    found = zckpt.open("c")
     assert found.step is None
     assert found.metadata["step"] == step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,8 +34,8 @@ def test_pointer_of_git_lfs(name, tmp_path):
     refused(3, "inspect", tmp_path, words=("git-lfs", "run `git lfs pull`"))
 
 
-def test_pointer_of_git_lfs_among_the_files_of_a_checkpoint(tmp_path):
-    run_directory = copy("s2_bf16_dp2", tmp_path)
+def test_pointer_of_git_lfs_among_the_files_of_a_checkpoint():
+    run_directory = copy("s2_bf16_dp2")
     shard = run_directory / "global_step5" / "mp_rank_00_model_states.pt"
     shard.write_text(POINTER)
     refused(3, "inspect", run_directory, words=(shard.name, "git-lfs pointer", "run `git lfs pull`"))
@@ -55,9 +56,9 @@ def test_pointer_of_git_lfs_among_the_files_of_a_checkpoint(tmp_path):
         ("model.onnx", b"\x08\7\x12" + bytes(40), "inference"),
     ],
 )
-def test_files_of_other_programs(name, content, said, tmp_path):
-    (tmp_path / name).write_bytes(content)
-    foreign(tmp_path / name, said, "zckpt does not read", "safetensors")
+def test_files_of_other_programs(name, content, said):
+    Path(name).write_bytes(content)
+    foreign(Path(name), said, "zckpt does not read", "safetensors")
 
 
 def test_arrays_of_numpy(tmp_path):
@@ -171,10 +172,10 @@ def test_what_another_verb_does_is_named(tmp_path):
         ("run.zip", b"PK\3\4"),
     ],
 )
-def test_an_archive_is_told_as_one(name, content, tmp_path):
-    (tmp_path / name).write_bytes(content)
+def test_an_archive_is_told_as_one(name, content):
+    Path(name).write_bytes(content)
     with refusing(zckpt.SourceError, "is an archive; unpack it"):
-        zckpt.open(tmp_path / name)
+        zckpt.open(name)
 
 
 def test_what_is_not_there_is_answered_with_what_may_be_meant(tmp_path, monkeypatch):

@@ -60,9 +60,9 @@ def test_formats_are_listed_with_their_options():
         ("plain_adamw/ckpt.pt", "any number of ranks can load"),
     ],
 )
-def test_what_is_not_resharded_is_refused_with_what_writes_it_for_other_ranks(source, advice, tmp_path):
+def test_what_is_not_resharded_is_refused_with_what_writes_it_for_other_ranks(source, advice):
     with refusing(UnsupportedError, "can be resharded.*" + re.escape(advice)):
-        zckpt.reshard(FIXTURES / "other" / source, tmp_path / "out", world_size=3)
+        zckpt.reshard(FIXTURES / "other" / source, "out", world_size=3)
 
 
 def test_help_of_convert_has_every_option_and_format():
@@ -102,8 +102,8 @@ def test_an_unknown_format_is_answered_with_those_that_are_written():
     assert refusal.value.expected.split(", ") == [one.name for one in formats() if one.writes]
 
 
-def test_what_is_not_given_is_none_or_nothing(tmp_path):
-    zckpt.convert(FIXTURES / "s2_bf16_dp2", tmp_path / "out", to="universal", world_size=None, stage=None)
+def test_what_is_not_given_is_none_or_nothing():
+    zckpt.convert(FIXTURES / "s2_bf16_dp2", "out", to="universal", world_size=None, stage=None)
 
 
 @pytest.mark.parametrize(
@@ -206,15 +206,15 @@ def run_with(packages, *commands: Sequence[object], after="") -> list[tuple[int,
 
 
 @pytest.fixture
-def model(tmp_path) -> Path:
+def model() -> Path:
     torch.manual_seed(1)
     tensors = {"a.weight": torch.randn(3, 5), "a.bias": torch.randn(3).bfloat16(), "n": torch.arange(7)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    return tmp_path / "model.safetensors"
+    save_file(tensors, "model.safetensors")
+    return Path("model.safetensors")
 
 
-def test_format_of_another_package_is_written_and_read_refuses_and_checks(example, model, tmp_path):
-    target, back = tmp_path / "raw", tmp_path / "back"
+def test_format_of_another_package_is_written_and_read_refuses_and_checks(example, model):
+    target, back = Path("raw"), Path("back")
     program = f"""
 import torch, zckpt
 from safetensors.torch import load_file
@@ -222,9 +222,9 @@ target = {str(target)!r}
 opened, truth = zckpt.open(target), load_file({str(model)!r})
 assert {{*opened.parameters, *opened.buffers}} == set(truth)
 assert all(torch.equal(opened.read(name), value) for name, value in truth.items())
-zckpt.convert({str(model)!r}, {str(tmp_path / "again")!r}, to="rawtensors", alignment=1)
+zckpt.convert({str(model)!r}, {"again"!r}, to="rawtensors", alignment=1)
 try:
-    zckpt.convert({str(model)!r}, {str(tmp_path / "again")!r}, to="rawtensors", alignment=3)
+    zckpt.convert({str(model)!r}, {"again"!r}, to="rawtensors", alignment=3)
 except zckpt.UsageError as error:
     assert str(error) == "unusable alignment=: expected 1 or 64 or 4096, found 3"
 else:
@@ -238,7 +238,7 @@ assert "without their list; give" in alone.stderr
 """
     no_model, written, shown, *others, listed = run_with(
         example,
-        ("convert", FIXTURES / "s2_bf16_dp2", tmp_path / "out", "--to", "rawtensors"),
+        ("convert", FIXTURES / "s2_bf16_dp2", Path("out"), "--to", "rawtensors"),
         ("convert", model, target, "--to", "rawtensors", "--alignment", 4096, "--verify"),
         ("inspect", target, "--json", "--files"),
         ("convert", target, back, "--to", "consolidated"),

@@ -55,7 +55,7 @@ def states(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
-def test_get_state_dict_has_names_that_nothing_has_to_be_deduced_of(flat, torch_file, tmp_path):
+def test_get_state_dict_has_names_that_nothing_has_to_be_deduced_of(flat, torch_file):
     def made(rate) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = body(5, 4, 4, 4)  # three shapes that fit several parameters
         model[1].requires_grad_(requires_grad=False)
@@ -68,12 +68,12 @@ def test_get_state_dict_has_names_that_nothing_has_to_be_deduced_of(flat, torch_
     path = torch_file({"app": weights, "optim": state, "epoch": 3})
     assert assert_holds(path, model, optimizer).warnings == []
     assert_goes_on(path, model, optimizer, *made(0.2))
-    zckpt.strip(path, tmp_path / "s.pt", keep_slots=["exp_avg"])
-    kept = zckpt.open(tmp_path / "s.pt")
+    zckpt.strip(path, "s.pt", keep_slots=["exp_avg"])
+    kept = zckpt.open("s.pt")
     assert torch.equal(kept.read("0.weight", "exp_avg"), optimizer.state[model[0].weight]["exp_avg"])
     assert set(kept.parameters["0.weight"].slots) == {"weight", "exp_avg", "step"}
-    zckpt.strip(path, tmp_path / "n.pt", optimizer=True)
-    assert zckpt.open(tmp_path / "n.pt").slot_names() == ["weight"]
+    zckpt.strip(path, "n.pt", optimizer=True)
+    assert zckpt.open("n.pt").slot_names() == ["weight"]
 
 
 def gathered(rank, world_size, wrap, folder):
@@ -122,7 +122,7 @@ def of_names(state, params: list[Any]) -> dict[str, Any]:
     return {"model": {"w": torch.ones(3), "v": torch.ones(2)}, "optimizer": optimizer}
 
 
-def test_state_of_what_the_model_has_not_is_kept_and_said(torch_file, tmp_path):
+def test_state_of_what_the_model_has_not_is_kept_and_said(torch_file):
     state = {"w": {"m": torch.arange(3.0)}, "gone": {"m": torch.arange(4.0)}}
     opened = zckpt.open(torch_file(of_names(state, ["w", "v", "gone"])))
     assert torch.equal(opened.read("gone", "m"), torch.arange(4.0))
@@ -130,9 +130,9 @@ def test_state_of_what_the_model_has_not_is_kept_and_said(torch_file, tmp_path):
     assert opened.warnings == ["the optimizer has state for gone, which the model lacks; it keeps these names"]
     for to in ("consolidated", "universal", "transformers-trainer"):
         with refusing(UnsupportedError, "has state of parameters that the model lacks: found gone; give what has both"):
-            zckpt.convert(opened, tmp_path / to, to=to)
-    zckpt.consolidate(opened, tmp_path / "whole.pt", slots="all")
-    assert torch.load(tmp_path / "whole.optimizer.pt")["param_groups"][0]["param_names"] == ["w", "v", "gone"]
+            zckpt.convert(opened, to, to=to)
+    zckpt.consolidate(opened, "whole.pt", slots="all")
+    assert torch.load("whole.optimizer.pt")["param_groups"][0]["param_names"] == ["w", "v", "gone"]
 
 
 @pytest.mark.parametrize(
@@ -171,11 +171,11 @@ def muon_and_adamw(seed, *, steps=0) -> tuple[nn.Module, list[torch.optim.Optimi
 
 
 @pytest.mark.parametrize("key", ["optimizer", "optimizers", "optimizer_states"])
-def test_a_list_of_optimizers_each_numbered_from_0(key, torch_file, tmp_path):
+def test_a_list_of_optimizers_each_numbered_from_0(key, torch_file):
     model, optimizers = muon_and_adamw(0, steps=2)
     path = torch_file({"state_dict": model.state_dict(), key: [one.state_dict() for one in optimizers]})
     assert assert_holds(path, model, {"0": optimizers[0], "1": optimizers[1]}).warnings == []
-    for source in (path, converted(path, tmp_path / "z", "zckpt")):
+    for source in (path, converted(path, "z", "zckpt")):
         assert_goes_on(source, model, optimizers, *muon_and_adamw(1))
 
 
@@ -235,7 +235,7 @@ DEEPER: dict[str, tuple[str, str, Callable[[list[Any], list[Any]], object]]] = {
 
 
 @pytest.mark.parametrize("form", DEEPER)
-def test_models_and_optimizers_that_lie_deeper(form, torch_file, tmp_path):
+def test_models_and_optimizers_that_lie_deeper(form, torch_file):
     prefix, called, make = DEEPER[form]
     models, optimizers = gan()
     path = torch_file(make(*([*states(objects).values()] for objects in (models, optimizers))))
@@ -243,9 +243,9 @@ def test_models_and_optimizers_that_lie_deeper(form, torch_file, tmp_path):
     assert 7 in opened.metadata.values()
     assert zckpt.verify(path, deep=True).sound
     for to in ("zckpt", "dcp"):
-        converted(path, tmp_path / to, to)
-    zckpt.strip(path, tmp_path / "s.pt", optimizer=True)
-    assert zckpt.open(tmp_path / "s.pt").slot_names() == ["weight"]
+        converted(path, to, to)
+    zckpt.strip(path, "s.pt", optimizer=True)
+    assert zckpt.open("s.pt").slot_names() == ["weight"]
 
 
 def test_a_dict_that_lies_in_itself_is_looked_into_once(torch_file):
@@ -280,13 +280,13 @@ def test_models_and_optimizers_that_lie_in_a_dict_or_a_list_each(keys, torch_fil
     assert [*assert_holds(path, models["g"]).metadata] == ["emas"]
 
 
-def test_equal_models_that_lie_with_their_optimizers(torch_file, tmp_path):
+def test_equal_models_that_lie_with_their_optimizers(torch_file):
     models, optimizers = several(G=body(5, 4), D=body(5, 4))
     parts = {key: {"net": models[key].state_dict(), "opt": optimizers[key].state_dict()} for key in "GD"}
     path = torch_file({"G": {**parts["G"], "sched": {"last_epoch": 3}}, "D": parts["D"], "epoch": 4, "none": {}})
     for to in (None, "zckpt", "dcp"):
         if to is not None:
-            path = converted(path, tmp_path / to, to, verify=True)
+            path = converted(path, to, to, verify=True)
         opened = assert_holds(path, models, optimizers)
         assert opened.metadata == {"G": {"sched": {"last_epoch": 3}}, "epoch": 4, "none": {}}
         assert_goes_on(path, models, optimizers, *several(G=body(5, 4), D=body(5, 4)))
@@ -328,7 +328,7 @@ def composers(*, full) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]
     return model, optimizer, inner
 
 
-def test_what_composer_writes(torch_file, tmp_path):
+def test_what_composer_writes(torch_file):
     model, optimizer, inner = composers(full=True)
     inner |= {
         "schedulers": {"LambdaLR": {"last_epoch": 2}},
@@ -336,15 +336,15 @@ def test_what_composer_writes(torch_file, tmp_path):
         "run_name": "r",
     }
     rng = {"python": (3, (1, 2), None), "torch": torch.arange(8, dtype=torch.uint8)}
-    path = torch_file({"state": inner, "rng": [rng]}).rename(tmp_path / "ep1-ba22-rank0.pt")
+    path = torch_file({"state": inner, "rng": [rng]}).rename(Path("ep1-ba22-rank0.pt"))
     assert assert_holds(path, model, optimizer).step == 22
-    assert zckpt.open(converted(path, tmp_path / "z", "zckpt")).metadata.keys() == {"state", "rng"}
+    assert zckpt.open(converted(path, "z", "zckpt")).metadata.keys() == {"state", "rng"}
 
 
-def test_what_composer_writes_sharded(tmp_path):
+def test_what_composer_writes_sharded():
     """The same dict by torch.distributed.checkpoint, in a folder `epE-baB`; of its parent the newest is read."""
     model, optimizer, inner = composers(full=False)
-    run = tmp_path / "run"
+    run = Path("run")
     for folder in ("ep1-ba9", "ep1-ba22"):
         root = {"state": inner, "rng": [{"torch": torch.arange(8, dtype=torch.uint8)}]}
         dcp.save(root, checkpoint_id=run / folder, no_dist=True)
@@ -410,7 +410,7 @@ def test_the_last_whole_one_of_torchtitans_steps_is_read(tmp_path):
 # --- and back
 
 
-def test_what_lightning_keeps_besides_survives_conversions(torch_file, tmp_path):
+def test_what_lightning_keeps_besides_survives_conversions(torch_file):
     model, optimizers = muon_and_adamw(0, steps=2)
     root = {
         "epoch": 1,
@@ -428,16 +428,16 @@ def test_what_lightning_keeps_besides_survives_conversions(torch_file, tmp_path)
     }
     first = torch_file(root)
     assert assert_holds(first, model, {"0": optimizers[0], "1": optimizers[1]}).step == 16
-    source = converted(converted(first, tmp_path / "zckpt", "zckpt"), tmp_path / "dcp", "dcp")
+    source = converted(converted(first, "zckpt", "zckpt"), "dcp", "dcp")
     assert zckpt.diff(first, source).equal
     with refusing(UnsupportedError, "holds several optimizers"):
-        zckpt.convert(source, tmp_path / "universal", to="universal")
+        zckpt.convert(source, "universal", to="universal")
     assert zckpt.open(source).metadata.keys() == root.keys() - {"state_dict", "optimizer_states"}
     assert_goes_on(source, model, optimizers, *muon_and_adamw(1))
 
 
 @pytest.mark.parametrize("has_more", [False, True])
-def test_one_optimizer_of_two_models_may_lie_beside_single_values(has_more, torch_file, tmp_path):
+def test_one_optimizer_of_two_models_may_lie_beside_single_values(has_more, torch_file):
     """As OpenNMT-py saves them."""
     models = nn.ModuleDict({"model": nn.Linear(3, 4), "generator": nn.Linear(4, 2)})
     optimizer = torch.optim.Adam((models if has_more else models["model"]).parameters())
@@ -448,7 +448,7 @@ def test_one_optimizer_of_two_models_may_lie_beside_single_values(has_more, torc
     assert not opened.unnamed
     assert opened.metadata["optim"] == {"training_step": 7}
     for to in ("zckpt", "dcp"):
-        converted(path, tmp_path / to, to)
+        converted(path, to, to)
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -468,16 +468,16 @@ def test_peft_trains_a_copy_of_what_it_keeps(whole, torch_file):
     assert not opened.unnamed
 
 
-def test_a_complex_parameter_is_one_beside_an_optimizer_in_safetensors(torch_file, tmp_path):
+def test_a_complex_parameter_is_one_beside_an_optimizer_in_safetensors(torch_file):
     model = nn.ParameterDict({"c": nn.Parameter(torch.randn(3, dtype=torch.complex64)), "w": torch.randn(2)})
     optimizer = torch.optim.Adam(model.parameters())
     sum(one.abs().square().sum() for one in model.values()).backward()
     optimizer.step()
-    converted(torch_file(live.both(model, optimizer)), tmp_path / "whole", "consolidated")
+    converted(torch_file(live.both(model, optimizer)), "whole", "consolidated")
 
 
 @pytest.mark.parametrize("to", ["zckpt", "dcp"])
-def test_numbers_that_stay_are_not_the_parameters_that_are_called_so(to, torch_file, tmp_path):
+def test_numbers_that_stay_are_not_the_parameters_that_are_called_so(to, torch_file):
     def made() -> tuple[nn.ParameterList, torch.optim.Optimizer]:
         model = nn.ParameterList(torch.randn(3) for _ in range(4))
         return model, torch.optim.Adam([{"params": [model[2], model[0]]}, {"params": [model[3], model[1]]}])
@@ -488,18 +488,18 @@ def test_numbers_that_stay_are_not_the_parameters_that_are_called_so(to, torch_f
     source = torch_file(live.both(model, optimizer))
     assert len(zckpt.open(source).unnamed) == 4
     other, its = made()
-    zckpt.load(converted(source, tmp_path / to, to), model=other, optimizer=its)
+    zckpt.load(converted(source, to, to), model=other, optimizer=its)
     for mine, loaded in zip(model, other, strict=True):
         assert torch.equal(its.state[loaded]["exp_avg"], optimizer.state[mine]["exp_avg"])
 
 
-def test_a_value_among_a_models_tensors_and_a_defaultdict_of_state_hide_neither(torch_file, tmp_path):
+def test_a_value_among_a_models_tensors_and_a_defaultdict_of_state_hide_neither(torch_file):
     model, optimizer = trained(3, 4)
     its = optimizer.state_dict()
     its["state"] = defaultdict(dict, its["state"])
     path = torch_file({"model": {**model.state_dict(), "epoch": 3}, "optimizer": its})
     assert assert_holds(path, model, optimizer).metadata == {"model": {"epoch": 3}}
-    converted(path, tmp_path / "dcp", "dcp")
+    converted(path, "dcp", "dcp")
 
 
 class Projector:
@@ -509,7 +509,7 @@ class Projector:
         self.ortho_matrix = matrix
 
 
-def test_moments_of_a_projected_gradient_take_names(torch_file, tmp_path):
+def test_moments_of_a_projected_gradient_take_names(torch_file):
     """As GaLore 1.0 and APOLLO 1.0 save them: those of the group with a `rank`."""
     model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 6, bias=False))
     of = {0: (8, 8), 1: (8, 4), 2: (4, 6)}
@@ -518,8 +518,8 @@ def test_moments_of_a_projected_gradient_take_names(torch_file, tmp_path):
     path = torch_file({"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}})
     names = ["1.weight", "0.weight", "2.weight"]
     found = zckpt.open(path, names=names)
-    zckpt.convert(path, tmp_path / "own", to="zckpt", names=names)
-    for one in (found, zckpt.open(tmp_path / "own")):
+    zckpt.convert(path, "own", to="zckpt", names=names)
+    for one in (found, zckpt.open("own")):
         for number, name in enumerate(names):
             assert torch.equal(one.read(name, "exp_avg"), state[number]["exp_avg"])
     assert torch.equal(zckpt.open(path).read("2.weight", "exp_avg"), state[2]["exp_avg"])  # the order alone tells
@@ -527,23 +527,23 @@ def test_moments_of_a_projected_gradient_take_names(torch_file, tmp_path):
         zckpt.open(path, names=names[::-1])
 
 
-def test_an_object_in_an_optimizers_state_is_refused_as_that(tmp_path):
+def test_an_object_in_an_optimizers_state_is_refused_as_that():
     model, optimizer = live.trained(nn.Linear(6, 8, bias=False))
     optimizer.state[model.weight]["projector"] = Projector(torch.ones(6, 4))
-    path = live.save_both(model, optimizer, tmp_path / "c.pt")
+    path = live.save_both(model, optimizer, "c.pt")
     with refusing(UnsupportedError, "projector of weight is an object that only a pickle can make"):
         zckpt.load(path, model=model, optimizer=optimizer)
 
 
-def test_a_param_groups_dict_by_parameter_is_no_part_of_dcp(tmp_path):
+def test_a_param_groups_dict_by_parameter_is_no_part_of_dcp():
     """GrokAdamW 0.1 keeps its state so, which torch's DCP would put under a text of the whole tensor."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["state"] = {model.weight: {"exp_avg": torch.ones(2, 3)}}
-    path = live.save_both(model, optimizer, tmp_path / "c.pt")
+    path = live.save_both(model, optimizer, "c.pt")
     with refusing(UnsupportedError, "state, which the optimizer keeps of a param group, has keys that are no texts"):
-        zckpt.convert(path, tmp_path / "dcp", to="dcp")
-    zckpt.convert(path, tmp_path / "own", to="zckpt")
+        zckpt.convert(path, "dcp", to="dcp")
+    zckpt.convert(path, "own", to="zckpt")
 
 
 @pytest.mark.parametrize(("to", "options"), [
@@ -551,32 +551,30 @@ def test_a_param_groups_dict_by_parameter_is_no_part_of_dcp(tmp_path):
     ("zero-redundancy", {"world_size": 2}), ("deepspeed", {"world_size": 2, "stage": 1}),
     ("deepspeed", {"world_size": 2, "stage": 3}), ("dcp", {"world_size": 3}),
 ])  # fmt: skip
-def test_tensors_among_hyperparameters_go_through_other_formats(to, options, torch_file, tmp_path):
+def test_tensors_among_hyperparameters_go_through_other_formats(to, options, torch_file):
     model = body(5, 3, 2)
     betas = (torch.tensor(0.9), torch.tensor(0.99))
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=torch.tensor(0.1), betas=betas, foreach=False)
     optimizer.param_groups[0]["drift"] = torch.arange(3)
     live.trained(model, optimizer, steps=2)
-    zckpt.convert(torch_file(live.both(model, optimizer, step=2)), tmp_path / "other", to=to, **options)
-    zckpt.convert(tmp_path / "other", tmp_path / "back", to="consolidated")
-    [group] = torch.load(tmp_path / "back" / "optimizer.pt", weights_only=False)["param_groups"]
+    zckpt.convert(torch_file(live.both(model, optimizer, step=2)), "other", to=to, **options)
+    zckpt.convert("other", "back", to="consolidated")
+    [group] = torch.load("back/optimizer.pt", weights_only=False)["param_groups"]
     assert (group["lr"], group["betas"]) == (0.1, betas)
     assert group["drift"].equal(torch.arange(3))
 
 
-def test_lists_of_tensors_that_several_ranks_saved_are_equal_to_one_files(torch_file, tmp_path):
+def test_lists_of_tensors_that_several_ranks_saved_are_equal_to_one_files(torch_file):
     model = body(5, 3, 2)
     optimizer = torch.optim.AdamW(model.named_parameters())
     live.trained(model, optimizer, steps=2)
     for state in optimizer.state.values():
         state["factors"] = [torch.eye(2), {"left": torch.ones(3)}]
     path = torch_file(live.both(model, optimizer, step=2))
-    assert (
-        zckpt.fingerprint(path).text == zckpt.fingerprint(converted(path, tmp_path / "dcp", "dcp", world_size=5)).text
-    )
+    assert zckpt.fingerprint(path).text == zckpt.fingerprint(converted(path, "dcp", "dcp", world_size=5)).text
 
 
-def test_each_of_several_models_has_its_own_bare_names(torch_file, tmp_path):
+def test_each_of_several_models_has_its_own_bare_names(torch_file):
     """As GANs save networks in DDP, and DINO its student beside the teacher and the loss."""
     (one, optimizer), other = trained(3, 2), body(3, 2)
     wrapped = {f"module.{name}": value for name, value in one.state_dict().items()}
@@ -584,8 +582,8 @@ def test_each_of_several_models_has_its_own_bare_names(torch_file, tmp_path):
     for model, prefix in ((one, "G."), (other, "D.")):  # the optimizer could be of either
         found = assert_holds(path, model, prefix=prefix)
     assert set(found.parameters) == {"G.0.weight", "G.0.bias", "D.0.weight", "D.0.bias"}
-    zckpt.strip(path, tmp_path / "s.pt", optimizer=True)
-    assert torch.load(tmp_path / "s.pt")["G"].keys() == wrapped.keys()
+    zckpt.strip(path, "s.pt", optimizer=True)
+    assert torch.load("s.pt")["G"].keys() == wrapped.keys()
 
 
 def networks() -> tuple[nn.ModuleDict, dict[str | None, torch.optim.Optimizer]]:
@@ -594,7 +592,7 @@ def networks() -> tuple[nn.ModuleDict, dict[str | None, torch.optim.Optimizer]]:
 
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("form", ["apart", "together"])
-def test_models_in_dicts_are_read_whatever_average_is_beside_them(form, average, torch_file, tmp_path):
+def test_models_in_dicts_are_read_whatever_average_is_beside_them(form, average, torch_file):
     models, optimizers = networks()
     weights, its = states(models), states(optimizers)
     content = {
@@ -603,7 +601,7 @@ def test_models_in_dicts_are_read_whatever_average_is_beside_them(form, average,
     }[form]
     path = torch_file({**content, **({"ema": weights["G"]} if average else {})})
     front = "nets." if form == "apart" else ""
-    for source in (path, *(converted(path, tmp_path / to, to) for to in ("zckpt", "dcp"))):
+    for source in (path, *(converted(path, to, to) for to in ("zckpt", "dcp"))):
         assert_holds(source, models, optimizers, prefix=front)
     assert zckpt.verify(path, deep=True).sound
     with refusing(UsageError, f"give one module.* that has all models in it: {front}G, {front}D"):
@@ -614,7 +612,7 @@ def test_models_in_dicts_are_read_whatever_average_is_beside_them(form, average,
 
 
 @pytest.mark.parametrize("more", [{}, {"trainer": {"rng": {"cpu": torch.arange(9)}}}], ids=["alone", "beside"])
-def test_a_model_that_is_carried_is_told_and_no_part_of_the_model_in_dcp(more, torch_file, tmp_path):
+def test_a_model_that_is_carried_is_told_and_no_part_of_the_model_in_dcp(more, torch_file):
     models, optimizers = networks()
     weights, its = states(models), states(optimizers)
     critic = {"net": weights["D"], "optimizer": its["D"]}
@@ -623,7 +621,7 @@ def test_a_model_that_is_carried_is_told_and_no_part_of_the_model_in_dcp(more, t
     assert set(found.parameters) == {"weight", "bias"}
     assert found.warnings == ["more models or optimizers are carried as they are, and not read: critic"]
     again, others = networks()
-    assert_goes_on(converted(path, tmp_path / "dcp", "dcp"), models["G"], optimizers["G"], again["G"], others["G"])
+    assert_goes_on(converted(path, "dcp", "dcp"), models["G"], optimizers["G"], again["G"], others["G"])
 
 
 @pytest.mark.parametrize(
@@ -705,12 +703,12 @@ def test_an_optimizer_that_holds_another_may_have_damaged_groups(params, torch_f
 
 
 @pytest.mark.parametrize("fsdp", [None, "full", "sharded"])
-def test_a_parameter_that_two_models_share_is_in_the_files_of_both(fsdp, torch_file, tmp_path):
+def test_a_parameter_that_two_models_share_is_in_the_files_of_both(fsdp, torch_file):
     """As an actor and a critic share an encoder: Accelerate saves each model by itself."""
     actor, critic = nn.Linear(3, 3), nn.Linear(3, 3)
     critic.weight = actor.weight
     path = torch_file(states({"actor": actor, "critic": critic}) | {"step": 1})
-    out = converted(path, tmp_path / "out", "accelerate", fsdp=fsdp, verify=True)
+    out = converted(path, "out", "accelerate", fsdp=fsdp, verify=True)
     assert zckpt.open(out).parameters["critic.weight"].tied_to == "actor.weight"
     (out / "zckpt.pt").unlink()
     apart = zckpt.open(out)

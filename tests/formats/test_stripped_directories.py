@@ -44,53 +44,53 @@ def assert_stays(whole, thin, slots: set[str]):
 
 
 @pytest.mark.parametrize("name", some(READ, MORE))
-def test_what_other_programs_wrote(name, tmp_path):
+def test_what_other_programs_wrote(name):
     source = SOURCES[name]
     model = {"weight"} | ({"master"} if name.startswith("universal") else set())
-    done = strip(source, tmp_path / "model", optimizer=True)
-    assert sum(done.saved.values()) == nbytes_in(source) - nbytes_in(tmp_path / "model")
+    done = strip(source, Path("model"), optimizer=True)
+    assert sum(done.saved.values()) == nbytes_in(source) - nbytes_in("model")
     assert done.saved["exp_avg"] > 0
-    assert_stays(source, tmp_path / "model", model)
-    assert not any(group.state for group in zckpt.open(tmp_path / "model").param_groups)
-    strip(source, tmp_path / "some", keep_slots=["exp_avg"])
+    assert_stays(source, "model", model)
+    assert not any(group.state for group in zckpt.open("model").param_groups)
+    strip(source, Path("some"), keep_slots=["exp_avg"])
     kept = model | {"exp_avg"} | ({"master"} if name == "other/zckpt_v1" else set())
-    assert_stays(source, tmp_path / "some", kept)
-    assert zckpt.open(tmp_path / "some").param_groups[0].state == zckpt.open(source).param_groups[0].state
+    assert_stays(source, "some", kept)
+    assert zckpt.open("some").param_groups[0].state == zckpt.open(source).param_groups[0].state
 
 
 @pytest.mark.parametrize(("to", "options"), some(WRITTEN, [("dcp", {"world_size": 3})]))
-def test_what_is_written_here(to, options, tmp_path):
-    whole = tmp_path / "run" / "whole"
+def test_what_is_written_here(to, options):
+    whole = Path("run/whole")
     whole.parent.mkdir()
     zckpt.convert(FIXTURES / "s2_bf16_dp2", whole, to=to, fingerprint=True, **options)
-    strip(whole, tmp_path / "model", optimizer=True)
-    assert_stays(whole, tmp_path / "model", {"weight", "master"} if to == "universal" else {"weight"})
-    assert not (tmp_path / "model" / "fingerprint.json").exists()
-    strip(whole, tmp_path / "masters", keep_slots=["master"])
-    assert set(zckpt.open(tmp_path / "masters").slot_names()) - {"step"} == {"weight", "master"}
-    strip(whole, tmp_path / "same", unreferenced=True, padding=True)
-    assert contents(whole) == contents(tmp_path / "same")
+    strip(whole, Path("model"), optimizer=True)
+    assert_stays(whole, "model", {"weight", "master"} if to == "universal" else {"weight"})
+    assert not Path("model/fingerprint.json").exists()
+    strip(whole, Path("masters"), keep_slots=["master"])
+    assert set(zckpt.open("masters").slot_names()) - {"step"} == {"weight", "master"}
+    strip(whole, Path("same"), unreferenced=True, padding=True)
+    assert contents(whole) == contents("same")
 
 
-def test_a_directory_of_other_files_keeps_a_fingerprint_that_is_true(tmp_path):
-    zckpt.convert(FIXTURES / "s2_bf16_dp4", tmp_path / "whole", to="consolidated", fingerprint=True)
-    assert (tmp_path / "whole" / "fingerprint.json").exists()
-    strip(tmp_path / "whole", tmp_path / "model", optimizer=True)
-    assert not (tmp_path / "model" / "fingerprint.json").exists()
-    strip(tmp_path / "whole", tmp_path / "same", unreferenced=True)
-    assert (tmp_path / "same" / "fingerprint.json").exists()
+def test_a_directory_of_other_files_keeps_a_fingerprint_that_is_true():
+    zckpt.convert(FIXTURES / "s2_bf16_dp4", "whole", to="consolidated", fingerprint=True)
+    assert Path("whole/fingerprint.json").exists()
+    strip(Path("whole"), Path("model"), optimizer=True)
+    assert not Path("model/fingerprint.json").exists()
+    strip(Path("whole"), Path("same"), unreferenced=True)
+    assert Path("same/fingerprint.json").exists()
 
 
 @pytest.mark.parametrize("keys", ["nested", "flat"])
-def test_torch_loads_every_item_that_is_left(keys, tmp_path):
-    zckpt.convert(FIXTURES / "s2_bf16_dp4", tmp_path / "whole", to="dcp", keys=keys, world_size=3)
-    strip(tmp_path / "whole", tmp_path / "thin", keep_slots=["exp_avg"])
+def test_torch_loads_every_item_that_is_left(keys):
+    zckpt.convert(FIXTURES / "s2_bf16_dp4", "whole", to="dcp", keys=keys, world_size=3)
+    strip(Path("whole"), Path("thin"), keep_slots=["exp_avg"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a process without a group
-        whole, thin = (_load_state_dict_from_keys(checkpoint_id=tmp_path / one) for one in ("whole", "thin"))
+        whole, thin = (_load_state_dict_from_keys(checkpoint_id=Path(one)) for one in ("whole", "thin"))
         some = {"model": {k: torch.empty_like(v) for k, v in whole.get("model", {}).items()}}
         if keys == "nested":
-            dcp.load(some, checkpoint_id=tmp_path / "thin")
+            dcp.load(some, checkpoint_id="thin")
             assert all(torch.equal(value, whole["model"][key]) for key, value in some["model"].items())
     before, after = leaves(whole), leaves(thin)
     assert before.keys() - after.keys() == {path for path in before if "exp_avg_sq" in path[-1]}
@@ -106,29 +106,29 @@ def leaves(node, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
     return {key: value for step, child in below for key, value in leaves(child, (*path, str(step))).items()}
 
 
-def test_an_optimizer_starts_afresh_from_a_model_alone(tmp_path):
+def test_an_optimizer_starts_afresh_from_a_model_alone():
     torch.manual_seed(3)
     model, optimizer = trained(torch.nn.Linear(3, 2), lr=0.25)
-    zckpt.save(tmp_path / "run" / "step-1", model=model, optimizer=optimizer, step=1)
-    (tmp_path / "run" / "latest").write_text("step-1")
-    done = strip(tmp_path / "run", tmp_path / "thin", optimizer=True)
+    zckpt.save("run/step-1", model=model, optimizer=optimizer, step=1)
+    Path("run/latest").write_text("step-1")
+    done = strip(Path("run"), Path("thin"), optimizer=True)
     assert any("only this checkpoint" in note for note in done.notes)
     fresh = torch.nn.Linear(3, 2)
     other = torch.optim.AdamW(fresh.parameters(), lr=0.5)
-    zckpt.load(tmp_path / "thin", model=fresh, optimizer=other)
+    zckpt.load("thin", model=fresh, optimizer=other)
     assert torch.equal(fresh.weight, model.weight)
     assert other.param_groups[0]["lr"] == 0.25
     assert not any(other.state.values())
     other.step()
 
 
-def test_a_run_of_universal_checkpoints_stays_one(tmp_path):
-    source = tmp_path / "run" / "universal"
+def test_a_run_of_universal_checkpoints_stays_one():
+    source = Path("run/universal")
     source.parent.mkdir()
     zckpt.convert(FIXTURES / "s2_bf16_dp4", source, to="universal")
-    strip(source.parent, tmp_path / "thin", optimizer=True)
-    assert (tmp_path / "thin" / "latest_universal").read_text() == "universal"
-    assert_stays(source, tmp_path / "thin", {"weight", "master"})
+    strip(source.parent, Path("thin"), optimizer=True)
+    assert Path("thin/latest_universal").read_text() == "universal"
+    assert_stays(source, "thin", {"weight", "master"})
 
 
 def test_files_that_torch_itself_does_not_read_back_are_refused(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,23 +62,23 @@ def test_each_byte_is_counted_for_one_owner(kept, owners):
 # --- bytes that no tensor uses
 
 
-def stripped(tmp_path, *, weights_only=True, **options) -> tuple[Any, Any]:
+def stripped(*, weights_only=True, **options) -> tuple[Any, Any]:
     """Strip `whole.pt`, and return what torch loads and what was said, which is what is saved."""
-    source, target = tmp_path / "whole.pt", tmp_path / "thin.pt"
+    source, target = Path("whole.pt"), Path("thin.pt")
     done = strip(source, target, **options)
     assert sum(done.saved.values()) == source.stat().st_size - target.stat().st_size
     return torch.load(target, weights_only=weights_only), done
 
 
-def unreferenced(tree, tmp_path, **options) -> tuple[Any, Any]:
+def unreferenced(tree, **options) -> tuple[Any, Any]:
     """Save a tree, strip it, and return what torch loads and what was said."""
-    torch.save(tree, tmp_path / "whole.pt", **options)
-    loaded, done = stripped(tmp_path, unreferenced=True, weights_only=False)
-    assert zckpt.open(tmp_path / "thin.pt").files[0].unreferenced_nbytes == 0
+    torch.save(tree, "whole.pt", **options)
+    loaded, done = stripped(unreferenced=True, weights_only=False)
+    assert zckpt.open("thin.pt").files[0].unreferenced_nbytes == 0
     return loaded, done
 
 
-def test_views_of_a_large_buffer_keep_what_they_reach(tmp_path):
+def test_views_of_a_large_buffer_keep_what_they_reach():
     buffer = torch.randn(100_000)
     tree = {
         "first": buffer[10:20].view(2, 5),
@@ -90,7 +91,7 @@ def test_views_of_a_large_buffer_keep_what_they_reach(tmp_path):
         "empty": buffer[5000:5000],
         "last": buffer[-3:],
     }
-    loaded, done = unreferenced(tree, tmp_path)
+    loaded, done = unreferenced(tree)
     for name, value in tree.items():
         assert torch.equal(bits(loaded[name]), bits(value)), name
         assert loaded[name].stride() == value.stride(), name
@@ -99,9 +100,9 @@ def test_views_of_a_large_buffer_keep_what_they_reach(tmp_path):
     assert loaded["first"].untyped_storage().nbytes() == reach * 4
 
 
-def test_tensors_that_share_memory_still_do(tmp_path):
+def test_tensors_that_share_memory_still_do():
     buffer = torch.arange(1000.0)
-    loaded, _ = unreferenced({"a": buffer[100:110], "b": buffer[105:115], "c": buffer[900:910]}, tmp_path)
+    loaded, _ = unreferenced({"a": buffer[100:110], "b": buffer[105:115], "c": buffer[900:910]})
     loaded["a"][5:] = -1
     assert loaded["b"].tolist() == [-1.0] * 5 + [110.0, 111, 112, 113, 114]
     assert loaded["c"].tolist() == list(range(900, 910))
@@ -109,14 +110,14 @@ def test_tensors_that_share_memory_still_do(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int16, torch.bool, torch.complex64,
                                    torch.uint16, torch.float8_e4m3fn], ids=str)  # fmt: skip
-def test_every_type_is_cut(dtype, tmp_path):
+def test_every_type_is_cut(dtype):
     buffer = torch.randint(0, 2, (500,)).to(dtype)
-    loaded, done = unreferenced({"w": buffer[33:40], "x": torch.ones(1)}, tmp_path)
+    loaded, done = unreferenced({"w": buffer[33:40], "x": torch.ones(1)})
     assert torch.equal(bits(loaded["w"]), bits(buffer[33:40]))
     assert done.saved["unreferenced"] == 493 * buffer.element_size()
 
 
-def test_tensors_are_found_wherever_they_are(tmp_path):
+def test_tensors_are_found_wherever_they_are():
     buffer = torch.arange(1000.0)
     shared = (buffer[1:3], [buffer[5:7]])
     parameter = torch.nn.Parameter(buffer[10:12])
@@ -137,7 +138,7 @@ def test_tensors_are_found_wherever_they_are(tmp_path):
         "keys": {buffer[90:91]: {buffer[95:96]}},
         "model": {"w": buffer[80:81]},
     }
-    loaded, done = unreferenced(tree, tmp_path)
+    loaded, done = unreferenced(tree)
     assert done.saved["unreferenced"] > 3000
     first, (second,) = loaded["tuples"]
     assert first is second
@@ -158,40 +159,40 @@ def test_tensors_are_found_wherever_they_are(tmp_path):
     assert loaded["ordered"]["a"].untyped_storage().data_ptr() == whole
 
 
-def test_a_storage_by_itself_is_all_used(tmp_path):
+def test_a_storage_by_itself_is_all_used():
     buffer = torch.arange(100.0)
-    torch.save({"model": {"w": buffer[:2]}, "bare": buffer._typed_storage()}, tmp_path / "whole.pt")
-    loaded, done = stripped(tmp_path, unreferenced=True)
+    torch.save({"model": {"w": buffer[:2]}, "bare": buffer._typed_storage()}, "whole.pt")
+    loaded, done = stripped(unreferenced=True)
     assert done.saved == {}
     assert loaded["bare"].nbytes() == 400
     assert loaded["model"]["w"].tolist() == [0, 1]
 
 
-def test_a_file_of_which_nothing_goes_is_copied(tmp_path):
-    torch.save({"w": torch.ones(3)}, tmp_path / "whole.pt", _use_new_zipfile_serialization=True)
-    _, done = stripped(tmp_path, unreferenced=True, padding=True)
+def test_a_file_of_which_nothing_goes_is_copied():
+    torch.save({"w": torch.ones(3)}, "whole.pt", _use_new_zipfile_serialization=True)
+    _, done = stripped(unreferenced=True, padding=True)
     assert done.saved == {}
-    assert (tmp_path / "thin.pt").read_bytes() == (tmp_path / "whole.pt").read_bytes()
+    assert Path("thin.pt").read_bytes() == Path("whole.pt").read_bytes()
     assert any("no padding" in note for note in done.notes)
 
 
-def test_files_of_the_time_before_zip_archives_are_stripped(tmp_path):
+def test_files_of_the_time_before_zip_archives_are_stripped():
     buffer = torch.randn(50_000)
-    loaded, done = unreferenced({"w": buffer[7:9]}, tmp_path, _use_new_zipfile_serialization=False)
+    loaded, done = unreferenced({"w": buffer[7:9]}, _use_new_zipfile_serialization=False)
     assert torch.equal(loaded["w"], buffer[7:9])
     assert done.saved["unreferenced"] == 49_998 * 4
 
 
-def test_bytes_of_the_other_order_come_out_right(torch_file, tmp_path):
+def test_bytes_of_the_other_order_come_out_right(torch_file):
     """A machine with the most significant byte first wrote the file; what is left of it is written as here."""
     values, counts = torch.arange(100.0), torch.arange(100, dtype=torch.int32).to(torch.uint32)
     tree = {"w": values[3:6], "n": counts[7:9]}
     path = torch_file({"w": swapped(values)[3:6], "n": swapped(counts)[7:9]})
-    with zipfile.ZipFile(path) as before, zipfile.ZipFile(tmp_path / "big.pt", "w") as after:
+    with zipfile.ZipFile(path) as before, zipfile.ZipFile("big.pt", "w") as after:
         for name in before.namelist():
             after.writestr(name, b"big" if name.endswith("/byteorder") else before.read(name))
-    done = strip(tmp_path / "big.pt", tmp_path / "thin.pt", unreferenced=True)
-    assert_same_tree(torch.load(tmp_path / "thin.pt", weights_only=True), tree)
+    done = strip(Path("big.pt"), Path("thin.pt"), unreferenced=True)
+    assert_same_tree(torch.load("thin.pt", weights_only=True), tree)
     assert done.saved["unreferenced"] == 97 * 4  # an untyped storage is not cut up
 
 
@@ -211,17 +212,17 @@ def test_plain_files_lose_nothing_that_counts(name, tmp_path):
 # --- optimizer state
 
 
-def training(directory) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """A model after three steps, saved with its optimizer."""
     model, optimizer = trained(torch.nn.Linear(3, 2), lr=0.25, steps=3)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
-    torch.save({**state, "rest": ["as", {"it": torch.arange(2)}]}, directory / "whole.pt")
+    torch.save({**state, "rest": ["as", {"it": torch.arange(2)}]}, "whole.pt")
     return model, optimizer
 
 
-def test_optimizer_state_goes_and_hyperparameters_stay(tmp_path):
-    model, optimizer = training(tmp_path)
-    loaded, done = stripped(tmp_path, optimizer=True)
+def test_optimizer_state_goes_and_hyperparameters_stay():
+    model, optimizer = training()
+    loaded, done = stripped(optimizer=True)
     assert {key: done.saved[key] for key in ("exp_avg", "exp_avg_sq", "step")} == {
         "exp_avg": 32, "exp_avg_sq": 32, "step": 8,
     }  # fmt: skip
@@ -235,43 +236,43 @@ def test_optimizer_state_goes_and_hyperparameters_stay(tmp_path):
     assert {float(one["step"]) for one in optimizer.state.values()} == {1.0}
 
 
-def test_slots_by_name_stay_with_the_step(tmp_path):
-    _, optimizer = training(tmp_path)
-    found, before = stripped(tmp_path, keep_slots=["exp_avg"])[0]["optimizer"], optimizer.state_dict()
+def test_slots_by_name_stay_with_the_step():
+    _, optimizer = training()
+    found, before = stripped(keep_slots=["exp_avg"])[0]["optimizer"], optimizer.state_dict()
     wanted = {at: {key: one[key] for key in ("step", "exp_avg")} for at, one in before["state"].items()}
     assert_same_tree(found["state"], wanted)
     assert found["param_groups"] == before["param_groups"]
-    assert stripped(tmp_path, keep_slots=["master"], overwrite=True)[0]["optimizer"]["state"] == {}  # no slots at all
+    assert stripped(keep_slots=["master"], overwrite=True)[0]["optimizer"]["state"] == {}  # no slots at all
 
 
-def test_every_optimizer_of_a_file_is_stripped(tmp_path):
+def test_every_optimizer_of_a_file_is_stripped():
     """Lightning keeps a list of them; here one more is deep in another dict."""
-    model, optimizer = training(tmp_path)
+    model, optimizer = training()
     state = optimizer.state_dict()
     tree = {"state_dict": model.state_dict(), "optimizer_states": [state, state], "loops": {"deep": {"opt": state}}}
-    torch.save(tree, tmp_path / "whole.pt")
-    loaded, _ = stripped(tmp_path, optimizer=True)
+    torch.save(tree, "whole.pt")
+    loaded, _ = stripped(optimizer=True)
     assert [one["state"] for one in (*loaded["optimizer_states"], loaded["loops"]["deep"]["opt"])] == [{}, {}, {}]
     assert_same_tree(loaded["state_dict"], dict(model.state_dict()))
 
 
-def test_slots_of_parameters_without_dimensions_are_slots(tmp_path):
+def test_slots_of_parameters_without_dimensions_are_slots():
     model = torch.nn.ParameterDict({"p": torch.tensor(1.0), "o": torch.ones(2)})
     optimizer = torch.optim.Adam(model.parameters())
     (model["p"] * model["o"].sum()).backward()
     optimizer.step()
-    save_both(model, optimizer, tmp_path / "whole.pt")
-    loaded, _ = stripped(tmp_path, keep_slots=["exp_avg_sq"])
+    save_both(model, optimizer, "whole.pt")
+    loaded, _ = stripped(keep_slots=["exp_avg_sq"])
     assert [set(one) for one in loaded["optimizer"]["state"].values()] == [{"exp_avg_sq", "step"}] * 2
 
 
 # --- directories
 
 
-def test_a_consolidated_directory_keeps_the_model_as_it_is(tmp_path):
-    zckpt.convert(FIXTURES / "s2_bf16_dp2", tmp_path / "whole", to="consolidated")
-    strip(tmp_path / "whole", tmp_path / "thin", keep_slots=["exp_avg"])
-    whole, thin = zckpt.open(tmp_path / "whole"), zckpt.open(tmp_path / "thin")
+def test_a_consolidated_directory_keeps_the_model_as_it_is():
+    zckpt.convert(FIXTURES / "s2_bf16_dp2", "whole", to="consolidated")
+    strip(Path("whole"), Path("thin"), keep_slots=["exp_avg"])
+    whole, thin = zckpt.open("whole"), zckpt.open("thin")
     assert set(whole.slot_names()) - set(thin.slot_names()) >= {"exp_avg_sq"}
     assert list(thin.parameters) == list(whole.parameters)
     for name, parameter in thin.parameters.items():
@@ -279,26 +280,26 @@ def test_a_consolidated_directory_keeps_the_model_as_it_is(tmp_path):
             assert torch.equal(bits(thin.read(name, slot)), bits(whole.read(name, slot)))
 
 
-def test_slots_of_a_safetensors_file_beside_a_model(tmp_path):
-    source = tmp_path / "whole" / "optimizer.safetensors"
-    zckpt.consolidate(FIXTURES / "s2_bf16_dp2", tmp_path / "whole", slots="all")
-    (tmp_path / "whole" / "notes.txt").write_text("kept")
-    done = strip(tmp_path / "whole", tmp_path / "thin", optimizer=True)
-    assert not (tmp_path / "thin" / source.name).exists()
-    assert (tmp_path / "thin" / "notes.txt").read_text() == "kept"
+def test_slots_of_a_safetensors_file_beside_a_model():
+    source = Path("whole/optimizer.safetensors")
+    zckpt.consolidate(FIXTURES / "s2_bf16_dp2", "whole", slots="all")
+    Path("whole/notes.txt").write_text("kept")
+    done = strip(Path("whole"), Path("thin"), optimizer=True)
+    assert not Path("thin", source.name).exists()
+    assert Path("thin/notes.txt").read_text() == "kept"
     assert sum(done.saved.values()) == source.stat().st_size
     assert done.saved["exp_avg"] == done.saved["exp_avg_sq"] > 0
-    strip(tmp_path / "whole", tmp_path / "one", keep_slots=["exp_avg"])
+    strip(Path("whole"), Path("one"), keep_slots=["exp_avg"])
     kept = {key: one for key, one in load_file(source).items() if key.startswith("exp_avg/")}
-    assert_same_tree(load_file(tmp_path / "one" / source.name), kept)
+    assert_same_tree(load_file(Path("one", source.name)), kept)
 
 
 @pytest.mark.parametrize("name", ["zro_dp2_adamw", "zro_dp3_sgdm_1g"])
-def test_files_of_a_zero_redundancy_optimizer(name, tmp_path):
+def test_files_of_a_zero_redundancy_optimizer(name):
     source = FIXTURES / "other" / name / "ckpt"
-    strip(source, tmp_path / "thin", optimizer=True)
+    strip(source, Path("thin"), optimizer=True)
     for path in source.glob("*.pt"):
-        loaded = torch.load(tmp_path / "thin" / path.name, weights_only=False)
+        loaded = torch.load(Path("thin", path.name), weights_only=False)
         whole = torch.load(path, weights_only=False)
         for one, other in zip(optimizers(loaded), optimizers(whole), strict=True):
             assert one["state"] == {}
@@ -315,12 +316,12 @@ def optimizers(node) -> list[Any]:
 # --- refusals
 
 
-def test_nothing_and_unknown_slots_are_answered_with_what_could_go(tmp_path):
-    training(tmp_path)
+def test_nothing_and_unknown_slots_are_answered_with_what_could_go():
+    training()
     with refusing(UsageError, r"--padding \(0 bytes\), --optimizer \(.* bytes\).*exp_avg, exp_avg_sq"):
-        stripped(tmp_path)
+        stripped()
     with refusing(UsageError, r"no slot momentum: expected .*exp_avg, exp_avg_sq"):
-        stripped(tmp_path, keep_slots=["exp_avg", "momentum"])
+        stripped(keep_slots=["exp_avg", "momentum"])
 
 
 def test_a_format_that_nothing_is_taken_out_of_is_refused(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,10 +47,10 @@ def test_a_name_that_safetensors_cannot_hold_is_refused(name, target, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["__metadata__", SURROGATE, *HELD])
-def test_a_torch_file_holds_any_name(name, tmp_path):
-    tensors = saved(tmp_path / "x.pt", name)
-    zckpt.consolidate(tmp_path / "x.pt", tmp_path / "model.pt")
-    found = torch.load(tmp_path / "model.pt")
+def test_a_torch_file_holds_any_name(name):
+    tensors = saved("x.pt", name)
+    zckpt.consolidate("x.pt", "model.pt")
+    found = torch.load("model.pt")
     assert list(found) == list(tensors)
     assert all(found[key].equal(tensor) for key, tensor in tensors.items())
 
@@ -57,32 +58,32 @@ def test_a_torch_file_holds_any_name(name, tmp_path):
 @pytest.mark.parametrize("name", HELD)
 @pytest.mark.parametrize("to", ["zckpt", "dcp", "consolidated"])
 @pytest.mark.every(3)
-def test_other_names_arrive(name, to, tmp_path):
-    tensors = saved(tmp_path / "x.pt", name)
-    zckpt.convert(tmp_path / "x.pt", tmp_path / "target", to=to, verify=True)
-    checkpoint = zckpt.open(tmp_path / "target")
+def test_other_names_arrive(name, to):
+    tensors = saved("x.pt", name)
+    zckpt.convert("x.pt", "target", to=to, verify=True)
+    checkpoint = zckpt.open("target")
     assert {key: checkpoint.read(key).tolist() for key in checkpoint.parameters} == {
         key: tensor.tolist() for key, tensor in tensors.items()
     }
     if to == "consolidated":
-        assert load_file(next((tmp_path / "target").glob("*.safetensors"))).keys() == tensors.keys()
+        assert load_file(next(Path("target").glob("*.safetensors"))).keys() == tensors.keys()
 
 
 @pytest.mark.parametrize("to", ["zckpt", "consolidated"])
-def test_a_lone_surrogate_is_refused_where_names_are_utf_8(to, tmp_path):
-    saved(tmp_path / "x.pt", SURROGATE)
-    done = run("convert", tmp_path / "x.pt", tmp_path / "target", "--to", to)
+def test_a_lone_surrogate_is_refused_where_names_are_utf_8(to):
+    saved("x.pt", SURROGATE)
+    done = run("convert", Path("x.pt"), Path("target"), "--to", to)
     assert (done.returncode, len(done.stderr.splitlines())) == (5, 1)
     assert "lone surrogate" in done.stderr
-    assert not (tmp_path / "target").exists()
+    assert not Path("target").exists()
 
 
-def test_a_lone_surrogate_is_printed_and_stored_escaped(tmp_path, monkeypatch):
-    saved(tmp_path / "x.pt", SURROGATE)
+def test_a_lone_surrogate_is_printed_and_stored_escaped(monkeypatch):
+    saved("x.pt", SURROGATE)
     written = io.BytesIO()
     printed = io.TextIOWrapper(written, "utf-8")
     monkeypatch.setattr(sys, "stdout", printed)
-    monkeypatch.setattr(sys, "argv", ["zckpt", "inspect", "--json", str(tmp_path / "x.pt")])
+    monkeypatch.setattr(sys, "argv", ["zckpt", "inspect", "--json", "x.pt"])
     from zckpt.cli import main
 
     with pytest.raises(SystemExit) as ended:
@@ -90,7 +91,7 @@ def test_a_lone_surrogate_is_printed_and_stored_escaped(tmp_path, monkeypatch):
     assert ended.value.code == 0
     printed.flush()
     assert SURROGATE in [one["name"] for one in json.loads(written.getvalue())["parameters"]]
-    done = run("fingerprint", "--write", tmp_path / "x.pt")
+    done = run("fingerprint", "--write", Path("x.pt"))
     assert done.returncode == 0, done.stderr
 
 
@@ -107,14 +108,14 @@ def test_keys_that_are_one_name_are_refused(torch_file):
         open_checkpoint(torch_file({1: torch.ones(2), "1": torch.zeros(2)}))
 
 
-def test_two_names_that_the_file_system_takes_for_one_are_refused(tmp_path):
+def test_two_names_that_the_file_system_takes_for_one_are_refused():
     """As one that does not tell upper from lower case; here one directory is a link to the other."""
     made = plan([TargetFile(name, 1, [Literal(0, b"x")]) for name in ("A/x", "B/x")])
-    (tmp_path / "A").mkdir()
-    (tmp_path / "B").symlink_to("A")
+    Path("A").mkdir()
+    Path("B").symlink_to("A")
     with refusing(TargetError, "two names as the same"):
-        write(made, [tmp_path / "A" / "x", tmp_path / "B" / "x"])
-    (tmp_path / "A" / "x").unlink()
-    with pytest.raises(TargetError), written([tmp_path / "A" / "x", tmp_path / "B" / "x"], overwrite=False):
+        write(made, [Path("A/x"), Path("B/x")])
+    Path("A/x").unlink()
+    with pytest.raises(TargetError), written([Path("A/x"), Path("B/x")], overwrite=False):
         pass
-    assert list((tmp_path / "A").iterdir()) == []
+    assert list(Path("A").iterdir()) == []

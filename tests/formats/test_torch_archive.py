@@ -109,10 +109,10 @@ def test_plain_data_is_loaded_as_it_was(value):
     assert repr(found) == repr(value)
 
 
-def test_torchs_own_values_are_loaded(tmp_path):
+def test_torchs_own_values_are_loaded():
     root = OrderedMapping()
     root |= {"shape": Size((2, 3)), "dtype": DType("bfloat16"), "cpu": Device("cpu"), "cuda": Device("cuda", 1)}
-    found = load(written(tmp_path / "m.pt", root))
+    found = load(written(Path("m.pt"), root))
     assert type(found).__name__ == "OrderedDict"
     assert list(found) == list(root)
     assert found["shape"] == torch.Size([2, 3])
@@ -135,12 +135,11 @@ def test_root_of_the_archive_is_the_stem_of_its_name(name, root, tmp_path):
     assert torch.equal(load(path)["t"], torch.ones(2))
 
 
-def test_records_are_those_that_torch_writes(tmp_path):
-    torch.save({"t": torch.ones(2)}, tmp_path / "theirs.pt")
-    written(tmp_path / "ours.pt", {"t": tensor_of(tmp_path / "s", torch.ones(2))})
+def test_records_are_those_that_torch_writes():
+    torch.save({"t": torch.ones(2)}, "theirs.pt")
+    written(Path("ours.pt"), {"t": tensor_of(Path("s"), torch.ones(2))})
     theirs, ours = (
-        {name.split("/", 1)[1] for name in zipfile.ZipFile(tmp_path / f"{which}.pt").namelist()}
-        for which in ("theirs", "ours")
+        {name.split("/", 1)[1] for name in zipfile.ZipFile(f"{which}.pt").namelist()} for which in ("theirs", "ours")
     )
     assert ours == theirs - {".format_version", ".storage_alignment"}  # by which torch would compute offsets
 
@@ -199,9 +198,9 @@ def test_layout_of_any_records_is_sound(sizes, names):
     ],
     ids=str,
 )
-def test_records_beyond_four_gibibytes_are_sound(sizes, tmp_path):
+def test_records_beyond_four_gibibytes_are_sound(sizes):
     layout = lay_out_archive(records(*sizes))
-    assert_sound(layout, sparse(tmp_path / "m.pt", layout))
+    assert_sound(layout, sparse(Path("m.pt"), layout))
 
 
 def test_more_records_than_a_plain_zip_file_can_count(tmp_path):
@@ -213,11 +212,11 @@ def test_more_records_than_a_plain_zip_file_can_count(tmp_path):
         assert len(listing.splitlines()) == 70_002
 
 
-def test_a_file_beyond_four_gibibytes_is_mapped_by_torch_and_read_back_by_zckpt(tmp_path):
+def test_a_file_beyond_four_gibibytes_is_mapped_by_torch_and_read_back_by_zckpt():
     big, small = Slot(WEIGHT, "uint8", (5 * GIBIBYTE,), ()), ValueTensor(b"\x07\x00\x00\x00", "int32", (1,))
     file = lay_out("m.pt", {"big": SlotTensor(big, "uint8", "big"), "small": small})
     literals = [(literal.offset, literal.data) for literal in file.literals]
-    path = sparse(tmp_path / "m.pt", ArchiveLayout(file.nbytes, literals, []))
+    path = sparse(Path("m.pt"), ArchiveLayout(file.nbytes, literals, []))
     found = load(path, mmap=True)
     assert found["small"].item() == 7
     assert found["big"].shape == (5 * GIBIBYTE,)
@@ -228,10 +227,10 @@ def test_a_file_beyond_four_gibibytes_is_mapped_by_torch_and_read_back_by_zckpt(
     assert root["small"].offset > 5 * GIBIBYTE
 
 
-def test_where_torch_takes_records_to_begin_they_do(torch_file, tmp_path):
+def test_where_torch_takes_records_to_begin_they_do(torch_file):
     tensors = {f"t{number}": torch.arange(number + 3.0) for number in range(6)}
-    zckpt.consolidate(torch_file(tensors), tmp_path / "t.pt", dtype="keep")
-    data = (tmp_path / "t.pt").read_bytes()
-    for name, one in torch.load(tmp_path / "t.pt", map_location="meta").items():
+    zckpt.consolidate(torch_file(tensors), "t.pt", dtype="keep")
+    data = Path("t.pt").read_bytes()
+    for name, one in torch.load("t.pt", map_location="meta").items():
         start = one.untyped_storage()._checkpoint_offset  # by which readers of parts of tensors read them
         assert data[start : start + one.nbytes] == tensors[name].numpy().tobytes()

@@ -62,7 +62,7 @@ def lay_out(checkpoint, *, world_size, per_rank) -> list[TargetFile]:
 
 def written(checkpoint, directory, *, world_size=3, per_rank=True) -> Path:
     write_directory(plan(lay_out(checkpoint, world_size=world_size, per_rank=per_rank)), directory)
-    return directory
+    return Path(directory)
 
 
 def truth_of(name) -> Truth:
@@ -133,8 +133,8 @@ def test_consolidated_file_is_read_as_any_file_of_torch(name):
     ("name", "pattern"),
     each(ZRO, ["zero_rank{}.pt", "rank_{}.pth", "optim-{}.bin", "step5.optim_states.{:03}.ckpt"]),
 )
-def test_ranks_files_are_read_under_any_name(name, pattern, tmp_path):
-    checkpoint = read(ranks(name, tmp_path / "ranks", pattern), names_of(name))
+def test_ranks_files_are_read_under_any_name(name, pattern):
+    checkpoint = read(ranks(name, Path("ranks"), pattern), names_of(name))
     assert_truth(checkpoint, name)
     assert (checkpoint.format, checkpoint.world_size) == ("zero-redundancy", truth_of(name).facts["world_size"])
     assert checkpoint.warnings == []
@@ -157,14 +157,14 @@ def assert_as_torch_wrote(mine, path):
 
 
 @pytest.mark.parametrize("name", ZRO)
-def test_what_is_written_is_what_torch_wrote(name, tmp_path):
+def test_what_is_written_is_what_torch_wrote(name):
     """For each rank and consolidated, from the consolidated state."""
     world_size, theirs = truth_of(name).facts["world_size"], FIXTURES / "other" / name / "ckpt"
-    out = written(consolidated(name), tmp_path / "out", world_size=world_size)
+    out = written(consolidated(name), "out", world_size=world_size)
     for rank in range(world_size):
         mine = torch.load(out / f"optimizer_rank_{rank}.pt", weights_only=True)
         assert_as_torch_wrote(mine, theirs / f"zero_rank{rank}.pt")
-    out = written(consolidated(name), tmp_path / "one", per_rank=False)
+    out = written(consolidated(name), "one", per_rank=False)
     mine = torch.load(out / "optimizer.pt", weights_only=True)
     assert [name for group in mine["param_groups"] for name in group.pop("param_names")] == names_of(name)
     assert_as_torch_wrote(mine, theirs / "consolidated.pt")
@@ -178,10 +178,10 @@ def ranks_without_model(name: str, path: Path) -> tuple[Path, dict[str, torch.Te
     return directory, model
 
 
-def test_model_in_every_ranks_file_is_read_from_the_first(tmp_path):
+def test_model_in_every_ranks_file_is_read_from_the_first():
     """The others' are its copies."""
     name = "zro_dp3_sgdm_1g"
-    directory, model = ranks_without_model(name, tmp_path / "ranks")
+    directory, model = ranks_without_model(name, Path("ranks"))
     for rank in range(3):
         changed(directory / f"zero_rank{rank}.pt", lambda root: root.update(model=model, seed=rank))  # noqa: B023
     checkpoint = read(directory, names_of(name))
@@ -189,7 +189,7 @@ def test_model_in_every_ranks_file_is_read_from_the_first(tmp_path):
     assert checkpoint.warnings == ["the model is read from zero_rank0.pt"]
     assert checkpoint.metadata == {"zero_rank0.seed": 0, "zero_rank1.seed": 1, "zero_rank2.seed": 2}
     whole = zckpt.open(directory, names=names_of(name))
-    converted(whole, tmp_path / "own", "zckpt")
+    converted(whole, "own", "zckpt")
     [copy] = [one for one in whole.duplicates if (one.rank, one.name) == (2, "emb.weight")]
     flip(copy.slot.spans[0].path, copy.slot.spans[0].offset)
     fix_checksums(copy.slot.spans[0].path)
@@ -197,10 +197,10 @@ def test_model_in_every_ranks_file_is_read_from_the_first(tmp_path):
     assert [one.parameters for one in found.findings if one.severity == "error"] == [("emb.weight",)]
 
 
-def test_world_of_one_rank_is_read_where_its_file_says_so(tmp_path):
+def test_world_of_one_rank_is_read_where_its_file_says_so():
     name = "zro_dp2_adamw"
-    one = torch.load(written(consolidated(name), tmp_path / "out", world_size=1) / "optimizer_rank_0.pt")
-    directory = ranks(name, tmp_path / "ranks")
+    one = torch.load(written(consolidated(name), "out", world_size=1) / "optimizer_rank_0.pt")
+    directory = ranks(name, Path("ranks"))
     (directory / "zero_rank1.pt").unlink()
     torch.save({"optimizer": one, "rank": 0}, directory / "zero_rank0.pt")
     assert find(Search(directory)) is None
@@ -222,20 +222,20 @@ def trained(*, tied=False) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return live.trained(model, optimizer, steps=2)
 
 
-def as_others_save_it(model, optimizer, tmp_path, world_size=2) -> Path:
+def as_others_save_it(model, optimizer, world_size=2) -> Path:
     """Each rank's share of an optimizer, as torch assigns it, in files without a word about names."""
-    path = save_both(model, optimizer, tmp_path / "c.pt")
+    path = save_both(model, optimizer, "c.pt")
     source = torch_reader.read(path, names=known(model, optimizer))
-    directory = written(source, tmp_path / "own", world_size=world_size)
+    directory = written(source, "own", world_size=world_size)
     (directory / "metadata.pt").unlink()
     return directory
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 @pytest.mark.parametrize("tied", [False, True])
-def test_names_follow_from_shapes_and_the_models_order(tied, world_size, tmp_path):
+def test_names_follow_from_shapes_and_the_models_order(tied, world_size):
     model, optimizer = trained(tied=tied)
-    [warning] = assert_holds(as_others_save_it(model, optimizer, tmp_path, world_size), model, optimizer).warnings
+    [warning] = assert_holds(as_others_save_it(model, optimizer, world_size), model, optimizer).warnings
     assert warning.startswith("the files do not state the order of the optimizer's parameters")
 
 
@@ -258,29 +258,29 @@ def test_shares_that_fairscale_assigns_are_read_too(tmp_path):
     assert_holds(tmp_path, model, optimizer)
 
 
-def test_group_of_all_parameters_needs_no_state(tmp_path):
+def test_group_of_all_parameters_needs_no_state():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-    assert_holds(as_others_save_it(model, optimizer, tmp_path), model, optimizer)
+    assert_holds(as_others_save_it(model, optimizer), model, optimizer)
 
 
 @pytest.mark.parametrize("name", ZRO)
-def test_parameter_without_state_leaves_names_untold(name, tmp_path):
-    directory = ranks(name, tmp_path / "ranks")
+def test_parameter_without_state_leaves_names_untold(name):
+    directory = ranks(name, Path("ranks"))
     with refusing(UnsupportedError, r"rank \d's parameter \d has no state to show its shape.*--names"):
         read(directory)
 
 
-def test_tensor_that_could_be_a_trained_one_leaves_names_untold(tmp_path):
+def test_tensor_that_could_be_a_trained_one_leaves_names_untold():
     model, optimizer = trained()
-    directory = as_others_save_it(model, optimizer, tmp_path)
+    directory = as_others_save_it(model, optimizer)
     changed(directory / "model.pt", lambda root: root.update(table=torch.ones(4, 4)))
     with refusing(UnsupportedError, r"of shape \(4, 4\), has no certain name; give --names FILE"):
         read(directory)
 
 
-def test_without_a_model_nothing_tells_which_parameter_is_which(tmp_path):
-    directory = ranks("zro_dp2_adamw", tmp_path / "ranks", model="")
+def test_without_a_model_nothing_tells_which_parameter_is_which():
+    directory = ranks("zro_dp2_adamw", Path("ranks"), model="")
     for names in (None, names_of("zro_dp2_adamw")):
         with refusing(UnsupportedError, r"only the sizes .* put the model's state dict next to them"):
             read(directory, names)
@@ -359,14 +359,14 @@ def test_rows_of_state_on_each_rank_are_not_taken_for_copies(tmp_path):
         (lambda names: ["head.weight", *names[1:]], "two of the names belong to one tied parameter"),
     ],
 )
-def test_names_that_do_not_fit_are_refused(change, message, tmp_path):
+def test_names_that_do_not_fit_are_refused(change, message):
     with refusing(UsageError, message):
-        read(ranks("zro_dp2_adamw", tmp_path / "ranks"), change(names_of("zro_dp2_adamw")))
+        read(ranks("zro_dp2_adamw", Path("ranks")), change(names_of("zro_dp2_adamw")))
 
 
-def test_names_in_another_order_are_refused(tmp_path):
+def test_names_in_another_order_are_refused():
     with refusing(LayoutError, r"zero_rank\d.pt: "):
-        read(ranks("zro_dp2_adamw", tmp_path / "ranks"), names_of("zro_dp2_adamw")[::-1])
+        read(ranks("zro_dp2_adamw", Path("ranks")), names_of("zro_dp2_adamw")[::-1])
 
 
 # --- there and back -------------------------------------------------------------------------------------------------
@@ -382,56 +382,56 @@ def test_names_in_another_order_are_refused(tmp_path):
     ids=str,
 )  # fmt: skip
 @pytest.mark.every(5)
-def test_nothing_of_a_deepspeed_checkpoint_is_lost(name, form, tmp_path):
+def test_nothing_of_a_deepspeed_checkpoint_is_lost(name, form):
     source = opened(open_checkpoint(FIXTURES / name))
-    assert_same_state(read(written(source, tmp_path / "out", **form)), source)
+    assert_same_state(read(written(source, "out", **form)), source)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("name", ZRO)
-def test_nothing_of_torchs_own_is_lost(name, form, tmp_path):
+def test_nothing_of_torchs_own_is_lost(name, form):
     source = consolidated(name)
-    assert_same_state(read(written(source, tmp_path / "out", **form)), source)
+    assert_same_state(read(written(source, "out", **form)), source)
 
 
-def test_more_ranks_than_parameters_leave_some_without_any(tmp_path):
+def test_more_ranks_than_parameters_leave_some_without_any():
     source = consolidated("zro_dp3_sgdm_1g")
-    out = written(source, tmp_path / "out", world_size=20)
+    out = written(source, "out", world_size=20)
     assert [torch.load(out / f"optimizer_rank_{rank}.pt")["param_groups"][0]["params"] for rank in (17, 19)] == [[], []]
     back = read(out)
     assert (back.world_size, back.topology.dp) == (20, 20)
     assert_same_state(back, source)
 
 
-def test_masters_that_weights_do_not_hold_are_state(tmp_path):
+def test_masters_that_weights_do_not_hold_are_state():
     source = opened(open_checkpoint(FIXTURES / "s2_bf16_dp2"))
-    out = written(source, tmp_path / "out", per_rank=False)
+    out = written(source, "out", per_rank=False)
     state = torch.load(out / "optimizer.pt", weights_only=True)["state"]
     assert_same(state[0]["master"], source.read(source.param_groups[0].parameters[0], "master"))
     assert state[0]["step"].shape == ()
-    exact = written(opened(open_checkpoint(FIXTURES / "s1_fp32_dp2")), tmp_path / "exact", per_rank=False)
+    exact = written(opened(open_checkpoint(FIXTURES / "s1_fp32_dp2")), "exact", per_rank=False)
     assert "master" not in torch.load(exact / "optimizer.pt", weights_only=True)["state"][0]
 
 
-def test_owner_may_come_after_its_alias(tmp_path):
+def test_owner_may_come_after_its_alias():
     source = consolidated("zro_dp2_adamw")
     source.parameters = dict(sorted(source.parameters.items(), key=lambda item: item[0] != "head.weight"))
     assert source.parameters["head.weight"].tied_to == "emb.weight"
-    assert_same_state(read(written(source, tmp_path / "out")), source)
-    zckpt.convert(source, tmp_path / "whole.pt", to="consolidated")
-    assert_same_state(opened(torch_reader.read(tmp_path / "whole.pt")), source)
+    assert_same_state(read(written(source, "out")), source)
+    zckpt.convert(source, "whole.pt", to="consolidated")
+    assert_same_state(opened(torch_reader.read(Path("whole.pt"))), source)
 
 
-def test_checkpoint_without_optimizer_comes_back_as_one(tmp_path):
-    torch.save(torch.nn.Linear(3, 2).state_dict(), tmp_path / "m.pt")
-    source = opened(torch_reader.read(tmp_path / "m.pt"))
-    out = written(source, tmp_path / "out")
+def test_checkpoint_without_optimizer_comes_back_as_one():
+    torch.save(torch.nn.Linear(3, 2).state_dict(), "m.pt")
+    source = opened(torch_reader.read(Path("m.pt")))
+    out = written(source, "out")
     assert sorted(path.name for path in out.iterdir()) == ["metadata.pt", "model.pt"]
     assert_same_state(read(out), source)
 
 
-def test_names_are_not_needed_where_they_are_known(tmp_path):
-    out = written(consolidated("zro_dp2_adamw"), tmp_path / "out")
+def test_names_are_not_needed_where_they_are_known():
+    out = written(consolidated("zro_dp2_adamw"), "out")
     assert read(out, ["a", "b"]).warnings == ["--names is ignored: the directory has the names of the parameters"]
 
 
@@ -451,10 +451,10 @@ def unnamed(path, *, model=True, optimizer=torch.optim.AdamW) -> OpenedCheckpoin
 
 @pytest.mark.parametrize("model", [False, True])
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_number_stays_a_number(form, model, tmp_path):
-    source = unnamed(tmp_path / "c.pt", model=model)
+def test_number_stays_a_number(form, model):
+    source = unnamed(Path("c.pt"), model=model)
     assert len(source.unnamed) == (2 if model else 4)
-    back = read(written(source, tmp_path / "out", **form))
+    back = read(written(source, "out", **form))
     assert_same_state(back, source)
     assert back.unnamed.keys() == source.unnamed.keys()
     for number, parameter in source.unnamed.items():
@@ -463,18 +463,18 @@ def test_number_stays_a_number(form, model, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_names_from_the_user_name_it_later(form, tmp_path):
-    out = written(unnamed(tmp_path / "c.pt"), tmp_path / "out", **form)
+def test_names_from_the_user_name_it_later(form):
+    out = written(unnamed(Path("c.pt")), "out", **form)
     names = ["0.weight", "2.weight", "3.weight", "3.bias"]
     back = read(out, names)
     assert back.unnamed == {}
     assert back.param_groups[0].parameters == names
-    assert_same_state(back, opened(torch_reader.read(tmp_path / "c.pt", names=names)))
+    assert_same_state(back, opened(torch_reader.read(Path("c.pt"), names=names)))
 
 
-def test_parameter_of_unknown_size_cannot_be_assigned(tmp_path):
+def test_parameter_of_unknown_size_cannot_be_assigned():
     for optimizer in (torch.optim.SGD, torch.optim.Adafactor):
-        source = unnamed(tmp_path / "c.pt", model=False, optimizer=optimizer)
+        source = unnamed(Path("c.pt"), model=False, optimizer=optimizer)
         with refusing(UnsupportedError, "the size of the optimizer's parameter 0 is unknown.*--names"):
             lay_out(source, world_size=2, per_rank=True)
         assert lay_out(source, world_size=2, per_rank=False)
@@ -512,16 +512,16 @@ def test_ranks_files_of_something_else_are_not_taken(tmp_path):
     assert find(Search(tmp_path / "rng_rank0.pt")) is None
 
 
-def test_a_key_that_looks_like_a_pattern_speaks_for_itself_only(tmp_path):
+def test_a_key_that_looks_like_a_pattern_speaks_for_itself_only():
     name = "zro_dp3_sgdm_1g"
-    directory, model = ranks_without_model(name, tmp_path / "ranks")
+    directory, model = ranks_without_model(name, Path("ranks"))
     for rank in range(3):
         own = {"model": {**model, **({"odd": "text"} if rank else {})}, "**": rank}
         changed(directory / f"zero_rank{rank}.pt", lambda root: root.update(own))  # noqa: B023
     checkpoint = zckpt.open(directory, names=names_of(name))
     assert checkpoint.metadata == {f"zero_rank{rank}.**": rank for rank in range(3)}
     with refusing(LeftOutError, "2 things in it would be lost: .*zero_rank1.pt:model/odd"):
-        zckpt.convert(checkpoint, tmp_path / "out", to="zckpt")
+        zckpt.convert(checkpoint, "out", to="zckpt")
 
 
 def test_metadata_and_files_of_something_else_are_carried(three):
@@ -535,8 +535,8 @@ def test_metadata_and_files_of_something_else_are_carried(three):
 
 
 @pytest.fixture
-def three(tmp_path) -> Path:
-    return ranks("zro_dp3_sgdm_1g", tmp_path / "ranks")
+def three() -> Path:
+    return ranks("zro_dp3_sgdm_1g", Path("ranks"))
 
 
 def test_two_sets_of_files_are_refused(three):
@@ -568,15 +568,15 @@ def test_last_rank_that_is_missing_is_told_by_the_others(three):
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_missing_rank_of_ours_is_named(rank, tmp_path):
-    out = written(consolidated("zro_dp2_adamw"), tmp_path / "out")
+def test_missing_rank_of_ours_is_named(rank):
+    out = written(consolidated("zro_dp2_adamw"), "out")
     (out / f"optimizer_rank_{rank}.pt").unlink()
     with refusing(ShardError, f"the file of rank {rank} is missing: expected 3 files, found 2"):
         read(out)
 
 
-def test_ranks_of_different_steps_are_told(tmp_path):
-    directory = ranks("zro_dp2_adamw", tmp_path / "ranks")
+def test_ranks_of_different_steps_are_told():
+    directory = ranks("zro_dp2_adamw", Path("ranks"))
 
     def older(root):
         for slots in root["optimizer"]["state"].values():
@@ -589,15 +589,15 @@ def test_ranks_of_different_steps_are_told(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.pt", "optimizer.pt"])
-def test_missing_file_of_ours_is_refused(name, tmp_path):
-    out = written(consolidated("zro_dp2_adamw"), tmp_path / "out", per_rank=False)
+def test_missing_file_of_ours_is_refused(name):
+    out = written(consolidated("zro_dp2_adamw"), "out", per_rank=False)
     (out / name).unlink()
     with pytest.raises(SourceError):
         read(out)
 
 
-def test_ranks_that_changed_places_are_refused(tmp_path):
-    out = written(consolidated("zro_dp2_adamw"), tmp_path / "out")
+def test_ranks_that_changed_places_are_refused():
+    out = written(consolidated("zro_dp2_adamw"), "out")
     (out / "optimizer_rank_0.pt").rename(out / "x")
     (out / "optimizer_rank_1.pt").rename(out / "optimizer_rank_0.pt")
     (out / "x").rename(out / "optimizer_rank_1.pt")
@@ -625,8 +625,8 @@ def test_ranks_that_changed_places_are_refused(tmp_path):
         (lambda o: o.clear(), DamagedFileError, "expected one optimizer's state dict, as in rank 0's file"),
     ],
 )
-def test_ranks_that_contradict_each_other_are_refused(change, error, message, tmp_path):
-    directory = ranks("zro_dp2_adamw", tmp_path / "ranks")
+def test_ranks_that_contradict_each_other_are_refused(change, error, message):
+    directory = ranks("zro_dp2_adamw", Path("ranks"))
 
     def both_slots(root):
         change(root["optimizer"])
@@ -659,16 +659,16 @@ def test_ranks_that_contradict_each_other_are_refused(change, error, message, tm
         (lambda about: about.clear(), "optimizer|a list of names"),
     ],
 )
-def test_metadata_that_is_wrong_is_refused(change, message, tmp_path):
-    out = written(consolidated("zro_dp2_adamw"), tmp_path / "out")
+def test_metadata_that_is_wrong_is_refused(change, message):
+    out = written(consolidated("zro_dp2_adamw"), "out")
     changed(out / "metadata.pt", lambda root: change(root["zero_redundancy"]))
     with refusing(SourceError, message):
         read(out)
 
 
 @pytest.mark.parametrize("content", [5, [], None, "text"], ids=repr)
-def test_metadata_of_another_type_is_refused(content, tmp_path):
-    out = written(consolidated("zro_dp2_adamw"), tmp_path / "out", per_rank=False)
+def test_metadata_of_another_type_is_refused(content):
+    out = written(consolidated("zro_dp2_adamw"), "out", per_rank=False)
     changed(out / "metadata.pt", lambda root: root.update(zero_redundancy=content))
     with refusing(DamagedFileError, "expected a dict"):
         read(out)
@@ -679,7 +679,7 @@ def test_world_without_ranks_is_refused():
         lay_out(consolidated("zro_dp2_adamw"), world_size=0, per_rank=True)
 
 
-def test_own_names_are_those_that_are_written(tmp_path):
+def test_own_names_are_those_that_are_written():
     source = consolidated("zro_dp2_adamw")
     for form in FORMS:
         assert all(OWNED.is_own(file.name) for file in lay_out(source, **form))

@@ -51,10 +51,10 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 @pytest.fixture
-def trainers(trained: tuple[nn.Module, torch.optim.Optimizer], tmp_path) -> Path:
+def trainers(trained: tuple[nn.Module, torch.optim.Optimizer]) -> Path:
     """What Hugging Face's Trainer leaves without DeepSpeed, and a file that nothing reads."""
     model, optimizer = trained
-    directory = tmp_path / "checkpoint-1"
+    directory = Path("checkpoint-1")
     directory.mkdir()
     save_file(dict(model.state_dict()), directory / "model.safetensors", {"format": "pt"})
     torch.save(optimizer.state_dict(), directory / "optimizer_old.pt")
@@ -77,8 +77,8 @@ def test_optimizer_beside_a_model_that_nothing_reads_is_an_error_and_shown(train
 
 
 @pytest.mark.parametrize("to", TARGETS)
-def test_convert_refuses_what_would_be_lost_and_writes_without_it_if_it_is_named(to, trainers, tmp_path):
-    target = tmp_path / "target"
+def test_convert_refuses_what_would_be_lost_and_writes_without_it_if_it_is_named(to, trainers):
+    target = Path("target")
     line = refused(3, "convert", trainers, target, "--to", to, words=("optimizer_old.pt", "--drop 'optimizer_old.pt'"))
     assert str(trainers) in line
     assert not target.exists()
@@ -87,25 +87,25 @@ def test_convert_refuses_what_would_be_lost_and_writes_without_it_if_it_is_named
     assert lost(target) == []
 
 
-def test_consolidate_refuses_it_too_and_says_what_it_dropped(trainers, tmp_path):
-    target = tmp_path / "m.safetensors"
+def test_consolidate_refuses_it_too_and_says_what_it_dropped(trainers):
+    target = "m.safetensors"
     refused(3, "consolidate", trainers, target, words=("optimizer_old.pt",))
     done = succeeded("consolidate", trainers, target, "--drop", "optimizer_old.pt")
     assert "dropped optimizer_old.pt (nothing has read its 8 tensors)" in done.stderr
     assert load_file(target).keys() == load_file(trainers / "model.safetensors").keys()
 
 
-def test_pattern_that_names_nothing_is_refused(trainers, tmp_path):
-    refused(2, "convert", trainers, tmp_path / "t", "--to", "zckpt", "--drop", "*", "--drop", "scheduler.pt",
+def test_pattern_that_names_nothing_is_refused(trainers):
+    refused(2, "convert", trainers, "t", "--to", "zckpt", "--drop", "*", "--drop", "scheduler.pt",
             words=("'scheduler.pt'", "names nothing"))  # fmt: skip
-    assert not (tmp_path / "t").exists()
+    assert not Path("t").exists()
 
 
 @pytest.mark.parametrize("to", TARGETS)
-def test_scheduler_and_random_states_beside_a_model_go_along(to, trainers, tmp_path):
+def test_scheduler_and_random_states_beside_a_model_go_along(to, trainers):
     (trainers / "optimizer_old.pt").unlink()
-    zckpt.convert(trainers, tmp_path / "target", to=to)
-    found = zckpt.open(tmp_path / "target")
+    zckpt.convert(trainers, "target", to=to)
+    found = zckpt.open("target")
     assert found.metadata["scheduler"] == {"last_epoch": 1, "_last_lr": [1e-3]}
     assert "rng_state" in found.metadata
     assert {item.about for item in inventory(trainers).of(CARRIED)} == {"scheduler", "rng_state", "trainer_state"}
@@ -138,16 +138,16 @@ def test_checkpoints_below_a_final_model_and_other_programs_models_are_foreign(t
 # --- torch files -----------------------------------------------------------------------------------------------------
 
 
-def test_second_optimizer_of_a_list_is_carried(trained, tmp_path):
+def test_second_optimizer_of_a_list_is_carried(trained):
     model, optimizer = trained
     other = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1, momentum=0.9)
     other.param_groups[0]["params"][0].grad = torch.ones(3)
     other.step()
-    source = tmp_path / "both.pt"
+    source = "both.pt"
     torch.save({"model": model.state_dict(), "optimizer": [optimizer.state_dict(), other.state_dict()]}, source)
     assert not lost(source)
     assert any("not read: optimizer" in one for one in zckpt.open(source).warnings)
-    there = converted(converted(source, tmp_path / "t", "dcp"), tmp_path / "z", "zckpt")
+    there = converted(converted(source, "t", "dcp"), "z", "zckpt")
     assert zckpt.diff(source, there).equal
     assert "optimizer" in zckpt.open(there).metadata
 
@@ -162,9 +162,9 @@ def test_second_optimizer_of_a_list_is_carried(trained, tmp_path):
 )
 @pytest.mark.parametrize("key", ["model", None])
 @pytest.mark.filterwarnings("ignore")
-def test_tensor_of_another_kind_in_a_state_dict_is_not_lost_in_silence(odd, key, tmp_path):
+def test_tensor_of_another_kind_in_a_state_dict_is_not_lost_in_silence(odd, key):
     state = {"dense": torch.ones(2), "other": torch.zeros(4), "odd": odd()}
-    source = tmp_path / "m.pt"
+    source = Path("m.pt")
     torch.save(state if key is None else {key: state}, source)
     try:
         kept = [item.place for item in inventory(source).items if item.fate == CARRIED]
@@ -173,12 +173,12 @@ def test_tensor_of_another_kind_in_a_state_dict_is_not_lost_in_silence(odd, key,
         return
     assert lost(source) or any("odd" in place for place in kept)
     if lost(source):
-        refused(3, "consolidate", source, tmp_path / "m.safetensors", words=("odd",))
+        refused(3, "consolidate", source, "m.safetensors", words=("odd",))
         assert codes(source)[0] == 1
 
 
-def test_record_that_no_torch_file_has_is_left_out(tmp_path):
-    source = tmp_path / "m.pt"
+def test_record_that_no_torch_file_has_is_left_out():
+    source = Path("m.pt")
     torch.save({"w": torch.ones(3)}, source)
     with zipfile.ZipFile(source, "a", zipfile.ZIP_STORED) as archive:
         archive.writestr("m/smuggled", b"more")
@@ -194,13 +194,13 @@ NAMES = [
 
 
 @pytest.fixture
-def trainers_own(tmp_path) -> Path:
+def trainers_own() -> Path:
     """A copy of what the Trainer left with DeepSpeed."""
-    return Path(shutil.copytree(SOURCES["other/trainer_ds2_gpt2"], tmp_path / "s"))
+    return Path(shutil.copytree(SOURCES["other/trainer_ds2_gpt2"], "s"))
 
 
 @pytest.mark.parametrize(("name", "left"), each(NAMES, ["nothing", "half", "zeros"]))
-def test_a_companion_that_cannot_be_read_is_found_and_refused_unless_it_is_named(name, left, trainers_own, tmp_path):
+def test_a_companion_that_cannot_be_read_is_found_and_refused_unless_it_is_named(name, left, trainers_own):
     path = trainers_own / name
     data = path.read_bytes()
     path.write_bytes({"nothing": b"", "half": data[: len(data) // 2], "zeros": bytes(len(data))}[left])
@@ -208,38 +208,38 @@ def test_a_companion_that_cannot_be_read_is_found_and_refused_unless_it_is_named
         status, found = codes(trainers_own, *deep)
         assert status == 1
         assert found <= {"ZC-102", "ZC-103"}
-    convert = ("convert", trainers_own, tmp_path / "t", "--to")
+    convert = ("convert", trainers_own, Path("t"), "--to")
     for to in ("zckpt", "accelerate"):
         refused(3, *convert, to, words=(name, "cannot be read", f"--drop '{name}'"))
     succeeded(*convert, "zckpt", "--drop", name)
 
 
 @pytest.mark.parametrize("verb", [("reshard", "--world-size", 3), ("strip", "--unreferenced")])
-def test_a_companion_that_cannot_be_read_is_not_copied_as_it_is(verb, trainers_own, tmp_path):
+def test_a_companion_that_cannot_be_read_is_not_copied_as_it_is(verb, trainers_own):
     for name in ("scheduler.pt", "config.json"):
         (trainers_own / name).write_bytes((trainers_own / name).read_bytes()[:40])
-    asked = (verb[0], trainers_own, tmp_path / "t", *verb[1:])
+    asked = (verb[0], trainers_own, Path("t"), *verb[1:])
     refused(3, *asked, words=("config.json", "scheduler.pt", "--drop"))
     succeeded(*asked, "--drop", "scheduler.pt", "--drop", "config.json")
-    there = {*names_in(tmp_path / "t")}
+    there = {*names_in("t")}
     assert "trainer_state.json" in there
     assert not there & {"scheduler.pt", "config.json"}
-    assert codes(tmp_path / "t", "--deep")[0] == 0
+    assert codes(Path("t"), "--deep")[0] == 0
 
 
-def test_a_flipped_bit_of_a_companion_is_found_and_refused(trainers_own, tmp_path):
+def test_a_flipped_bit_of_a_companion_is_found_and_refused(trainers_own):
     path = trainers_own / "training_args.bin"
     flip(path, path.read_bytes().index(b"label_names"))
     assert codes(trainers_own, "--deep")[0] == 1
-    refused(3, "convert", trainers_own, tmp_path / "t", "--to", "zckpt", words=("training_args.bin",))
+    refused(3, "convert", trainers_own, "t", "--to", "zckpt", words=("training_args.bin",))
 
 
-def test_a_gap_in_what_programs_count_is_noted(trainers_own, tmp_path):
+def test_a_gap_in_what_programs_count_is_noted(trainers_own):
     assert zckpt.open(trainers_own).warnings == []
     (trainers_own / "rng_state_0.pth").rename(trainers_own / "rng_state_10.pth")
     said = "rng_state number 0 is missing, although rng_state_10.pth exists: was it lost?"
     assert said in " ".join(succeeded("verify", trainers_own).stdout.split())
-    assert said in succeeded("convert", trainers_own, tmp_path / "t", "--to", "zckpt").stderr
+    assert said in succeeded("convert", trainers_own, "t", "--to", "zckpt").stderr
 
 
 def test_a_scheduler_without_an_optimizer_is_noted(trainers):
@@ -279,34 +279,34 @@ def add_tensor(content):
     "verb",
     [("reshard", "--world-size", 3), ("convert", "--to", "zckpt"), ("consolidate",), ("strip", "--unreferenced")],
 )
-def test_unknown_tensor_in_a_ranks_file_is_refused_by_every_verb(verb, tmp_path):
-    source = copy("s2_bf16_dp2", tmp_path)
+def test_unknown_tensor_in_a_ranks_file_is_refused_by_every_verb(verb):
+    source = copy("s2_bf16_dp2")
     edit(optimizer_file(source, 1), add_tensor)
     place = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt:optimizer_state_dict/preconditioner"
     assert lost(source) == [f"global_step5/{place}"]
-    refused(3, verb[0], source, tmp_path / "t", *verb[1:], words=(place,))
-    assert not (tmp_path / "t").exists()
-    succeeded(verb[0], source, tmp_path / "t", *verb[1:], "--drop", "*preconditioner")
+    refused(3, verb[0], source, "t", *verb[1:], words=(place,))
+    assert not Path("t").exists()
+    succeeded(verb[0], source, "t", *verb[1:], "--drop", "*preconditioner")
 
 
 def ranks_file(source, rank) -> Path:
     return source / "global_step5" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
 
 
-def test_what_each_rank_has_of_its_own_is_carried(tmp_path):
-    source = copy("s3_bf16_dp2", tmp_path)
+def test_what_each_rank_has_of_its_own_is_carried():
+    source = copy("s3_bf16_dp2")
     for rank in (0, 1):
         edit(ranks_file(source, rank), lambda content: content.update(rng=torch.full((9,), rank), epoch=4))  # noqa: B023
     found = zckpt.open(source).metadata
     assert {"rng", "epoch", "zero_pp_rank_1_mp_rank_00_model_states.rng"} <= found.keys()
     assert "zero_pp_rank_1_mp_rank_00_model_states.epoch" not in found, "it is the first rank's"
     assert lost(source) == []
-    zckpt.convert(source, tmp_path / "t", to="zckpt")
-    assert zckpt.open(tmp_path / "t").metadata.keys() == found.keys()
+    zckpt.convert(source, "t", to="zckpt")
+    assert zckpt.open("t").metadata.keys() == found.keys()
 
 
-def test_state_of_modules_that_is_no_tensor_is_carried_of_each_rank(tmp_path):
-    source = copy("s3_bf16_dp2", tmp_path)
+def test_state_of_modules_that_is_no_tensor_is_carried_of_each_rank():
+    source = copy("s3_bf16_dp2")
     for rank in (0, 1):
         more = {"a._extra_state": {"amax": torch.full((2,), rank)},
                 "b._extra_state": {"amax": torch.ones(3), "recipe": "delayed"}}  # fmt: skip
@@ -316,20 +316,20 @@ def test_state_of_modules_that_is_no_tensor_is_carried_of_each_rank(tmp_path):
     assert "zero_pp_rank_1_mp_rank_00_model_states.a._extra_state" in found
     assert "zero_pp_rank_1_mp_rank_00_model_states.b._extra_state" not in found, "it is the first rank's"
     assert lost(source) == []
-    zckpt.reshard(source, tmp_path / "t", world_size=3)
+    zckpt.reshard(source, "t", world_size=3)
     for rank in (0, 1):
-        module = torch.load(ranks_file(tmp_path / "t", rank), weights_only=False)["module"]
+        module = torch.load(ranks_file(Path("t"), rank), weights_only=False)["module"]
         assert module["a._extra_state"]["amax"].tolist() == [rank, rank]
         assert module["b._extra_state"]["amax"].tolist() == [1, 1, 1]
 
 
-def test_random_states_of_a_directory_of_accelerate_go_along_with_reshard(tmp_path):
+def test_random_states_of_a_directory_of_accelerate_go_along_with_reshard():
     source = SOURCES["other/accel_ds2_bf16"]
-    done = zckpt.reshard(source, tmp_path / "t", world_size=3)
-    names = {path.name for path in (tmp_path / "t").iterdir()}
+    done = zckpt.reshard(source, "t", world_size=3)
+    names = {path.name for path in Path("t").iterdir()}
     assert {"random_states_0.pkl", "random_states_1.pkl", "scheduler.bin"} <= names
     for name in ("random_states_1.pkl", "scheduler.bin"):
-        assert (tmp_path / "t" / name).read_bytes() == (source / name).read_bytes()
+        assert Path(f"t/{name}").read_bytes() == (source / name).read_bytes()
     assert any("2 processes" in note for note in done.notes)
 
 
@@ -337,9 +337,9 @@ def test_random_states_of_a_directory_of_accelerate_go_along_with_reshard(tmp_pa
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("s2_bf16_dp2", torch.float32), ("s3_bf16_dp2", torch.bfloat16)])
-def test_model_gathered_beside_a_checkpoint_in_another_type_is_a_copy(name, dtype, tmp_path):
+def test_model_gathered_beside_a_checkpoint_in_another_type_is_a_copy(name, dtype):
     """What zero_to_fp32 wrote into the run's directory, and `stage3_gather_16bit_weights_on_model_save`."""
-    source, truth = copy(name, tmp_path), Truth(SOURCES[name])
+    source, truth = copy(name), Truth(SOURCES[name])
     held = truth.weights | (truth.masters if dtype == torch.float32 else {})
     held |= {alias: held[owner] for alias, owner in truth.tied.items()}
     model = {key: value.to(dtype) for key, value in held.items()}
@@ -347,7 +347,7 @@ def test_model_gathered_beside_a_checkpoint_in_another_type_is_a_copy(name, dtyp
     torch.save(model, source / "pytorch_model.bin")
     assert lost(source) == []
     assert codes(source, "--deep")[0] == 0
-    zckpt.consolidate(source, tmp_path / "out.safetensors")
+    zckpt.consolidate(source, "out.safetensors")
     model["fc1.weight"][3, 2] += 0.5
     torch.save(model, source / "pytorch_model.bin")
     status, found = codes(source, "--deep")
@@ -355,9 +355,9 @@ def test_model_gathered_beside_a_checkpoint_in_another_type_is_a_copy(name, dtyp
     assert found == {"ZC-206"}
 
 
-def test_model_with_more_digits_than_all_else_is_no_copy(tmp_path):
+def test_model_with_more_digits_than_all_else_is_no_copy():
     """Where the optimizer's files are gone, float32 weights beside 16-bit ones may be all that is left of masters."""
-    source = copy("s2_bf16_dp2", tmp_path)
+    source = copy("s2_bf16_dp2")
     for path in source.rglob("*optim_states.pt"):
         path.unlink()
     for path in source.rglob("*model_states.pt"):
@@ -365,7 +365,7 @@ def test_model_with_more_digits_than_all_else_is_no_copy(tmp_path):
     torch.save({"fc1.weight": Truth(SOURCES["s2_bf16_dp2"]).masters["fc1.weight"]}, source / "pytorch_model.bin")
     assert lost(source) == ["pytorch_model.bin"]
     with refusing(LeftOutError, r"pytorch_model\.bin"):
-        zckpt.consolidate(source, tmp_path / "out.safetensors")
+        zckpt.consolidate(source, "out.safetensors")
 
 
 def renamed(node, names: dict[str, str]):
@@ -377,8 +377,8 @@ def renamed(node, names: dict[str, str]):
     return names.get(node, node) if isinstance(node, str) else node
 
 
-def test_adapter_that_peft_saved_beside_it_is_a_copy(tmp_path):
-    source = copy("s2_bf16_dp2", tmp_path)
+def test_adapter_that_peft_saved_beside_it_is_a_copy():
+    source = copy("s2_bf16_dp2")
     front = "base_model.model."
     names = {"fc1.weight": f"{front}q_proj.lora_A.default.weight", "prime": f"{front}e.lora_embedding_A.default",
              "fc2.weight": f"{front}head.modules_to_save.default.weight"}  # fmt: skip
@@ -402,8 +402,8 @@ def test_adapter_that_peft_saved_beside_it_is_a_copy(tmp_path):
         ("universal/s2_bf16_dp4", "zero/frozen_odd/fp32.pt"),
     ],
 )
-def test_copy_that_differs_is_found_by_verify_deep(name, pattern, tmp_path):
-    source = Path(shutil.copytree(SOURCES[name], tmp_path / "s"))
+def test_copy_that_differs_is_found_by_verify_deep(name, pattern):
+    source = Path(shutil.copytree(SOURCES[name], "s"))
     assert codes(source, "--deep")[0] == 0
     items = [item for item in inventory(source).of(COPY) if item.file == pattern and item.kind == "tensor"]
     assert items
@@ -428,19 +428,19 @@ def test_truncated_files_beside_a_model_are_unsound(tmp_path):
         assert (status, "ZC-102" in found) == (1, True)
 
 
-def test_optimizer_in_a_models_directory_is_read_with_it(tmp_path):
+def test_optimizer_in_a_models_directory_is_read_with_it():
     source = FIXTURES / "s2_bf16_dp4"
-    zckpt.consolidate(source, tmp_path / "model", slots="all")
-    there, here = zckpt.open(source), zckpt.open(tmp_path / "model")
+    zckpt.consolidate(source, "model", slots="all")
+    there, here = zckpt.open(source), zckpt.open("model")
     assert [group.parameters for group in here.param_groups] == [group.parameters for group in there.param_groups]
     assert here.step == there.step
     for name in here.param_groups[0].parameters:
         assert_same_bits(here, there, name, "exp_avg_sq")
 
 
-def test_page_names_what_is_left_out(trainers, tmp_path):
-    succeeded("inspect", trainers, "--html", tmp_path / "page.html")
-    assert "Left out: optimizer_old.pt (nothing has read its 8 tensors)" in (tmp_path / "page.html").read_text()
+def test_page_names_what_is_left_out(trainers):
+    succeeded("inspect", trainers, "--html", "page.html")
+    assert "Left out: optimizer_old.pt (nothing has read its 8 tensors)" in Path("page.html").read_text()
 
 
 # --- the whole list ---------------------------------------------------------------------------------------------------
@@ -460,8 +460,8 @@ def test_files_lists_everything_and_what_became_of_it():
 
 @pytest.mark.parametrize("target", ["nowhere", "scheduler.pt"])
 @pytest.mark.parametrize("fixture", ["s2_bf16_dp2", "other/dcp_fsdp2_dp2/ckpt", "other/trainer_ds2_gpt2/checkpoint-4"])
-def test_links_to_nothing_and_to_themselves_are_left_out(fixture, target, tmp_path):
-    source = Path(shutil.copytree(FIXTURES / fixture, tmp_path / "source"))
+def test_links_to_nothing_and_to_themselves_are_left_out(fixture, target):
+    source = Path(shutil.copytree(FIXTURES / fixture, "source"))
     (source / "scheduler.pt").unlink(missing_ok=True)
     before = lost(source)
     (source / "scheduler.pt").symlink_to(target)

@@ -30,10 +30,10 @@ SOURCES = {
 
 
 @pytest.fixture
-def source(request, tmp_path):
+def source(request):
     """A copy of a checkpoint, with such files, and its own directory."""
     name, own = SOURCES[request.param]
-    path = Path(shutil.copytree(FIXTURES / name, tmp_path / "source", ignore=shutil.ignore_patterns("truth*")))
+    path = Path(shutil.copytree(FIXTURES / name, "source", ignore=shutil.ignore_patterns("truth*")))
     for file, value in KEPT.items():
         (path / own / file).parent.mkdir(exist_ok=True)
         torch.save(value, path / own / file)
@@ -46,43 +46,43 @@ def states(folder) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("source", SOURCES, indirect=True)
-def test_values_are_carried(source, tmp_path):
+def test_values_are_carried(source):
     path, _ = source
     checkpoint = zckpt.open(path)
     assert {Path(name).stem for name in KEPT} <= checkpoint.metadata.keys()
     assert not take_inventory(checkpoint).left_out
-    converted(path, tmp_path / "t", "zckpt")
-    assert zckpt.open(tmp_path / "t").metadata["step_scheduler"] == KEPT[STATE]
+    converted(path, "t", "zckpt")
+    assert zckpt.open("t").metadata["step_scheduler"] == KEPT[STATE]
 
 
 @pytest.mark.parametrize("source", ["deepspeed", "stage0"], indirect=True)
 @pytest.mark.parametrize("is_run", [True, False])
-def test_files_in_deepspeeds_tag_are_copied_for_other_ranks(source, is_run, tmp_path):
+def test_files_in_deepspeeds_tag_are_copied_for_other_ranks(source, is_run):
     path, own = source
-    given, target = (path, tmp_path / "t" / own.name) if is_run else (own, tmp_path / "t")
-    zckpt.reshard(given, tmp_path / "t", world_size=3)
+    given, target = (path, Path("t", own.name)) if is_run else (own, Path("t"))
+    zckpt.reshard(given, "t", world_size=3)
     assert str(states(target)) == str(states(own))
-    assert not take_inventory(zckpt.open(tmp_path / "t")).left_out
-    zckpt.reshard(tmp_path / "t", tmp_path / "back", world_size=2)
-    assert zckpt.diff(path, tmp_path / "back").equal
+    assert not take_inventory(zckpt.open("t")).left_out
+    zckpt.reshard("t", "back", world_size=2)
+    assert zckpt.diff(path, "back").equal
 
 
 @pytest.mark.parametrize("source", ["megatron"], indirect=True)
 @pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
-def test_megatron_bridges_files_are_written_again(source, ckpt_format, tmp_path):
+def test_megatron_bridges_files_are_written_again(source, ckpt_format):
     """Megatron-Bridge 0.3.1 takes the step and the samples from `train_state.pt`, the run's newest by `latest_...`."""
     path, own = source
     torch.save({"dataloader_state_dict": {"at": 3}}, own / "train_dataloader_dprank000.pt")
     (own / "run_config.yaml").write_text("model:\n  tensor_model_parallel_size: 2\n")
-    zckpt.convert(path, tmp_path / "t", to="megatron", ckpt_format=ckpt_format)
-    there = tmp_path / "t" / own.name
+    zckpt.convert(path, "t", to="megatron", ckpt_format=ckpt_format)
+    there = Path("t", own.name)
     for name in ("train_state.pt", "train_dataloader_dprank000.pt", "../latest_train_state.pt"):
         assert str(torch.load(there / name)) == str(torch.load(own / name.replace("../latest_", "")))
     assert (there / "run_config.yaml").is_file() == (ckpt_format == "torch_dist")
-    assert not take_inventory(zckpt.open(tmp_path / "t")).left_out
-    found = zckpt.diff(path, tmp_path / "t")
+    assert not take_inventory(zckpt.open("t")).left_out
+    found = zckpt.diff(path, "t")
     assert not [one.key for one in found.settings if "train" in one.key]
-    zckpt.convert(path, tmp_path / "t", to="megatron", ckpt_format=ckpt_format, overwrite=True)
+    zckpt.convert(path, "t", to="megatron", ckpt_format=ckpt_format, overwrite=True)
 
 
 @pytest.mark.parametrize(
@@ -90,17 +90,17 @@ def test_megatron_bridges_files_are_written_again(source, ckpt_format, tmp_path)
     [{"w": torch.ones(2)}, {"ids": torch.arange(1 << 14)}, {"w": torch.eye(2).to_sparse()}, torch.ones(3),
      {"half": torch.ones(2, dtype=torch.float16)}],
 )  # fmt: skip
-def test_what_may_be_trained_or_is_large_is_left_out(value, tmp_path):
-    path = Path(shutil.copytree(FIXTURES / "s2_bf16_dp2", tmp_path / "s"))
+def test_what_may_be_trained_or_is_large_is_left_out(value):
+    path = Path(shutil.copytree(FIXTURES / "s2_bf16_dp2", "s"))
     torch.save(value, path / "global_step5" / "more.pt")
     assert "more" not in zckpt.open(path).metadata
-    refused(3, "reshard", path, tmp_path / "t", "--world-size", 3, words=("more.pt", "--drop"))
-    succeeded("reshard", path, tmp_path / "t", "--world-size", 3, "--drop", "global_step5/more.pt")
-    assert not list((tmp_path / "t").rglob("more.pt"))
+    refused(3, "reshard", path, "t", "--world-size", 3, words=("more.pt", "--drop"))
+    succeeded("reshard", path, "t", "--world-size", 3, "--drop", "global_step5/more.pt")
+    assert not list(Path("t").rglob("more.pt"))
 
 
-def test_files_of_one_name_in_many_folders_are_all_carried(tmp_path):
-    path = Path(shutil.copytree(FIXTURES / "s2_bf16_dp2", tmp_path / "s"))
+def test_files_of_one_name_in_many_folders_are_all_carried():
+    path = Path(shutil.copytree(FIXTURES / "s2_bf16_dp2", "s"))
     for rank in range(3):
         (path / "global_step5" / f"rank{rank}").mkdir()
         torch.save({"rank": rank}, path / "global_step5" / f"rank{rank}" / "state.pt")
@@ -108,16 +108,16 @@ def test_files_of_one_name_in_many_folders_are_all_carried(tmp_path):
     found = zckpt.open(path).metadata
     assert found["ds_config.pt"] == {"mine": 1}
     assert [found[key]["rank"] for key in ("state", "rank1/state", "rank2/state")] == [0, 1, 2]
-    zckpt.reshard(path, tmp_path / "t", world_size=3)
-    zckpt.convert(tmp_path / "t", tmp_path / "back", to="deepspeed", world_size=2, stage=2)
-    assert zckpt.diff(path, tmp_path / "back").equal
-    zckpt.convert(path, tmp_path / "dcp", to="dcp")
-    assert not take_inventory(zckpt.open(tmp_path / "dcp")).left_out
-    assert zckpt.diff(path, tmp_path / "dcp", ignore_metadata=False).equal
+    zckpt.reshard(path, "t", world_size=3)
+    zckpt.convert("t", "back", to="deepspeed", world_size=2, stage=2)
+    assert zckpt.diff(path, "back").equal
+    zckpt.convert(path, "dcp", to="dcp")
+    assert not take_inventory(zckpt.open("dcp")).left_out
+    assert zckpt.diff(path, "dcp", ignore_metadata=False).equal
 
 
-def test_another_checkpoints_files_are_not_carried(tmp_path):
-    path = Path(shutil.copytree(FIXTURES / "s2_bf16_dp2", tmp_path / "s"))
+def test_another_checkpoints_files_are_not_carried():
+    path = Path(shutil.copytree(FIXTURES / "s2_bf16_dp2", "s"))
     shutil.copytree(path / "global_step5", path / "global_step9")
     torch.save({"step": 9}, path / "global_step9" / "state.pt")
     torch.save({"step": 1}, path / "state.pt")

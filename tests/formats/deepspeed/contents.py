@@ -19,7 +19,7 @@ def run_of(name) -> Path:
 
 
 def tag_of(run) -> Path:
-    return run / (run / "latest").read_text().strip()
+    return Path(run, Path(run, "latest").read_text().strip())
 
 
 def cut(source, target, world_size, **options) -> Path:

@@ -26,9 +26,9 @@ def address(numel, start):
 MODEL_FILES = "*model_states.pt"
 
 
-def copy(name, directory) -> Path:
+def copy(name, directory=".") -> Path:
     """A copy of a fixture's tag directory."""
-    run = Path(shutil.copytree(FIXTURES / name, directory / Path(name).name))
+    run = Path(shutil.copytree(FIXTURES / name, Path(directory, Path(name).name)))
     (run / "truth.safetensors").unlink(missing_ok=True)
     return run / (run / "latest").read_text().strip()
 

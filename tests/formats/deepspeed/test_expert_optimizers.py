@@ -25,9 +25,9 @@ def experts_file(tag, rank) -> Path:
     return tag / f"expp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
-def before_019(name, directory) -> Path:
+def before_019(name) -> Path:
     """A checkpoint under ZeRO as DeepSpeed 0.14 and 0.16 write it: fewer keys, and files that hold nothing."""
-    tag = copy(name, directory)
+    tag = copy(name)
 
     def drop(content):
         for key in ONLY_IN_019:
@@ -56,10 +56,10 @@ def test_optimizer_of_experts_is_put_together(name):
 
 
 @pytest.mark.parametrize("name", WITHOUT_ZERO)
-def test_copies_of_the_dense_state_are_compared(name, tmp_path):
+def test_copies_of_the_dense_state_are_compared(name):
     verified = zckpt.verify(run_of(name), deep=True)
     assert verified.sound, verified.findings
-    tag = copy(name, tmp_path)
+    tag = copy(name)
 
     def change(content):
         base = content["optimizer"].get("optimizer_state_dict", content["optimizer"])
@@ -79,47 +79,47 @@ def test_every_damaged_file_of_the_optimizer_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("to", ["zckpt", "consolidated", "dcp"])
-def test_it_is_converted(to, tmp_path):
+def test_it_is_converted(to):
     name = "moe_ep2_s0_bf16_dp2"
-    zckpt.convert(run_of(name), tmp_path / "out", to=to, verify=True)
-    assert zckpt.fingerprint(tmp_path / "out").text == zckpt.fingerprint(run_of(name)).text
+    zckpt.convert(run_of(name), "out", to=to, verify=True)
+    assert zckpt.fingerprint("out").text == zckpt.fingerprint(run_of(name)).text
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_missing_expert_rank_is_named(rank, tmp_path):
-    tag = copy("moe_ep2_s0_fp32_dp4", tmp_path)
+def test_missing_expert_rank_is_named(rank):
+    tag = copy("moe_ep2_s0_fp32_dp4")
     experts_file(tag, rank).unlink()
     with refusing(zckpt.ShardError, "expert ranks are missing"):
         zckpt.open(tag)
 
 
-def test_files_of_another_model_parallel_rank_are_none_of_the_only_one(tmp_path):
-    tag = copy("moe_ep2_s0_fp32_dp4", tmp_path)
+def test_files_of_another_model_parallel_rank_are_none_of_the_only_one():
+    tag = copy("moe_ep2_s0_fp32_dp4")
     for rank in range(2):
         experts_file(tag, rank).rename(tag / f"expp_rank_{rank}_mp_rank_01_optim_states.pt")
     found = zckpt.open(tag)
     assert any("no optimizer files of experts of mp_rank 0" in warning for warning in found.warnings)
     assert found.param_groups == []
     with refusing(zckpt.LeftOutError, "would be lost"):
-        zckpt.convert(tag, tmp_path / "out", to="zckpt")
+        zckpt.convert(tag, "out", to="zckpt")
 
 
-def test_number_in_a_name_may_be_any(tmp_path):
-    tag = copy("moe_ep2_s0_fp32_dp4", tmp_path)
+def test_number_in_a_name_may_be_any():
+    tag = copy("moe_ep2_s0_fp32_dp4")
     experts_file(tag, 1).rename(tag / f"expp_rank_{10**30}_mp_rank_00_optim_states.pt")
     with refusing(zckpt.ShardError, "missing"):
         zckpt.open(tag)
 
 
-def test_expert_rank_of_another_run_is_named(tmp_path):
-    tag = copy("moe_ep2_s0_fp32_dp4", tmp_path)
+def test_expert_rank_of_another_run_is_named():
+    tag = copy("moe_ep2_s0_fp32_dp4")
     edit(experts_file(tag, 1), lambda content: content["optimizer"]["param_groups"][0].update(lr=0.5))
     with refusing(zckpt.ShardError, "expert rank 1"):
         zckpt.open(tag)
 
 
-def test_masters_of_a_group_that_are_no_list_are_refused(tmp_path):
-    tag = copy("moe_ep2_s0_bf16_dp2", tmp_path)
+def test_masters_of_a_group_that_are_no_list_are_refused():
+    tag = copy("moe_ep2_s0_bf16_dp2")
     edit(model_file(tag), lambda content: content["optimizer"]["fp32_groups"].__setitem__(0, True))
     with refusing(zckpt.DamagedFileError, "masters and param groups disagree"):
         zckpt.open(tag)
@@ -132,8 +132,8 @@ def test_a_layer_of_more_experts_than_any_model_has_is_unreadable():
         layer_from(entry)
 
 
-def test_degree_is_what_the_groups_say(tmp_path):
-    tag = copy("moe_ep2_s0_fp32_dp4", tmp_path)
+def test_degree_is_what_the_groups_say():
+    tag = copy("moe_ep2_s0_fp32_dp4")
 
     def name(group, value, **others):
         edit_all(tag, lambda content: content["optimizer"]["param_groups"][group].update(name=value, **others))
@@ -152,23 +152,23 @@ def test_degree_is_what_the_groups_say(tmp_path):
 
 @pytest.mark.parametrize("name", ["moe_ep1_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2", "moe_ep2_s2_fp32_dp4"])
 @pytest.mark.every(2)
-def test_files_before_019_are_read_and_cut(name, tmp_path):
-    tag, truth = before_019(name, tmp_path), Truth(FIXTURES / name)
+def test_files_before_019_are_read_and_cut(name):
+    tag, truth = before_019(name), Truth(FIXTURES / name)
     assert zckpt.verify(tag, deep=True).sound
-    (tmp_path / "own").mkdir()
-    assert_consolidated(tag, truth, tmp_path / "own")
+    Path("own").mkdir()
+    assert_consolidated(tag, truth, Path("own"))
     assert zckpt.open(tag).metadata["ds_config"] == zckpt.open(run_of(name)).metadata["ds_config"]
-    cut = tmp_path / "cut"
+    cut = Path("cut")
     zckpt.reshard(tag, cut, world_size=4, expert_parallel_size=4)
-    (tmp_path / "its").mkdir()
-    assert_consolidated(cut, truth, tmp_path / "its")
+    Path("its").mkdir()
+    assert_consolidated(cut, truth, Path("its"))
     assert [content_of(experts_file(cut, rank)) for rank in range(4)] == [{"optimizer": None}] * 4
     assert "ds_config" not in content_of(model_file(cut))
     assert content_of(optimizer_file(cut, 3))["ds_config"]["zero_optimization"]["stage"] == 2
 
 
-def test_state_beside_that_of_zero_is_refused(tmp_path):
-    tag = before_019("moe_ep2_s2_bf16_dp2", tmp_path)
+def test_state_beside_that_of_zero_is_refused():
+    tag = before_019("moe_ep2_s2_bf16_dp2")
     torch.save({"optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": []}}, experts_file(tag, 1))
     with refusing(zckpt.UnsupportedError, "although ZeRO's files") as error:
         zckpt.open(tag)

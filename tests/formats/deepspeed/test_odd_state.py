@@ -17,9 +17,9 @@ from tests.refusals import refusing
 from zckpt.errors import LeftOutError, ShardError, UnsupportedError
 
 
-def changed(name, directory, change: Callable[[dict[str, Any]], object], files="*optim_states.pt") -> Path:
+def changed(name, change: Callable[[dict[str, Any]], object], files="*optim_states.pt") -> Path:
     """A copy of a fixture with other content of some of its files; returns the run directory."""
-    tag = copy(name, directory)
+    tag = copy(name)
     edit_all(tag, change, files)
     return tag.parent
 
@@ -36,14 +36,14 @@ def _again(content):
 
 
 @pytest.mark.parametrize(("name", "options"), [("s2_fp32_dp2", {"stage": 3}), ("s3_fp32_dp2", {})])
-def test_two_keys_of_one_tensor_stay_one(name, options, tmp_path):
+def test_two_keys_of_one_tensor_stay_one(name, options):
     """torch gives back one tensor, and an optimizer that changes it under one key sees that under the other."""
-    run = changed(name, tmp_path, _again)
+    run = changed(name, _again)
     assert "exp_avg, again" in zckpt.open(run).warnings[0]
-    cut(run, tmp_path / "cut", 3, **options)
-    for state in loaded(tmp_path / "cut", 1).values():
+    cut(run, "cut", 3, **options)
+    for state in loaded("cut", 1).values():
         assert state["again"].data_ptr() == state["exp_avg"].data_ptr() != state["exp_avg_sq"].data_ptr()
-    assert zckpt.diff(run, tmp_path / "cut").equal
+    assert zckpt.diff(run, "cut").equal
 
 
 def _one_step(content):
@@ -52,36 +52,36 @@ def _one_step(content):
         state["step"] = states[0]["step"]
 
 
-def test_a_number_that_groups_share_stays_one_or_is_refused(tmp_path):
-    run = changed("s2_fp32_dp2", tmp_path, _one_step)
-    cut(run, tmp_path / "cut", 3)
-    pointers = {state["step"].data_ptr() for state in loaded(tmp_path / "cut", 2).values()}
+def test_a_number_that_groups_share_stays_one_or_is_refused():
+    run = changed("s2_fp32_dp2", _one_step)
+    cut(run, "cut", 3)
+    pointers = {state["step"].data_ptr() for state in loaded("cut", 2).values()}
     assert len(pointers) == 1
-    own = {state["step"].data_ptr() for state in loaded(copy("s2_fp32_dp2", tmp_path / "own").parent, 0).values()}
+    own = {state["step"].data_ptr() for state in loaded(copy("s2_fp32_dp2", "own").parent, 0).values()}
     assert len(own) > 1
-    sub = changed("s3_fp32_dp2", tmp_path, _one_step)
+    sub = changed("s3_fp32_dp2", _one_step)
     small = {"sub_group_size": 100}
     edit_all(tag_of(sub), lambda content: content["ds_config"]["zero_optimization"].update(small), "*model_states.pt")
     with refusing(UnsupportedError, "step: several of a rank's partitions share one tensor"):
-        cut(sub, tmp_path / "subs", 3)
+        cut(sub, "subs", 3)
 
 
 def _factored(content):
     state_in(content)[1]["exp_avg"] = torch.arange(3.0)
 
 
-def test_a_key_may_be_in_full_in_some_groups_only(tmp_path):
+def test_a_key_may_be_in_full_in_some_groups_only():
     """What has a value for each element is read; what has not is each rank's own."""
-    run = changed("s2_fp32_dp2", tmp_path, _factored)
+    run = changed("s2_fp32_dp2", _factored)
     opened = zckpt.open(run)
     first, second = (group.parameters[0] for group in opened.param_groups[:2])
     assert "exp_avg" in opened.parameters[first].slots
     assert "exp_avg" not in opened.parameters[second].slots
     assert {(one.key, one.group) for one in opened.per_rank} == {("exp_avg", 1)}
-    cut(run, tmp_path / "same", 2, verify=True)
-    assert torch.equal(loaded(tmp_path / "same", 1)[1]["exp_avg"], torch.arange(3.0))
+    cut(run, "same", 2, verify=True)
+    assert torch.equal(loaded("same", 1)[1]["exp_avg"], torch.arange(3.0))
     with refusing(UnsupportedError, "exp_avg: each rank has its own"):
-        cut(run, tmp_path / "cut", 3)
+        cut(run, "cut", 3)
     edit(optimizer_file(tag_of(run), 0), lambda content: state_in(content)[0].update(exp_avg=torch.zeros(5)))
     with refusing(zckpt.LayoutError, "rank 0, group 0: exp_avg does not have one value per element"):
         zckpt.open(run)
@@ -124,18 +124,18 @@ def _strided(content):
     state["exp_avg"] = torch.zeros(1).expand(state["exp_avg"].numel())
 
 
-def test_a_view_with_strides_is_refused_as_such(tmp_path):
+def test_a_view_with_strides_is_refused_as_such():
     with refusing(UnsupportedError, "exp_avg is a strided view"):
-        zckpt.open(changed("s2_fp32_dp2", tmp_path, _strided))
+        zckpt.open(changed("s2_fp32_dp2", _strided))
 
 
 @pytest.mark.parametrize("value", [0.5, [1, 0.5], {"norms": (2, 0.5)}], ids=str)
-def test_computed_numbers_of_a_single_rank_are_its_own(value, tmp_path):
+def test_computed_numbers_of_a_single_rank_are_its_own(value):
     """Of the elements that it holds: no other rank shows that they are not alike on all."""
-    run = changed("s1_fp32_dp1", tmp_path, lambda content: [one.update(n=value) for one in state_in(content).values()])
+    run = changed("s1_fp32_dp1", lambda content: [one.update(n=value) for one in state_in(content).values()])
     assert {one.key for one in zckpt.open(run).per_rank} == {"n"}
     with refusing(UnsupportedError, "n: each rank has its own"):
-        cut(run, tmp_path / "cut", 2)
+        cut(run, "cut", 2)
 
 
 def _other_rate(content):
@@ -159,31 +159,31 @@ SECOND = "*mp_rank_01_optim_states.pt"
         ("pp2_s1_fp32_dp2", lambda c: (_other_step(c), _other_rate(c)), "step of its param group"),
     ],
 )
-def test_model_parallel_ranks_that_do_not_agree(name, change, said, tmp_path):
-    run = changed(name, tmp_path, change, SECOND)
+def test_model_parallel_ranks_that_do_not_agree(name, change, said):
+    run = changed(name, change, SECOND)
     with refusing(ShardError, f"mp_rank 1 .* {said}"):
         zckpt.open(run)
     assert not zckpt.verify(run).sound
 
 
-def test_stages_may_have_rates_of_their_own(tmp_path):
-    run = changed("pp2_s1_fp32_dp2", tmp_path, _other_rate, SECOND)
+def test_stages_may_have_rates_of_their_own():
+    run = changed("pp2_s1_fp32_dp2", _other_rate, SECOND)
     assert sorted(group.hyperparameters["lr"] for group in zckpt.open(run).param_groups) == [0.01, 0.02, 0.5]
 
 
-def test_a_model_file_of_another_step(tmp_path):
+def test_a_model_file_of_another_step():
     one = "mp_rank_01_model_states.pt"
-    run = changed("tp2_s2_fp32_dp2", tmp_path, lambda content: content.update(global_steps=9), one)
+    run = changed("tp2_s2_fp32_dp2", lambda content: content.update(global_steps=9), one)
     with refusing(ShardError, "model file of mp_rank 1 is from another step"):
         zckpt.open(run)
 
 
-def test_single_values_that_slices_have_otherwise_are_each_ones_own(tmp_path):
-    run = changed("tp2_s2_fp32_dp2", tmp_path, lambda content: state_in(content)[0].update(count=4))
+def test_single_values_that_slices_have_otherwise_are_each_ones_own():
+    run = changed("tp2_s2_fp32_dp2", lambda content: state_in(content)[0].update(count=4))
     edit_all(tag_of(run), lambda content: state_in(content)[0].update(count=5), SECOND)
     assert {(one.mp_rank, one.value) for one in zckpt.open(run).per_rank} == {(0, 4), (1, 5)}
     with refusing(UnsupportedError, "count: each rank has its own"):
-        cut(run, tmp_path / "cut", 2, tensor_parallel_size=1)
+        cut(run, "cut", 2, tensor_parallel_size=1)
 
 
 def _moved_padding(content, *, eps):
@@ -196,9 +196,9 @@ def _moved_padding(content, *, eps):
 
 
 @pytest.mark.parametrize("eps", [True, False])
-def test_padding_of_masters_that_lion_moves_is_sound(eps, tmp_path):
+def test_padding_of_masters_that_lion_moves_is_sound(eps):
     """Its groups have betas and no eps: the sign of a zero moves what has no gradient."""
-    run = changed("s2_fp32_dp2", tmp_path, lambda content: _moved_padding(content, eps=eps))
+    run = changed("s2_fp32_dp2", lambda content: _moved_padding(content, eps=eps))
     assert sum(one.numel for one in zckpt.open(run).padding)
     assert ("ZC-205" in {one.code for one in zckpt.verify(run, deep=True).findings}) == eps
 
@@ -206,13 +206,13 @@ def test_padding_of_masters_that_lion_moves_is_sound(eps, tmp_path):
 MODEL = "mp_rank_00_model_states.pt"
 
 
-def test_a_number_in_the_place_of_a_slot_is_sound(tmp_path):
+def test_a_number_in_the_place_of_a_slot_is_sound():
     """Prodigy keeps one for a parameter that began as zeros."""
 
     def change(content):
         next(iter(content["optimizer"]["state"].values()))["exp_avg"] = torch.tensor(0.0)
 
-    run = changed("s0_fp32_dp2", tmp_path, change, MODEL)
+    run = changed("s0_fp32_dp2", change, MODEL)
     assert "ZC-123" not in {one.code for one in zckpt.verify(run).findings}
 
 
@@ -221,14 +221,14 @@ def _sized(content):
         state["numel"] = state["exp_avg"].numel()
 
 
-def test_the_size_of_a_partition_is_not_that_of_others(tmp_path):
+def test_the_size_of_a_partition_is_not_that_of_others():
     """All ranks of the source have the same one, and ranks of another number have another."""
-    run = changed("s2_fp32_dp2", tmp_path, _sized)
+    run = changed("s2_fp32_dp2", _sized)
     assert {one.key for one in zckpt.open(run).per_rank} == {"numel"}
-    cut(run, tmp_path / "same", 2, verify=True)
+    cut(run, "same", 2, verify=True)
     with refusing(UnsupportedError, "numel: each rank has its own"):
-        cut(run, tmp_path / "cut", 3)
-    cut(run, tmp_path / "cut", 3, drop=["numel"])
+        cut(run, "cut", 3)
+    cut(run, "cut", 3, drop=["numel"])
 
 
 def _of_texts(content):
@@ -236,16 +236,16 @@ def _of_texts(content):
 
 
 @pytest.mark.parametrize("name", ["s1_fp32_dp2", "s3_fp32_dp2"])
-def test_state_under_a_text_is_not_lost_in_silence(name, tmp_path):
+def test_state_under_a_text_is_not_lost_in_silence(name):
     """torch's optimizers may keep some in `state["global"]`, under keys that parameters have, too."""
-    run = changed(name, tmp_path, _of_texts)
+    run = changed(name, _of_texts)
     with refusing(LeftOutError, "global/step"):
-        zckpt.convert(run, tmp_path / "out", to="zckpt")
+        zckpt.convert(run, "out", to="zckpt")
 
 
-def test_state_under_a_text_at_stage_0_is_refused_as_such(tmp_path):
+def test_state_under_a_text_at_stage_0_is_refused_as_such():
     more = {"global": {"k": 7}}
-    run = changed("s0_fp32_dp2", tmp_path, lambda content: content["optimizer"]["state"].update(more), MODEL)
+    run = changed("s0_fp32_dp2", lambda content: content["optimizer"]["state"].update(more), MODEL)
     with refusing(UnsupportedError, "has state under 'global', which is not a parameter's"):
         zckpt.open(run)
 
@@ -256,18 +256,18 @@ def _listed(content):
 
 
 @pytest.mark.parametrize("to", ["dcp", "fsdp-rank-files"])
-def test_lists_and_tuples_in_state_come_back(to, tmp_path):
-    run = changed("s2_fp32_dp2", tmp_path, _listed)
-    zckpt.convert(run, tmp_path / "between", to=to, world_size=2)
-    zckpt.convert(tmp_path / "between", tmp_path / "back", to="deepspeed", stage=2, world_size=2)
-    assert loaded(tmp_path / "back", 1)[0]["window"] == (1, 2.5, None)
-    assert loaded(tmp_path / "back", 1)[1]["last"] == [1, {"of": (2,)}]
-    assert zckpt.diff(run, tmp_path / "between").equal
-    assert zckpt.diff(run, tmp_path / "back").equal
+def test_lists_and_tuples_in_state_come_back(to):
+    run = changed("s2_fp32_dp2", _listed)
+    zckpt.convert(run, "between", to=to, world_size=2)
+    zckpt.convert("between", "back", to="deepspeed", stage=2, world_size=2)
+    assert loaded("back", 1)[0]["window"] == (1, 2.5, None)
+    assert loaded("back", 1)[1]["last"] == [1, {"of": (2,)}]
+    assert zckpt.diff(run, "between").equal
+    assert zckpt.diff(run, "back").equal
 
 
 @pytest.mark.parametrize("name", ["s2_fp32_dp2", "s3_fp32_dp2"])
-def test_hyperparameters_that_are_tensors_of_several_elements_come_back(name, tmp_path):
+def test_hyperparameters_that_are_tensors_of_several_elements_come_back(name):
     """Every rank files them, and all have the same."""
 
     def groups_in(content: dict[str, Any]) -> list[dict[str, Any]]:
@@ -275,13 +275,13 @@ def test_hyperparameters_that_are_tensors_of_several_elements_come_back(name, tm
         found: list[dict[str, Any]] = (z.get("base_optimizer_state") or z["optimizer_state_dict"])["param_groups"]
         return found
 
-    run = changed(name, tmp_path, lambda content: groups_in(content)[1].update(scales=torch.arange(3.0)))
+    run = changed(name, lambda content: groups_in(content)[1].update(scales=torch.arange(3.0)))
     assert zckpt.verify(run, deep=True).sound
-    cut(run, tmp_path / "cut", 3)
+    cut(run, "cut", 3)
     for to in ("universal", "dcp"):
-        zckpt.convert(run, tmp_path / to, to=to)
-        zckpt.convert(tmp_path / to, tmp_path / f"{to}-back", to="deepspeed", world_size=3, stage=int(name[1]))
+        zckpt.convert(run, to, to=to)
+        zckpt.convert(to, f"{to}-back", to="deepspeed", world_size=3, stage=int(name[1]))
     for folder in ("cut", "universal-back", "dcp-back"):
-        assert zckpt.diff(run, tmp_path / folder).equal
-        content = torch.load(optimizer_file(tag_of(tmp_path / folder), 2), weights_only=False)
+        assert zckpt.diff(run, folder).equal
+        content = torch.load(optimizer_file(tag_of(folder), 2), weights_only=False)
         assert torch.equal(groups_in(content)[1]["scales"], torch.arange(3.0))

@@ -20,19 +20,19 @@ SLOTS = {
 
 
 @pytest.mark.parametrize("name", SLOTS)
-def test_all_state_of_parameters_is_read(name, tmp_path):
+def test_all_state_of_parameters_is_read(name):
     checkpoint, truth = zckpt.open(run_of(name)), Truth(run_of(name))
     assert checkpoint.warnings == []
     assert (
         {*truth.slots} == {"exp_avg", "exp_avg_sq", *SLOTS[name]} == {*checkpoint.slot_names()} - {"weight", "master"}
     )
-    assert_consolidated(run_of(name), truth, tmp_path)
-    converted(run_of(name), tmp_path / "zckpt", "zckpt", verify=True)
+    assert_consolidated(run_of(name), truth)
+    converted(run_of(name), "zckpt", "zckpt", verify=True)
 
 
-def test_errors_of_compression_do_not_hide_which_parameter_it_is(tmp_path):
+def test_errors_of_compression_do_not_hide_which_parameter_it_is():
     """They are larger than the parameter, and would be taken for its shape."""
-    tag = copy("s0_fp32_dp2", tmp_path)
+    tag = copy("s0_fp32_dp2")
     before = zckpt.fingerprint(tag).text
 
     def compress(content):
@@ -46,13 +46,13 @@ def test_errors_of_compression_do_not_hide_which_parameter_it_is(tmp_path):
     assert not zckpt.inspect(tag).left_out
 
 
-def test_an_error_without_its_sizes_is_not_taken_for_one(tmp_path):
-    tag = copy(ZERO_ONE, tmp_path)
+def test_an_error_without_its_sizes_is_not_taken_for_one():
+    tag = copy(ZERO_ONE)
 
     def strange(content):
         for state in content["optimizer"]["optimizer_state_dict"]["state"].values():
             del state["server_chunk_size"]
 
     edit(model_file(tag), strange)
-    with refusing(zckpt.LeftOutError, "error"):
-        zckpt.convert(tag, tmp_path / "out", to="zckpt")
+    with refusing(zckpt.LeftOutError, "would be lost: .*optimizer_state_dict/state/0"):
+        zckpt.convert(tag, "out", to="zckpt")

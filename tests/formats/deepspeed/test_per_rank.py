@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -23,8 +25,8 @@ def test_inspect_lists_it(name):
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_it_is_carried_byte_for_byte_at_the_same_cut(name, tmp_path):
-    tag = cut(run_of(name), tmp_path / "cut", 2)
+def test_it_is_carried_byte_for_byte_at_the_same_cut(name):
+    tag = cut(run_of(name), "cut", 2)
     for rank in range(2):
         source = optimizer_file(run_of(name) / "global_step5", rank)
         before, after = tensor_bytes(source), tensor_bytes(optimizer_file(tag, rank))
@@ -38,38 +40,38 @@ def test_it_is_carried_byte_for_byte_at_the_same_cut(name, tmp_path):
     "options",
     [{"world_size": 1}, {"world_size": 3}, {"round_robin": True}, {"parameter_alignment": True}, {"stage": 3}],
 )
-def test_any_other_cut_is_refused_by_name(options, tmp_path):
+def test_any_other_cut_is_refused_by_name(options):
     with pytest.raises(zckpt.UnsupportedError) as error:
-        zckpt.reshard(run_of(LAMB), tmp_path / "cut", **{"world_size": 2, **options})
+        zckpt.reshard(run_of(LAMB), "cut", **{"world_size": 2, **options})
     assert all(key in str(error.value) for key in KEYS[LAMB])
-    assert not (tmp_path / "cut").exists()
+    assert not Path("cut").exists()
 
 
-def test_single_values_can_be_dropped(tmp_path):
+def test_single_values_can_be_dropped():
     """LAMB's are computed anew in each step before they are used."""
     drop = ["trust_ratio", "*_norm"]
-    written = zckpt.reshard(run_of(LAMB), tmp_path / "cut", world_size=3, drop=drop, verify=True)
+    written = zckpt.reshard(run_of(LAMB), "cut", world_size=3, drop=drop, verify=True)
     assert [one.split(" ")[0] for one in written.dropped] == ["trust_ratio", "weight_norm", "adam_norm"]
-    states = state_of(optimizer_file(tmp_path / "cut" / "global_step5", 0))["base_optimizer_state"]["state"]
+    states = state_of(optimizer_file(Path("cut/global_step5"), 0))["base_optimizer_state"]["state"]
     assert {key for one in states.values() for key in one} == {"step", "exp_avg", "exp_avg_sq"}
     for to in ("zckpt", "universal"):
-        zckpt.convert(run_of(LAMB), tmp_path / to, to=to, drop=drop)
-        assert zckpt.fingerprint(tmp_path / to).text == zckpt.fingerprint(tmp_path / "cut").text
+        zckpt.convert(run_of(LAMB), to, to=to, drop=drop)
+        assert zckpt.fingerprint(to).text == zckpt.fingerprint("cut").text
     with refusing(zckpt.UnsupportedError, "--drop 'trust_ratio'"):
-        zckpt.reshard(run_of(LAMB), tmp_path / "other", world_size=3, drop=["*_norm"])
+        zckpt.reshard(run_of(LAMB), "other", world_size=3, drop=["*_norm"])
     with refusing(zckpt.UsageError, "nothing"):
-        zckpt.reshard(run_of(LAMB), tmp_path / "other", world_size=3, drop=[*drop, "nothing"])
+        zckpt.reshard(run_of(LAMB), "other", world_size=3, drop=[*drop, "nothing"])
 
 
-def test_moments_are_not_dropped_by_themselves(tmp_path):
+def test_moments_are_not_dropped_by_themselves():
     with refusing(zckpt.UnsupportedError, "state itself"):
-        zckpt.reshard(run_of(CODES), tmp_path / "cut", world_size=3, drop=["__bnb*"])
+        zckpt.reshard(run_of(CODES), "cut", world_size=3, drop=["__bnb*"])
 
 
-def test_codes_of_zero_3_are_made_anew(tmp_path):
+def test_codes_of_zero_3_are_made_anew():
     """A sub-group of several blocks, with padding between parameters; two others are in float32."""
-    tag = cut(run_of(CODES), tmp_path / "cut", 1, requantize=True, verify=True)
-    floats = cut(run_of(CODES), tmp_path / "floats", 1, dequantize=True)
+    tag = cut(run_of(CODES), "cut", 1, requantize=True, verify=True)
+    floats = cut(run_of(CODES), "floats", 1, dequantize=True)
     assert zckpt.verify(tag, deep=True).sound
     anew, values = (torch.load(optimizer_file(one, 0), weights_only=False)["optimizer_state_dict"]
                     ["optimizer_state_dict"]["state"] for one in (tag, floats))  # fmt: skip
@@ -80,32 +82,32 @@ def test_codes_of_zero_3_are_made_anew(tmp_path):
         assert ((found - values[0][slot]).abs() <= scales * steps / 2 * 1.001).all()
         assert torch.equal(anew[2]["__bnb_optimizer_quant_state__"][f"state{number}"], values[2][slot])
     with refusing(zckpt.UsageError, "no quantised state to quantise again"):
-        zckpt.reshard(run_of(LAMB), tmp_path / "other", world_size=3, requantize=True)
+        zckpt.reshard(run_of(LAMB), "other", world_size=3, requantize=True)
 
 
-def test_stage_1_is_cut_as_stage_2(tmp_path):
-    tag = cut(run_of(LAMB), tmp_path / "cut", 2, stage=1)
+def test_stage_1_is_cut_as_stage_2():
+    tag = cut(run_of(LAMB), "cut", 2, stage=1)
     assert len(zckpt.open(tag).per_rank) == len(zckpt.open(run_of(LAMB)).per_rank)
 
 
-def test_diff_tells_another_value(tmp_path):
-    tag = copy(LAMB, tmp_path)
+def test_diff_tells_another_value():
+    tag = copy(LAMB)
     edit(optimizer_file(tag, 1), lambda content: state_in(content)[0].update(trust_ratio=7.0))
     found = zckpt.diff(run_of(LAMB), tag)
     assert not found.equal
     assert [one.b for one in found.settings] == [7.0]
 
 
-def test_steps_must_agree_all_the_same(tmp_path):
-    tag = copy(LAMB, tmp_path)
+def test_steps_must_agree_all_the_same():
+    tag = copy(LAMB)
     edit(optimizer_file(tag, 1), lambda content: [state.update(step=6) for state in state_in(content).values()])
     with refusing(zckpt.ShardError, "step of group 0"):
         zckpt.open(tag)
 
 
-def test_codes_without_a_dict_around_them_are_not_taken_for_elements(tmp_path):
+def test_codes_without_a_dict_around_them_are_not_taken_for_elements():
     """Older versions of bitsandbytes save codes and scales beside the step."""
-    tag = copy("s2_bf16_dp2", tmp_path)
+    tag = copy("s2_bf16_dp2")
 
     def change(content):
         for state in state_in(content).values():
@@ -119,7 +121,7 @@ def test_codes_without_a_dict_around_them_are_not_taken_for_elements(tmp_path):
     assert {one.key for one in found.per_rank} == {"state1", "qmap1", "absmax1"}
     assert set(found.slot_names()) == {"weight", "master"}
     with refusing(zckpt.UnsupportedError, "state1"):
-        zckpt.reshard(tag, tmp_path / "cut", world_size=3)
+        zckpt.reshard(tag, "cut", world_size=3)
 
 
 def test_muon_is_written_as_whole_matrices(tmp_path):
@@ -138,35 +140,35 @@ def test_muon_is_written_as_whole_matrices(tmp_path):
     assert zckpt.verify(tag, deep=True).sound
 
 
-def test_copies_of_a_matrix_on_two_ranks_are_compared(tmp_path):
-    tag = copy(MUON, tmp_path)
+def test_copies_of_a_matrix_on_two_ranks_are_compared():
+    tag = copy(MUON)
     edit(optimizer_file(tag, 1), lambda content: state_in(content)[0]["momentum_buffer"][:310].add_(1))
     assert {name for one in zckpt.verify(tag, deep=True).findings for name in one.parameters} == {"up.1.weight"}
 
 
 @pytest.mark.parametrize("to", ["zckpt", "universal", "consolidated"])
-def test_a_tensor_that_each_rank_has_otherwise_stays_each_ones_own(to, tmp_path):
+def test_a_tensor_that_each_rank_has_otherwise_stays_each_ones_own(to):
     """As the random state of a client's own; files that say the same are read as one tree."""
-    tag = copy("s3_bf16_dp3", tmp_path / "run")
+    tag = copy("s3_bf16_dp3", "run")
     for rank in range(3):
         own = {"random": torch.full((5,), rank), "large": torch.arange(200_000) // 199_999 * rank}
         edit(model_file(tag, rank), lambda content, own=own: content.update(own))
-    zckpt.convert(tag, tmp_path / "out", to=to)
-    found = zckpt.open(tmp_path / "out").metadata
+    zckpt.convert(tag, "out", to=to)
+    found = zckpt.open("out").metadata
     assert len([key for key in found if key.endswith(("random", "large"))]) == 6
-    assert zckpt.diff(tag, tmp_path / "out").equal
+    assert zckpt.diff(tag, "out").equal
     for expected in ((0, 1, 2, 0), (0, 1)):
-        back, ranks = tmp_path / f"back{len(expected)}", range(len(expected))
-        zckpt.convert(tmp_path / "out", back, to="deepspeed", world_size=len(ranks), stage=3)
+        back, ranks = f"back{len(expected)}", range(len(expected))
+        zckpt.convert("out", back, to="deepspeed", world_size=len(ranks), stage=3)
         found = [torch.load(model_file(tag_of(back), rank))["random"].tolist() for rank in ranks]
         assert found == [[rank] * 5 for rank in expected]
         assert zckpt.diff(tag, back).equal
 
 
 @pytest.mark.parametrize("to", ["zckpt", "dcp"])
-def test_plain_values_and_extra_state_of_ranks_are_theirs_again_after_another_format(to, tmp_path):
+def test_plain_values_and_extra_state_of_ranks_are_theirs_again_after_another_format(to):
     """What a module keeps is in the rank's module, and a number or a text of a rank's own is accounted for."""
-    tag, extra = copy("s3_bf16_dp3", tmp_path / "run"), "ln1._extra_state"
+    tag, extra = copy("s3_bf16_dp3", "run"), "ln1._extra_state"
     for rank in range(3):
 
         def change(content, rank=rank):
@@ -175,20 +177,20 @@ def test_plain_values_and_extra_state_of_ranks_are_theirs_again_after_another_fo
 
         edit(model_file(tag, rank), change)
     assert not take_inventory(zckpt.open(tag)).left_out
-    zckpt.convert(tag, tmp_path / "out", to=to)
-    zckpt.convert(tmp_path / "out", tmp_path / "back", to="deepspeed", world_size=2, stage=3)
+    zckpt.convert(tag, "out", to=to)
+    zckpt.convert("out", "back", to="deepspeed", world_size=2, stage=3)
     for rank in range(2):
-        found = torch.load(model_file(tag_of(tmp_path / "back"), rank), weights_only=False)
+        found = torch.load(model_file(tag_of("back"), rank), weights_only=False)
         assert (found["counter"], found["name"]) == (1005, f"rank {rank}")
         assert found["module"][extra]["scale"].tolist() == [rank + 1] * 2
         assert extra not in found
-    assert zckpt.diff(tag, tmp_path / "back").equal
+    assert zckpt.diff(tag, "back").equal
 
 
 @pytest.mark.parametrize("values", [(1, 1), (1, 2)])
 @pytest.mark.parametrize("key", ["*", "**"])
-def test_a_clients_key_that_looks_like_a_pattern_speaks_for_its_own_value_only(key, values, tmp_path):
-    tag = copy("s3_bf16_dp2", tmp_path)
+def test_a_clients_key_that_looks_like_a_pattern_speaks_for_its_own_value_only(key, values):
+    tag = copy("s3_bf16_dp2")
     for rank, value in enumerate(values):
         own = {key: value, "optimizer": {"odd": torch.ones(3)}}
         edit(model_file(tag, rank), lambda content, own=own: content.update(own))
@@ -197,8 +199,8 @@ def test_a_clients_key_that_looks_like_a_pattern_speaks_for_its_own_value_only(k
 
 
 @pytest.mark.parametrize("case", ["no sums", "sums of one", "legacy", "other order"])
-def test_large_client_state_is_compared_where_files_state_no_checksums_too(case, tmp_path):
-    tag = copy("s3_bf16_dp2", tmp_path)
+def test_large_client_state_is_compared_where_files_state_no_checksums_too(case):
+    tag = copy("s3_bf16_dp2")
 
     def write(rank, last):
         same, own = torch.arange(400_000), torch.arange(400_000)

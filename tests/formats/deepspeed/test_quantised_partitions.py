@@ -66,21 +66,21 @@ def quantised(cls: type[Held], numel) -> tuple[Held, torch.Tensor]:
     return cls(numel, codes=stored, scale=scale, qmap=qmap), qmap[codes.long()] * scale.repeat_interleave(BLOCK)
 
 
-def assert_alike(codes, floats, scratch, **options):
+def assert_alike(codes, floats, **options):
     """Read one by one, and cut for other ranks."""
     one, other = zckpt.open(codes), zckpt.open(floats)
     for name, parameter in other.parameters.items():
         for slot in SLOTS if "exp_avg" in parameter.slots else ():
             assert torch.equal(one.read(name, slot), other.read(name, slot)), (name, slot)
-    zckpt.reshard(codes, scratch / "cut_codes", dequantize=True, verify=True, **options)
-    zckpt.reshard(floats, scratch / "cut_floats", **options)
-    assert zckpt.diff(scratch / "cut_codes", scratch / "cut_floats").equal
+    zckpt.reshard(codes, "cut_codes", dequantize=True, verify=True, **options)
+    zckpt.reshard(floats, "cut_floats", **options)
+    assert zckpt.diff("cut_codes", "cut_floats").equal
 
 
 @pytest.mark.parametrize("cls", CLASSES.values())
 @pytest.mark.every(3)
-def test_state_of_torchao(cls, torchao, tmp_path):
-    codes, floats = (copy("s2_fp32_dp2", tmp_path / kind) for kind in ("codes", "floats"))
+def test_state_of_torchao(cls, torchao):
+    codes, floats = (copy("s2_fp32_dp2", kind) for kind in ("codes", "floats"))
     for rank in range(2):
         made = {}
 
@@ -92,18 +92,18 @@ def test_state_of_torchao(cls, torchao, tmp_path):
 
         edit(optimizer_file(codes, rank), lambda content: replace(content, 0))
         edit(optimizer_file(floats, rank), lambda content: replace(content, 1))
-    assert_alike(codes, floats, tmp_path, world_size=3, stage=3)
+    assert_alike(codes, floats, world_size=3, stage=3)
     with refusing(UnsupportedError, "--dequantize"):
-        zckpt.reshard(codes, tmp_path / "none", world_size=3, stage=3)
+        zckpt.reshard(codes, "none", world_size=3, stage=3)
     for world_size in (1, 3):  # whose partitions begin with blocks
-        again, back, plain = (tmp_path / f"{kind}{world_size}" for kind in ("codes", "back", "plain"))
+        again, back, plain = (Path(f"{kind}{world_size}") for kind in ("codes", "back", "plain"))
         zckpt.reshard(codes, again, world_size=world_size)
         assert {value.key for value in zckpt.open(again).per_rank} == set(SLOTS)
         zckpt.reshard(again, back, world_size=2, dequantize=True)
         zckpt.reshard(floats, plain, world_size=2)
         assert zckpt.diff(back, plain).equal
-    zckpt.reshard(codes, tmp_path / "same", world_size=2)
-    assert zckpt.diff(codes, tmp_path / "same").equal
+    zckpt.reshard(codes, "same", world_size=2)
+    assert zckpt.diff(codes, "same").equal
 
 
 def _small_sub_groups(content):
@@ -121,11 +121,11 @@ def _as_floats(content, block=256):
             state[slot] = value
 
 
-def test_sub_groups_of_zero_3(tmp_path):
+def test_sub_groups_of_zero_3():
     """Each has codes of its own, in blocks from its first element on."""
-    source = copy("own_blockwise_s3_fp32_dp2", tmp_path / "source")
+    source = copy("own_blockwise_s3_fp32_dp2", "source")
     edit_all(source, _small_sub_groups, "*model_states.pt")
-    codes = cut(source.parent, tmp_path / "parts", 2, requantize=True, verify=True)
+    codes = cut(source.parent, "parts", 2, requantize=True, verify=True)
     held = zckpt.open(codes).per_rank
     assert len({one.part for one in held}) > len({one.group for one in held})
     before, after = zckpt.open(source), zckpt.open(codes)
@@ -135,9 +135,9 @@ def test_sub_groups_of_zero_3(tmp_path):
         half_a_step = max(float(value.abs().max()) for value in wanted.values()) / 254  # of the map, and a large scale
         for name, value in wanted.items():
             assert torch.allclose(after.read(name, slot), value, rtol=0, atol=half_a_step), name
-    floats = copy_of(codes, tmp_path / "floats", _as_floats)
-    assert_alike(codes, floats, tmp_path, world_size=3, stage=2)
-    again = cut(codes.parent, tmp_path / "again", 3, requantize=True, verify=True)
+    floats = copy_of(codes, "floats", _as_floats)
+    assert_alike(codes, floats, world_size=3, stage=2)
+    again = cut(codes.parent, "again", 3, requantize=True, verify=True)
     assert zckpt.verify(again, deep=True).sound
 
 
@@ -147,11 +147,11 @@ def copy_of(tag, directory, change: Callable[[dict[str, Any]], object]) -> Path:
     return tag_of(run)
 
 
-def both(name, cls: type[Held], tmp_path) -> list[Path]:
+def both(name, cls: type[Held]) -> list[Path]:
     """Run directories with codes, and with the floats that they stand for."""
     runs = []
     for kind in ("codes", "floats"):
-        tag = copy(name, tmp_path / kind)
+        tag = copy(name, kind)
         edit_all(tag, lambda content: _all_codes(content, cls, floats=kind == "floats"))  # noqa: B023
         runs.append(tag.parent)
     return runs
@@ -181,28 +181,28 @@ def _blocks(content):
 
 @pytest.mark.parametrize(("name", "stage"), [("tp2_s2_fp32_dp2", 3), ("pp2_s1_fp32_dp2", 1)])
 @pytest.mark.every(2)
-def test_slices_and_stages_have_blocks_of_their_own(name, stage, torchao, tmp_path):
+def test_slices_and_stages_have_blocks_of_their_own(name, stage, torchao):
     """Codes are cut for other data-parallel ranks; for slices of another number there are floats."""
-    codes, floats = both(name, torchao["OptimState8bit"], tmp_path)
-    zckpt.reshard(codes, tmp_path / "again", world_size=3)
-    zckpt.reshard(floats, tmp_path / "plain", world_size=3)
-    zckpt.reshard(tmp_path / "again", tmp_path / "back", world_size=3, dequantize=True)
-    assert zckpt.diff(tmp_path / "back", tmp_path / "plain").equal
-    zckpt.reshard(codes, tmp_path / "three", world_size=3, stage=stage, dequantize=True)
-    zckpt.reshard(floats, tmp_path / "three_floats", world_size=3, stage=stage)
-    assert zckpt.diff(tmp_path / "three", tmp_path / "three_floats").equal
+    codes, floats = both(name, torchao["OptimState8bit"])
+    zckpt.reshard(codes, "again", world_size=3)
+    zckpt.reshard(floats, "plain", world_size=3)
+    zckpt.reshard("again", "back", world_size=3, dequantize=True)
+    assert zckpt.diff("back", "plain").equal
+    zckpt.reshard(codes, "three", world_size=3, stage=stage, dequantize=True)
+    zckpt.reshard(floats, "three_floats", world_size=3, stage=stage)
+    assert zckpt.diff("three", "three_floats").equal
     if name.startswith("pp2"):
-        zckpt.convert(codes, tmp_path / "z", to="zckpt", dequantize=True)
-        assert zckpt.diff(tmp_path / "z", floats, ignore_metadata=True).equal
+        zckpt.convert(codes, "z", to="zckpt", dequantize=True)
+        assert zckpt.diff("z", floats, ignore_metadata=True).equal
         return
     for options in ({}, {"dequantize": True}):
         with refusing(UnsupportedError, "reshard --dequantize` at that size"):
-            zckpt.reshard(codes, tmp_path / "whole", world_size=1, tensor_parallel_size=1, **options)
+            zckpt.reshard(codes, "whole", world_size=1, tensor_parallel_size=1, **options)
     with refusing(UnsupportedError, "in blocks of each tensor-parallel rank's slice"):
-        zckpt.convert(codes, tmp_path / "z", to="zckpt", dequantize=True)
-    for one, whole in ((tmp_path / "three", "from_codes"), (floats, "from_floats")):
-        zckpt.reshard(one, tmp_path / whole, world_size=1, stage=2, tensor_parallel_size=1)
-    assert zckpt.diff(tmp_path / "from_codes", tmp_path / "from_floats").equal
+        zckpt.convert(codes, "z", to="zckpt", dequantize=True)
+    for one, whole in ((Path("three"), "from_codes"), (floats, "from_floats")):
+        zckpt.reshard(one, whole, world_size=1, stage=2, tensor_parallel_size=1)
+    assert zckpt.diff("from_codes", "from_floats").equal
 
 
 @pytest.mark.parametrize(
@@ -210,27 +210,27 @@ def test_slices_and_stages_have_blocks_of_their_own(name, stage, torchao, tmp_pa
     [*((cls, "s2_fp32_dp2", 3) for cls in CLASSES.values()), ("OptimState8bit", "tp2_s2_fp32_dp2", 2)],
 )
 @pytest.mark.every(3)
-def test_state_of_torchao_is_made_anew(cls, name, stage, torchao, tmp_path, monkeypatch):
+def test_state_of_torchao_is_made_anew(cls, name, stage, torchao, monkeypatch):
     """Where partitions have whole blocks; elsewhere there are floats, which torchao takes, too."""
     monkeypatch.setattr("zckpt.formats.deepspeed.rare.requantised.SMALLEST_NUMEL", 32)
-    codes, floats = both(name, torchao[cls], tmp_path)
+    codes, floats = both(name, torchao[cls])
     options = {"world_size": 3, "stage": stage}
     if stage == 2 and name.startswith("tp2"):
         options["world_size"], options["round_robin"] = 2, True
     step = {"OptimState8bit": 1 / 255, "OptimState4bit": 1 / 15, "OptimStateFp8": 1 / 16}[cls]
-    assert_made_anew(codes, floats, tmp_path, step, **options)
-    per_rank = zckpt.open(tmp_path / "anew").per_rank
+    assert_made_anew(codes, floats, step, **options)
+    per_rank = zckpt.open("anew").per_rank
     assert per_rank
     assert {one.key for one in per_rank} <= set(SLOTS)
 
 
-def assert_made_anew(codes, floats, tmp_path, step, **options):
+def assert_made_anew(codes, floats, step, **options):
     """Hold what is quantised again to be within a step of what the floats are cut to."""
-    done = zckpt.reshard(codes, tmp_path / "anew", requantize=True, verify=True, **options)
+    done = zckpt.reshard(codes, "anew", requantize=True, verify=True, **options)
     assert any("quantised again" in note for note in done.notes)
-    zckpt.reshard(tmp_path / "anew", tmp_path / "back", dequantize=True, **options)
-    zckpt.reshard(floats, tmp_path / "plain", **options)
-    back, plain = zckpt.open(tmp_path / "back"), zckpt.open(tmp_path / "plain")
+    zckpt.reshard("anew", "back", dequantize=True, **options)
+    zckpt.reshard(floats, "plain", **options)
+    back, plain = zckpt.open("back"), zckpt.open("plain")
     for parameter, its in plain.parameters.items():
         for slot in SLOTS if "exp_avg" in its.slots else ():
             wanted = plain.read(parameter, slot)
@@ -238,10 +238,10 @@ def assert_made_anew(codes, floats, tmp_path, step, **options):
             assert torch.allclose(back.read(parameter, slot), wanted, rtol=0, atol=least), (parameter, slot)
 
 
-def test_blocks_of_slices_are_made_anew(tmp_path):
-    tag = copy("tp2_s2_fp32_dp2", tmp_path / "codes")
+def test_blocks_of_slices_are_made_anew():
+    tag = copy("tp2_s2_fp32_dp2", "codes")
     edit_all(tag, _blocks)
-    floats = copy_of(tag, tmp_path / "floats", lambda content: _as_floats(content, block=64))
-    assert_made_anew(tag.parent, floats.parent, tmp_path, 1 / 255, world_size=3)
+    floats = copy_of(tag, "floats", lambda content: _as_floats(content, block=64))
+    assert_made_anew(tag.parent, floats.parent, 1 / 255, world_size=3)
     with refusing(UnsupportedError, "blocks of each tensor-parallel rank's slice"):
-        zckpt.reshard(tag.parent, tmp_path / "whole", world_size=2, tensor_parallel_size=1, requantize=True)
+        zckpt.reshard(tag.parent, "whole", world_size=2, tensor_parallel_size=1, requantize=True)

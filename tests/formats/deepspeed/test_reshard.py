@@ -44,9 +44,9 @@ WORLD_SIZES = (1, 3, 7, 17)
 
 @pytest.mark.parametrize(("name", "world_size"), each(DENSE, WORLD_SIZES))
 @pytest.mark.every(11)
-def test_everything_arrives_and_files_say_how_they_are_cut(name, world_size, tmp_path):
+def test_everything_arrives_and_files_say_how_they_are_cut(name, world_size):
     source = zckpt.open(run_of(name))
-    tag = cut(run_of(name), tmp_path / "cut", world_size)
+    tag = cut(run_of(name), "cut", world_size)
     found = zckpt.open(tag.parent)
     assert list(found.parameters) == list(source.parameters)
     assert list(found.buffers) == list(source.buffers)
@@ -77,9 +77,9 @@ def without_config(metadata) -> dict[str, Any]:
     each(["s1_fp32_dp3", "s2_bf16_dp4", "s3_bf16_dp3", "s2_fp16_dp2", "s3_bf16_dp2_subgroup"], [2, 3, 1]),
 )
 @pytest.mark.every(2)
-def test_state_is_the_same_at_another_stage(name, stage, tmp_path):
+def test_state_is_the_same_at_another_stage(name, stage):
     source = zckpt.open(run_of(name))
-    tag = cut(run_of(name), tmp_path / "cut", 6, stage=stage)
+    tag = cut(run_of(name), "cut", 6, stage=stage)
     target = zckpt.open(tag)
     assert (target.zero_stage, target.topology.dp, target.step) == (stage, 6, source.step)
     assert_same_groups(target, source)
@@ -105,12 +105,12 @@ def assert_same_bits_of_frozen(found, expected):
 
 @pytest.mark.parametrize("name", [*OF_FOUR, *OF_THREE, "s2_bf16_dp2_lion"])
 @pytest.mark.every(4)
-def test_there_and_back_gives_the_same_files(name, tmp_path):
+def test_there_and_back_gives_the_same_files(name):
     ranks, between = (4, 6) if name in OF_FOUR else (3, 5) if name in OF_THREE else (2, 7)
-    cut(run_of(name), tmp_path / "between", between)
-    back = cut(tmp_path / "between", tmp_path / "back", ranks)
+    cut(run_of(name), "between", between)
+    back = cut("between", "back", ranks)
     original = tag_of(run_of(name))
-    assert (tmp_path / "back" / "latest").read_text() == (run_of(name) / "latest").read_text().strip()
+    assert Path("back/latest").read_text() == (run_of(name) / "latest").read_text().strip()
     for one in alike(back, original):
         mine, theirs = tensor_bytes(back / one), tensor_bytes(original / one)
         assert list(mine) == list(theirs)
@@ -222,40 +222,40 @@ def assert_cut_by_parameters(_name, tag, world_size):
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_round_robin_can_be_switched(there, tmp_path):
+def test_round_robin_can_be_switched(there):
     name = "s2_bf16_dp4" if there else "s2_bf16_dp2_rr"
-    tag = cut(run_of(name), tmp_path / "cut", 3, round_robin=there)
+    tag = cut(run_of(name), "cut", 3, round_robin=there)
     target = zckpt.open(tag)
     assert target.details["round_robin_gradients"] is there
-    assert_consolidated(tag, Truth(FIXTURES / name), tmp_path)
+    assert_consolidated(tag, Truth(FIXTURES / name))
     order = list(content_of(model_file(tag))["param_shapes"][0])
     assert (order == target.param_groups[0].parameters) is not there
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_parameter_alignment_can_be_switched(there, tmp_path):
+def test_parameter_alignment_can_be_switched(there):
     name = "s1_fp32_dp3" if there else "s1_fp32_dp3_palign"
-    tag = cut(run_of(name), tmp_path / "cut", 2, parameter_alignment=there)
+    tag = cut(run_of(name), "cut", 2, parameter_alignment=there)
     pads = state_of(optimizer_file(tag, 0))["param_alignment_paddings"]
     assert any(any(group) for group in pads) is there
-    assert_consolidated(tag, Truth(FIXTURES / name), tmp_path)
+    assert_consolidated(tag, Truth(FIXTURES / name))
 
 
 @pytest.mark.parametrize("name", of_each_kind(DENSE))
 @pytest.mark.every(4)
-def test_archives_are_sound_and_the_same_each_time_and_a_model_comes_out_of_them(name, tmp_path):
-    first, second = (cut(run_of(name), tmp_path / which, 3) for which in ("first", "second"))
+def test_archives_are_sound_and_the_same_each_time_and_a_model_comes_out_of_them(name):
+    first, second = (cut(run_of(name), which, 3) for which in ("first", "second"))
     assert contents(first) == contents(second)
     for path in first.iterdir():
         assert zipfile.ZipFile(path).testzip() is None
     truth = Truth(FIXTURES / name)
     without = frozenset(truth.frozen) if "nofrozen" in name else frozenset()
-    assert_consolidated(first.parent, truth, tmp_path, without=without)
+    assert_consolidated(first.parent, truth, without=without)
 
 
 @pytest.mark.parametrize("name", ["s1_bf16_dp4", "s2_fp16_dp2", "s2_bf16_dp2_rr", "s2_bf16_dp2_zerodim"])
-def test_torch_loads_the_model_file_weights_only(name, tmp_path):
-    tag = cut(run_of(name), tmp_path / "cut", 3)
+def test_torch_loads_the_model_file_weights_only(name):
+    tag = cut(run_of(name), "cut", 3)
     expected = torch.load(model_file(tag_of(run_of(name))), weights_only=True)["module"]
     for mmap in (False, True):
         module = torch.load(model_file(tag), weights_only=True, mmap=mmap)["module"]
@@ -270,9 +270,9 @@ def test_torch_loads_the_model_file_weights_only(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["s1_bf16_dp2", "s2_bf16_dp2", "s3_bf16_dp2", "s1_bf16_dp2_empty"])
 @pytest.mark.every(2)
-def test_tied_weights_are_two_views_of_one_storage(name, tmp_path):
+def test_tied_weights_are_two_views_of_one_storage(name):
     """As DeepSpeed has them: two tensors, so that neither goes where the other is put."""
-    tag = cut(run_of(name), tmp_path / "cut", 3)
+    tag = cut(run_of(name), "cut", 3)
     content = content_of(model_file(tag, 0 if "s3" in name else None))
     one, other = content["module"]["head.weight"], content["module"]["emb.weight"]
     assert one is not other
@@ -281,10 +281,10 @@ def test_tied_weights_are_two_views_of_one_storage(name, tmp_path):
 
 
 @pytest.mark.parametrize(("world_size", "options"), [(5, {}), (3, {"stage": 1})])
-def test_the_clients_own_keys_stay_as_they_are(world_size, options, tmp_path):
+def test_the_clients_own_keys_stay_as_they_are(world_size, options):
     run = run_of("s2_bf16_dp2_client")
     old = content_of(model_file(tag_of(run)))
-    new = content_of(model_file(cut(run, tmp_path / "cut", world_size, **options)))
+    new = content_of(model_file(cut(run, "cut", world_size, **options)))
     assert list(new) == list(old)
     frozen = new["frozen_param_shapes"], new["frozen_param_fragments"]
     assert (frozen == (None, None)) is (options == {"stage": 1})
@@ -294,27 +294,27 @@ def test_the_clients_own_keys_stay_as_they_are(world_size, options, tmp_path):
     assert plain(new["nested"]["set"]) == plain(old["nested"]["set"])
 
 
-def test_client_keys_that_are_numbers_and_sparse_tensors_arrive(tmp_path):
-    tag = copy("s2_fp32_dp2", tmp_path)
+def test_client_keys_that_are_numbers_and_sparse_tensors_arrive():
+    tag = copy("s2_fp32_dp2")
     edit(model_file(tag), lambda content: content.update({7: torch.ones(2), "mask": torch.eye(3).to_sparse()}))
-    zckpt.reshard(tag.parent, tmp_path / "cut", world_size=3)
-    zckpt.convert(tmp_path / "cut", tmp_path / "sharded", to="deepspeed", stage=3)
-    zckpt.convert(tmp_path / "sharded", tmp_path / "again", to="deepspeed", stage=2, world_size=2)
-    zckpt.convert(tag.parent, tmp_path / "u", to="universal")
+    zckpt.reshard(tag.parent, "cut", world_size=3)
+    zckpt.convert("cut", "sharded", to="deepspeed", stage=3)
+    zckpt.convert("sharded", "again", to="deepspeed", stage=2, world_size=2)
+    zckpt.convert(tag.parent, "u", to="universal")
     for name in ("cut", "sharded", "again"):
-        for path in tag_of(tmp_path / name).glob("*model_states.pt"):
+        for path in tag_of(name).glob("*model_states.pt"):
             content = torch.load(path, weights_only=False)
             assert torch.equal(content["mask"].to_dense(), torch.eye(3))
             assert torch.equal(content[7], torch.ones(2))
-    assert "mask" in zckpt.open(tmp_path / "u").metadata
+    assert "mask" in zckpt.open("u").metadata
 
 
 # --- what every rank of ZeRO-3 saved for itself
 
 
-def personal(tmp_path) -> Path:
+def personal() -> Path:
     """A checkpoint of four ranks, each with a random state, an epoch and a buffer of its own."""
-    tag = copy("s3_bf16_dp4", tmp_path)
+    tag = copy("s3_bf16_dp4")
     for rank in range(4):
 
         def change(content, rank=rank):
@@ -341,17 +341,17 @@ def saved_by(tag, rank) -> tuple[int, int, int]:
         (6, [0, 1, 2, 3, 0, 0], "ranks below 4 keep theirs, the new ones get rank 0's"),
     ],
 )
-def test_each_rank_keeps_what_it_saved(world_size, expected, fate, tmp_path):
-    done = zckpt.reshard(personal(tmp_path), tmp_path / "cut", world_size=world_size)
-    tag = tag_of(tmp_path / "cut")
+def test_each_rank_keeps_what_it_saved(world_size, expected, fate):
+    done = zckpt.reshard(personal(), "cut", world_size=world_size)
+    tag = tag_of("cut")
     assert [saved_by(tag, rank) for rank in range(world_size)] == [(rank, rank, rank) for rank in expected]
     named = ["random_state", "sampler", "buffer counter"] if fate else []
     assert sorted(done.notes) == sorted(f"{key} differs between ranks: {fate}" for key in named)
 
 
-def test_one_model_file_holds_one_rank_of_it(tmp_path):
-    done = zckpt.reshard(personal(tmp_path), tmp_path / "cut", world_size=4, stage=2)
-    content = content_of(model_file(tag_of(tmp_path / "cut")))
+def test_one_model_file_holds_one_rank_of_it():
+    done = zckpt.reshard(personal(), "cut", world_size=4, stage=2)
+    content = content_of(model_file(tag_of("cut")))
     assert content["sampler"] == {"position": 0}
     fate = "rank 0's is carried and the others' are left out, because there is one model file"
     named = ["random_state", "sampler", "buffer counter"]
@@ -359,16 +359,16 @@ def test_one_model_file_holds_one_rank_of_it(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "world_size"), some([("s2_bf16_dp4", 3)], [("s3_bf16_dp4", 6), ("s3_fp32_dp2", 2)]))
-def test_first_rank_alone_lists_tied_parameters(name, world_size, tmp_path):
-    tag = cut(run_of(name), tmp_path / "cut", world_size, stage=3)
+def test_first_rank_alone_lists_tied_parameters(name, world_size):
+    tag = cut(run_of(name), "cut", world_size, stage=3)
     listed = [content_of(model_file(tag, rank))["shared_params"] for rank in range(world_size)]
     assert listed == [{"head.weight": "emb.weight"}, *[{}] * (world_size - 1)]
     assert zckpt.open(tag).parameters["head.weight"].tied_to == "emb.weight"
 
 
-def test_sub_groups_are_listed_and_bear_their_own_ids(tmp_path):
+def test_sub_groups_are_listed_and_bear_their_own_ids():
     run = run_of("s3_bf16_dp2_subgroup")
-    tag = cut(run, tmp_path / "cut", 2)
+    tag = cut(run, "cut", 2)
     for rank in range(2):
         mine, theirs = (content_of(model_file(at, rank))["param_shapes"] for at in (tag, tag_of(run)))
         assert form(mine) == form(theirs)
@@ -381,10 +381,10 @@ def test_sub_groups_are_listed_and_bear_their_own_ids(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2_rr", "s2_bf16_dp2_palign"])
-def test_order_comes_back_from_another_format(name, tmp_path):
+def test_order_comes_back_from_another_format(name):
     """DeepSpeed loads the elements of other parameters without a word where its setting is not that of the files."""
-    zckpt.convert(run_of(name), tmp_path / "zckpt", to="zckpt")
-    zckpt.convert(tmp_path / "zckpt", tmp_path / "run", to="deepspeed", world_size=2)
-    source, back = zckpt.open(run_of(name)).details, zckpt.open(tmp_path / "run").details
+    zckpt.convert(run_of(name), "zckpt", to="zckpt")
+    zckpt.convert("zckpt", "run", to="deepspeed", world_size=2)
+    source, back = zckpt.open(run_of(name)).details, zckpt.open("run").details
     assert source["round_robin_gradients"] or source["parameter_alignment"]
     assert {key: back[key] for key in source} == source

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,24 @@ THREE: dict[str, Any] = {"pipeline_parallel_size": 3, "partition_method": "unifo
 ONE: dict[str, Any] = {"pipeline_parallel_size": 1}
 EXPERT_LAYERS = "Embedding=embed,_Experts,_FeedForward,_Experts,LayerNorm,Embedding=embed"
 SLICED_LAYERS = "Embedding=embed,Layer*2,LayerNorm,Embedding=embed"
+
+
+@pytest.fixture(scope="module")
+def between(tmp_path_factory) -> Callable[[str, str], Path]:
+    """Make a pipeline's checkpoint in another format once, for all to read."""
+
+    @cache
+    def make(name, to) -> Path:
+        zckpt.convert(run_of(name), folder := tmp_path_factory.mktemp("between") / to, to=to)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def dealt() -> Callable[..., Path]:
+    """Deal a pipeline's layers otherwise, on one data-parallel rank."""
+    return lambda name=PLAIN, **options: cut(run_of(name), "cut", 1, **options)
 
 
 def model_of(tag, mp_rank) -> dict[str, Any]:
@@ -55,14 +75,14 @@ def names_of(tag, mp_rank) -> list[list[str]]:
     ],
 )
 @pytest.mark.every(5)
-def test_everything_arrives(name, world_size, options, tmp_path):
+def test_everything_arrives(name, world_size, options):
     source = zckpt.open(run_of(name))
-    tag = cut(run_of(name), tmp_path / "cut", world_size, **options)
+    tag = cut(run_of(name), "cut", world_size, **options)
     found = zckpt.open(tag)
     assert found.topology.dp == world_size
     assert found.topology.pp == options.get("pipeline_parallel_size", 2)
     assert found.topology.tp == options.get("tensor_parallel_size", source.topology.tp)
-    assert_consolidated(tag, Truth(FIXTURES / name), tmp_path)
+    assert_consolidated(tag, Truth(FIXTURES / name))
     assert [sorted(g.parameters) for g in found.param_groups] == [sorted(g.parameters) for g in source.param_groups]
     degree = options.get("expert_parallel_size")
     for group, old in zip(found.param_groups, source.param_groups, strict=True):
@@ -82,17 +102,17 @@ def test_everything_arrives(name, world_size, options, tmp_path):
     ],
 )
 @pytest.mark.every(2)
-def test_there_and_back_gives_the_same_files(name, between, back, tmp_path):
+def test_there_and_back_gives_the_same_files(name, between, back):
     original = tag_of(run_of(name))
     dp = zckpt.open(original).topology.dp
-    cut(run_of(name), tmp_path / "between", 3, **between)
-    found = cut(tmp_path / "between", tmp_path / "back", dp, **back)
+    cut(run_of(name), "between", 3, **between)
+    found = cut("between", "back", dp, **back)
     for one in alike(found, original):
         assert tensor_bytes(found / one) == tensor_bytes(original / one), one
 
 
-def test_each_stage_says_what_it_has(tmp_path):
-    tag = cut(run_of(PLAIN), tmp_path / "cut", 1, **THREE)
+def test_each_stage_says_what_it_has(dealt):
+    tag = dealt(**THREE)
     assert names_of(tag, 0) == [
         ["tied_modules.embed.weight", "1.mix.weight"],
         ["1.alpha", "1.norm.weight", "1.norm.bias", "1.mix.bias"],
@@ -113,8 +133,8 @@ def optimizer_of(tag, mp_rank) -> dict[str, Any]:
     return torch.load(optimizer_file(tag, 0, mp_rank), weights_only=False)["optimizer_state_dict"]
 
 
-def test_tied_layers_have_the_same_state_on_all_their_stages(tmp_path):
-    tag = cut(run_of(PLAIN), tmp_path / "cut", 1, **THREE)
+def test_tied_layers_have_the_same_state_on_all_their_stages(dealt):
+    tag = dealt(**THREE)
     numel = zckpt.open(tag).parameters["tied_modules.embed.weight"].numel
     of_stages = []
     for rank in (0, 2):
@@ -125,9 +145,9 @@ def test_tied_layers_have_the_same_state_on_all_their_stages(tmp_path):
     assert of_stages[0].any(1).all()
 
 
-def test_bits_that_only_one_stage_has_stay_where_they_are(tmp_path):
+def test_bits_that_only_one_stage_has_stay_where_they_are():
     """Stages that stay as they are keep their own copies of a tied layer; at others the first one's counts."""
-    tag = copy(PLAIN, tmp_path)
+    tag = copy(PLAIN)
 
     def first_master(of, mp_rank) -> torch.Tensor:
         return optimizer_of(of, mp_rank)["single_partition_of_fp32_groups"][0][0]
@@ -136,9 +156,9 @@ def test_bits_that_only_one_stage_has_stay_where_they_are(tmp_path):
         content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data[0] = 17.0
 
     edit(optimizer_file(tag, 0, 1), drift)
-    kept = cut(tag.parent, tmp_path / "kept", 1, weight_check=False)
+    kept = cut(tag.parent, "kept", 1, weight_check=False)
     assert first_master(kept, 1) == 17
-    dealt = cut(tag.parent, tmp_path / "dealt", 1, weight_check=False, **THREE)
+    dealt = cut(tag.parent, "dealt", 1, weight_check=False, **THREE)
     assert first_master(dealt, 2) == first_master(dealt, 0) != 17
 
 
@@ -153,39 +173,38 @@ def test_bits_that_only_one_stage_has_stay_where_they_are(tmp_path):
         ({"stage_bounds": "0,4,7", "pipeline_layers": f"{LAYERS},softmax"}, [[0, 1, 3], [0, 4]]),
     ],
 )
-def test_the_training_can_deal_layers_in_any_way(options, stages, tmp_path):
-    tag = cut(run_of(PLAIN), tmp_path / "cut", 1, **options)
+def test_the_training_can_deal_layers_in_any_way(options, stages, dealt):
+    tag = dealt(**options)
     for rank, its in enumerate(stages):
         names = [name.replace("tied_modules.embed", "0") for group in names_of(tag, rank) for name in group]
         assert sorted({int(name.partition(".")[0]) for name in names}) == its
 
 
-def test_stages_that_would_wait_for_each_other_are_refused(tmp_path):
+def test_stages_that_would_wait_for_each_other_are_refused(dealt):
     """A heavy embedding at both ends leaves it alone on the first and last."""
-    options = {"pipeline_parallel_size": 3, "partition_method": "parameters", "pipeline_layers": LAYERS}
     with refusing(UnsupportedError, "waits forever|then waits"):
-        cut(run_of(PLAIN), tmp_path / "cut", 1, **options)
+        dealt(pipeline_parallel_size=3, partition_method="parameters", pipeline_layers=LAYERS)
 
 
-def test_a_tied_layer_that_has_a_file_for_each_use(tmp_path):
+def test_a_tied_layer_that_has_a_file_for_each_use():
     """As one that no function wraps where it is used again: then the files say where that is."""
-    tag = copy(PLAIN, tmp_path)
+    tag = copy(PLAIN)
     saved = (tag / "layer_00-model_states.pt").read_bytes()  # whose archive is called as the file is
     (tag / "layer_05-model_states.pt").write_bytes(saved.replace(b"layer_00-model", b"layer_05-model"))
-    found = cut(tag.parent, tmp_path / "cut", 1, **THREE)
+    found = cut(tag.parent, "cut", 1, **THREE)
     assert names_of(found, 2) == [["tied_modules.embed.weight"], ["4.weight", "4.bias"]]
     assert tensor_bytes(found / "layer_05-model_states.pt") == tensor_bytes(tag / "layer_00-model_states.pt")
     edit(tag / "layer_05-model_states.pt", lambda content: content["weight"].fill_(1.0))
     assert not zckpt.verify(tag, deep=True).sound
 
 
-def test_where_files_leave_it_open_the_user_is_asked(tmp_path):
+def test_where_files_leave_it_open_the_user_is_asked(dealt):
     with refusing(UnsupportedError, r"found 0,1,4,6 with embed in layers 0 and 5 or .*--partition-method"):
-        cut(run_of(PLAIN), tmp_path / "cut", 1, pipeline_parallel_size=3)
-    one = cut(run_of(PLAIN), tmp_path / "one", 1, **ONE).parent
+        dealt(pipeline_parallel_size=3)
+    one = cut(run_of(PLAIN), "one", 1, **ONE).parent
     with refusing(UnsupportedError, "embed, with one known use"):
-        cut(one, tmp_path / "cut", 1, pipeline_parallel_size=2, partition_method="uniform")
-    tag = cut(one, tmp_path / "two", 2, pipeline_parallel_size=2, partition_method="uniform", pipeline_layers=LAYERS)
+        cut(one, "cut", 1, pipeline_parallel_size=2, partition_method="uniform")
+    tag = cut(one, "two", 2, pipeline_parallel_size=2, partition_method="uniform", pipeline_layers=LAYERS)
     for path in tag_of(run_of(PLAIN)).glob("zero_*"):
         assert tensor_bytes(tag / path.name) == tensor_bytes(path)
 
@@ -212,65 +231,65 @@ def test_where_files_leave_it_open_the_user_is_asked(tmp_path):
         ({"pipeline_parallel_size": 3, "pipeline_layers": "a=embed*2,a*4"}, "with its own parameters"),
     ],
 )
-def test_options_that_cannot_be(options, words, tmp_path):
+def test_options_that_cannot_be(options, words, dealt, tmp_path):
     with refusing(UsageError, words):
-        cut(run_of(PLAIN), tmp_path / "cut", 1, **options)
+        dealt(**options)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_pipeline_has_no_stages(tmp_path):
+def test_what_is_no_pipeline_has_no_stages(dealt):
     with refusing(UsageError, "not a pipeline"):
-        cut(run_of("s1_fp32_dp2"), tmp_path / "cut", 1, pipeline_parallel_size=2)
-    cut(run_of("s1_fp32_dp2"), tmp_path / "cut", 1, pipeline_parallel_size=1)
+        dealt("s1_fp32_dp2", pipeline_parallel_size=2)
+    dealt("s1_fp32_dp2", pipeline_parallel_size=1)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_stages_of_zero_that_have_no_pipelines_are_refused(stage, tmp_path):
+def test_stages_of_zero_that_have_no_pipelines_are_refused(stage, dealt):
     with refusing(UnsupportedError, "no pipelines under ZeRO-2 and 3"):
-        cut(run_of(PLAIN), tmp_path / "cut", 2, stage=stage)
+        dealt(stage=stage)
 
 
-def in_another_order(tmp_path) -> Path:
+def in_another_order() -> Path:
     """A tag directory of which a group's order is not that of modules, as the program alone knew it."""
-    tag = copy(PLAIN, tmp_path)
+    tag = copy(PLAIN)
     edit(tag / "mp_rank_01_model_states.pt", lambda content: content["param_shapes"][1].move_to_end("3.up.bias"))
     edit_all(tag, lambda content: content["optimizer_state_dict"].pop("param_slice_mappings"), "*rank_01_optim*")
     return tag
 
 
-def test_a_group_in_another_order_than_the_modules_is_dealt_only_where_its_order_is_known(tmp_path):
+def test_a_group_in_another_order_than_the_modules_is_dealt_only_where_its_order_is_known():
     """As of a training that lists some parameters of all layers first: with other layers the order would be unknown."""
-    tag = in_another_order(tmp_path)
+    tag = in_another_order()
     with refusing(UnsupportedError, "order of the stage's modules"):
-        cut(tag.parent, tmp_path / "one", 1, **ONE)
-    dealt = cut(tag.parent, tmp_path / "two", 1, stage_bounds="0,2,6", weight_check=False)
+        cut(tag.parent, "one", 1, **ONE)
+    dealt = cut(tag.parent, "two", 1, stage_bounds="0,2,6", weight_check=False)
     assert names_of(dealt, 1)[1] == ["4.weight", "4.bias", "3.up.bias"]
 
 
 @pytest.mark.parametrize("options", [THREE, ONE, {"stage_bounds": "0,3,6"}, {"partition_method": "uniform"}])
-def test_without_zero_stages_stay_until_names_are_known(options, tmp_path):
+def test_without_zero_stages_stay_until_names_are_known(options, dealt):
     with refusing(UnsupportedError, "which parameters each rank's optimizer numbers"):
-        cut(run_of("pp2_s0_fp32_dp2"), tmp_path / "cut", 1, **options)
+        dealt("pp2_s0_fp32_dp2", **options)
 
 
-def test_a_model_is_consolidated_whatever_its_optimizers_number(tmp_path):
+def test_a_model_is_consolidated_whatever_its_optimizers_number():
     run = run_of("pp2_s0_fp32_dp2")
     known = zckpt.open(run)
-    zckpt.consolidate(run, tmp_path / "model.safetensors")
-    zckpt.average([run, run], tmp_path / "average.safetensors")
+    zckpt.consolidate(run, "model.safetensors")
+    zckpt.average([run, run], "average.safetensors")
     for name in ("model", "average"):
-        found = zckpt.open(tmp_path / f"{name}.safetensors")
+        found = zckpt.open(f"{name}.safetensors")
         for one in known.tensors():
             assert torch.equal(found.read(one.name, "weight"), known.read(one.name, "weight"))
     with refusing(LeftOutError, "of which parameter it is the optimizer's state is uncertain"):
-        zckpt.consolidate(run, tmp_path / "all.safetensors", slots="all")
+        zckpt.consolidate(run, "all.safetensors", slots="all")
 
 
-def test_names_of_the_modules_by_renaming(tmp_path):
+def test_names_of_the_modules_by_renaming():
     """Back to one model whose names no pipeline gave."""
     names = [("3.", "feed_forward."), ("4.", "norm."), ("1.", "block."), ("tied_modules.embed.", "embed.")]
-    zckpt.consolidate(run_of(PLAIN), tmp_path / "model.safetensors", rename=names)
-    assert set(zckpt.open(tmp_path / "model.safetensors").parameters) >= {"embed.weight", "norm.bias", "block.alpha"}
+    zckpt.consolidate(run_of(PLAIN), "model.safetensors", rename=names)
+    assert set(zckpt.open("model.safetensors").parameters) >= {"embed.weight", "norm.bias", "block.alpha"}
 
 
 @pytest.mark.parametrize(
@@ -284,12 +303,11 @@ def test_names_of_the_modules_by_renaming(tmp_path):
     ],
 )
 @pytest.mark.every(4)
-def test_another_format_is_dealt_to_stages(name, stages, to, options, tmp_path):
+def test_another_format_is_dealt_to_stages(name, stages, to, options, between):
     """The files are those that `reshard` of the pipeline writes, but for what only DeepSpeed's own say."""
     options = {"pipeline_parallel_size": stages, "partition_method": "uniform", "world_size": 2, **options}
-    zckpt.convert(run_of(name), tmp_path / "between", to=to)
-    zckpt.convert(tmp_path / "between", tmp_path / "back", to="deepspeed", stage=1, **options)
-    tag, same = tag_of(tmp_path / "back"), cut(run_of(name), tmp_path / "cut", **options)
+    zckpt.convert(between(name, to), "back", to="deepspeed", stage=1, **options)
+    tag, same = tag_of("back"), cut(run_of(name), "cut", **options)
     # DeepSpeed before 0.19 looks for these, which hold nothing under ZeRO.
     wanted = {path.name for path in same.iterdir() if not path.name.startswith("expp_rank")}
     found_names = {path.name for path in tag.iterdir()}
@@ -310,24 +328,24 @@ def test_another_format_is_dealt_to_stages(name, stages, to, options, tmp_path):
     assert zckpt.diff(tag, same).equal
 
 
-def test_the_order_of_a_stage_is_known_as_long_as_its_groups_are_as_they_were(tmp_path):
-    tag = in_another_order(tmp_path)
+def test_the_order_of_a_stage_is_known_as_long_as_its_groups_are_as_they_were():
+    tag = in_another_order()
     checkpoint = zckpt.open(tag)
     assert str(checkpoint.details["stage_orders"]).startswith("|")  # the first group is in order
     [first, second] = known_orders(checkpoint)
     assert first is None
     assert [one[-1] for one in second or ()] == ["1.mix.bias", "3.up.bias"]
-    zckpt.convert(checkpoint, tmp_path / "between", to="dcp", weight_check=False)  # elements stay where they were
-    between = zckpt.open(tmp_path / "between")
+    zckpt.convert(checkpoint, "between", to="dcp", weight_check=False)  # elements stay where they were
+    between = zckpt.open("between")
     assert known_orders(between) == [first, second]
     how = {
         "to": "deepspeed", "stage": 1, "world_size": 2, "pipeline_layers": LAYERS, "partition_method": "uniform",
         "weight_check": False,
     }  # fmt: skip
-    zckpt.convert(between, tmp_path / "back", pipeline_parallel_size=2, **how)
-    assert names_of(tag_of(tmp_path / "back"), 1) == names_of(tag, 1)
+    zckpt.convert(between, "back", pipeline_parallel_size=2, **how)
+    assert names_of(tag_of("back"), 1) == names_of(tag, 1)
     with refusing(UnsupportedError, "the stages that it was saved in"):
-        zckpt.convert(between, tmp_path / "x", pipeline_parallel_size=3, **how)
+        zckpt.convert(between, "x", pipeline_parallel_size=3, **how)
     between.param_groups[1].parameters.reverse()
     assert known_orders(between) == [None, None]
     for text in ("|", "x", "|00000000;0-1", f"|{checkpoint.details['stage_orders']}"):
@@ -335,62 +353,59 @@ def test_the_order_of_a_stage_is_known_as_long_as_its_groups_are_as_they_were(tm
         assert known_orders(between) in ([], [None, None])
 
 
-def test_an_order_that_no_stage_shows_is_said(tmp_path):
+def test_an_order_that_no_stage_shows_is_said():
     """A stage of one layer is in the order of modules even where the training lists weights after biases."""
-    tag = cut(run_of(PLAIN), tmp_path / "three", 1, **THREE)
+    tag = cut(run_of(PLAIN), "three", 1, **THREE)
     how = {"to": "deepspeed", "stage": 1, "world_size": 1, "pipeline_layers": LAYERS}
-    zckpt.convert(tag, tmp_path / "between", to="zckpt")
+    zckpt.convert(tag, "between", to="zckpt")
     said = "param group 1 is taken to be in the order of modules, {} before 4.weight: no stage"
     for name, bounds, first in (("one", "0,6", "1.norm.bias"), ("two", "0,2,6", "3.up.bias"), ("same", "0,2,4,6", "")):
-        found = zckpt.convert(tmp_path / "between", tmp_path / name, stage_bounds=bounds, **how)
+        found = zckpt.convert("between", name, stage_bounds=bounds, **how)
         assert sum(said.format(first) in note for note in found.notes) == bool(first)
-        found = zckpt.reshard(tag, tmp_path / f"{name}_direct", world_size=1, stage_bounds=bounds)
+        found = zckpt.reshard(tag, f"{name}_direct", world_size=1, stage_bounds=bounds)
         assert sum(said.format(first) in note for note in found.notes) == bool(first)
-        assert names_of(tag_of(tmp_path / name), 0) == names_of(tmp_path / f"{name}_direct", 0)
-    found = zckpt.reshard(run_of(PLAIN), tmp_path / "shown", world_size=1, **ONE)
+        assert names_of(tag_of(name), 0) == names_of(Path(f"{name}_direct"), 0)
+    found = zckpt.reshard(run_of(PLAIN), "shown", world_size=1, **ONE)
     assert not any("order of modules" in note for note in found.notes)
 
 
-def test_the_experts_of_each_stage_are_counted_anew(tmp_path):
+def test_the_experts_of_each_stage_are_counted_anew(between):
     """Of stages with other numbers of experts, another format has kept each stage's under a key of its file."""
-    zckpt.convert(run_of(EXPERTS), tmp_path / "between", to="zckpt")
-    checkpoint = zckpt.open(tmp_path / "between")
+    checkpoint = zckpt.open(between(EXPERTS, "zckpt"))
     checkpoint.metadata["mp_rank_01_model_states.num_experts"] = [2]
-    zckpt.convert(checkpoint, tmp_path / "back", to="deepspeed", stage=1, world_size=2, pipeline_parallel_size=2,
+    zckpt.convert(checkpoint, "back", to="deepspeed", stage=1, world_size=2, pipeline_parallel_size=2,
                   pipeline_layers=EXPERT_LAYERS, partition_method="uniform")  # fmt: skip
     for stage in (0, 1):
-        model = model_of(tag_of(tmp_path / "back"), stage)
+        model = model_of(tag_of("back"), stage)
         assert model["num_experts"] == [4]
         assert not any("num_experts" in key and key != "num_experts" for key in model)
 
 
-def test_rules_of_ones_own_slice_another_format(tmp_path):
+def test_rules_of_ones_own_slice_another_format(between, dealt):
     options = {
         "to": "deepspeed", "stage": 1, "world_size": 1, "tensor_parallel_size": 2, "pipeline_parallel_size": 2,
         "pipeline_layers": SLICED_LAYERS, "partition_method": "uniform",
     }  # fmt: skip
     options["padded_vocab_size"] = 40  # as in the source
-    zckpt.convert(run_of(SLICED), tmp_path / "between", to="dcp")
-    zckpt.convert(tmp_path / "between", tmp_path / "known", **options)
-    rules = model_of(tag_of(run_of(SLICED)), 0)["universal_checkpoint_info"]
-    (tmp_path / "rules.json").write_text(json.dumps(rules))
-    zckpt.convert(tmp_path / "between", tmp_path / "told", slice_rules=str(tmp_path / "rules.json"), **options)
-    found, wanted = (tag_of(tmp_path / name) for name in ("told", "known"))
+    source, rules = between(SLICED, "dcp"), Path("rules.json")
+    zckpt.convert(source, "known", **options)
+    rules.write_text(json.dumps(model_of(tag_of(run_of(SLICED)), 0)["universal_checkpoint_info"]))
+    zckpt.convert(source, "told", slice_rules=str(rules), **options)
+    found, wanted = (tag_of(name) for name in ("told", "known"))
     for path in wanted.iterdir():
         assert tensor_bytes(found / path.name) == tensor_bytes(path)
     with refusing(UsageError, "--tp-rules FILE"):
-        cut(run_of(SLICED), tmp_path / "cut", 1, slice_rules=str(tmp_path / "rules.json"))
-    (tmp_path / "rules.json").write_text('{"rows": []}')
+        dealt(SLICED, slice_rules=str(rules))
+    rules.write_text('{"rows": []}')
     with refusing(UsageError, "unknown tensor-parallel rules"):
-        zckpt.convert(tmp_path / "between", tmp_path / "x", slice_rules=str(tmp_path / "rules.json"), **options)
+        zckpt.convert(source, "x", slice_rules=str(rules), **options)
 
 
-def test_slices_of_another_format_need_rules(tmp_path):
-    zckpt.convert(run_of(PLAIN), tmp_path / "between", to="zckpt")
+def test_slices_of_another_format_need_rules(between):
     options = {"world_size": 1, "stage": 1, "tensor_parallel_size": 2}
     layers = {"pipeline_parallel_size": 2, "pipeline_layers": LAYERS, "partition_method": "uniform"}
     with refusing(UnsupportedError, r"no rules how to cut them.*--slice-rules FILE"):
-        zckpt.convert(tmp_path / "between", tmp_path / "back", to="deepspeed", **options, **layers)
+        zckpt.convert(between(PLAIN, "zckpt"), "back", to="deepspeed", **options, **layers)
 
 
 @pytest.mark.parametrize(
@@ -403,11 +418,11 @@ def test_slices_of_another_format_need_rules(tmp_path):
         ({"pipeline_parallel_size": 2, "pipeline_layers": LAYERS, "stage": 2}, "no pipelines under ZeRO-2"),
     ],
 )
-def test_stages_of_another_format_have_to_be_said(options, match, tmp_path):
+def test_stages_of_another_format_have_to_be_said(options, match, between):
+    options = {"to": "deepspeed", "world_size": 2, "stage": 1, **options}
     for to in ("zckpt", "dcp"):  # the latter has no stages, but names that only a pipeline has
-        zckpt.convert(run_of(PLAIN), tmp_path / to, to=to)
         with refusing((UnsupportedError, UsageError), match):
-            zckpt.convert(tmp_path / to, tmp_path / "back", to="deepspeed", world_size=2, **{"stage": 1, **options})
+            zckpt.convert(between(PLAIN, to), "back", **options)
 
 
 @pytest.mark.parametrize(
@@ -424,53 +439,51 @@ def test_parameters_that_come_module_by_module(names, expected):
     assert goes_by_modules(names) is expected
 
 
-def test_names_that_are_no_layers_are_not_dealt_to_stages(tmp_path):
-    zckpt.convert(run_of("s1_fp32_dp1"), tmp_path / "native", to="zckpt")
+def test_names_that_are_no_layers_are_not_dealt_to_stages(between):
     bounds = {"stage_bounds": "0,1,2", "world_size": 2}
     with refusing(LayoutError, "does not belong to a layer of the pipeline"):
-        zckpt.convert(tmp_path / "native", tmp_path / "back", to="deepspeed", **bounds)
+        zckpt.convert(between("s1_fp32_dp1", "zckpt"), "back", to="deepspeed", **bounds)
 
 
-def test_experts_of_a_stage_are_numbered_by_the_stage(tmp_path):
+def test_experts_of_a_stage_are_numbered_by_the_stage():
     """Each of two stages has a layer 0 of experts; of one stage they are 0 and 1, as its model file counts them."""
-    tag = cut(run_of(EXPERTS), tmp_path / "cut", 2, **ONE)
+    tag = cut(run_of(EXPERTS), "cut", 2, **ONE)
     assert model_of(tag, 0)["num_experts"] == [4, 4]
     numbers = {path.name.split("_expert_")[0] for path in tag.glob("layer_*_expert_*")}
     assert numbers == {"layer_0", "layer_1"}
     assert all(name.startswith("3.") for name in content_of(tag / "layer_1_expert_2_mp_rank_00_model_states.pt"))
 
 
-def test_experts_of_other_stages_are_split_into_groups_by_size(tmp_path, monkeypatch):
+def test_experts_of_other_stages_are_split_into_groups_by_size(between, monkeypatch):
     """DeepSpeed splits a stage's experts where a rank has too many: those of one stage here, not those of two."""
     monkeypatch.setattr(target_groups, "EXPERT_GROUP_NUMEL", 400)
     layers = {"pipeline_layers": EXPERT_LAYERS, "partition_method": "uniform"}
-    one = cut(run_of(EXPERTS), tmp_path / "one", 2, **ONE)
+    one = cut(run_of(EXPERTS), "one", 2, **ONE)
     assert [{name.split(".")[0] for name in group} for group in names_of(one, 0)[1:]] == [{"1"}, {"3"}]
-    two = cut(tmp_path / "one", tmp_path / "two", 2, pipeline_parallel_size=2, **layers)
+    two = cut("one", "two", 2, pipeline_parallel_size=2, **layers)
     assert [names_of(two, rank) for rank in (0, 1)] == [names_of(tag_of(run_of(EXPERTS)), rank) for rank in (0, 1)]
     assert zckpt.diff(two, run_of(EXPERTS)).equal
-    zckpt.convert(run_of(EXPERTS), tmp_path / "between", to="zckpt")
     options = {"world_size": 2, "stage": 1, **ONE, **layers}
-    zckpt.convert(tmp_path / "between", tmp_path / "back", to="deepspeed", **options)
-    assert names_of(tag_of(tmp_path / "back"), 0) == names_of(one, 0)
+    zckpt.convert(between(EXPERTS, "zckpt"), "back", to="deepspeed", **options)
+    assert names_of(tag_of("back"), 0) == names_of(one, 0)
 
 
-def test_stages_of_older_versions_are_told_by_names(tmp_path):
+def test_stages_of_older_versions_are_told_by_names():
     """DeepSpeed 0.16 does not record the degrees, and with experts there are no layer files to tell them."""
-    folder = copy(EXPERTS, tmp_path)
+    folder = copy(EXPERTS)
     edit_all(folder, lambda content: content.pop("checkpoint_parallel_dimensions"), "mp_rank_0?_model_states.pt")
     assert zckpt.open(folder).topology.pp == 2
     assert zckpt.diff(folder, run_of(EXPERTS)).equal
 
 
-def test_a_stage_without_experts_is_refused(tmp_path):
+def test_a_stage_without_experts_is_refused():
     layers = {"stage_bounds": "0,4,6", "pipeline_layers": EXPERT_LAYERS}
     with refusing(UnsupportedError, "stage 1 would"):
-        zckpt.reshard(run_of(EXPERTS), tmp_path / "cut", world_size=1, **layers)
+        zckpt.reshard(run_of(EXPERTS), "cut", world_size=1, **layers)
 
 
-def test_experts_lost_from_a_stage_are_named(tmp_path):
-    folder = copy(EXPERTS, tmp_path)
+def test_experts_lost_from_a_stage_are_named():
+    folder = copy(EXPERTS)
     next(folder.rglob("layer_0_expert_3_mp_rank_01_model_states.pt")).unlink()
     with refusing(ShardError, "no file holds the weights of expert 3"):
         zckpt.open(folder)
@@ -479,17 +492,17 @@ def test_experts_lost_from_a_stage_are_named(tmp_path):
 UNSTAGED = [("tied_modules.embed.*", "embed.*"), ("1.*", "block.*"), ("3.*", "feed.*"), ("4.*", "norm.*")]
 
 
-def test_layers_under_other_names_are_one_model_as_convert_writes_it(tmp_path):
-    done = zckpt.reshard(run_of(PLAIN), tmp_path / "cut", world_size=3, stage=2, rename=UNSTAGED, verify=True)
+def test_layers_under_other_names_are_one_model_as_convert_writes_it():
+    done = zckpt.reshard(run_of(PLAIN), "cut", world_size=3, stage=2, rename=UNSTAGED, verify=True)
     assert any("has to list its parameters alike" in note for note in done.notes)
-    zckpt.convert(run_of(PLAIN), tmp_path / "made", to="deepspeed", world_size=3, stage=2, rename=UNSTAGED)
-    made = contents(tmp_path / "made")
+    zckpt.convert(run_of(PLAIN), "made", to="deepspeed", world_size=3, stage=2, rename=UNSTAGED)
+    made = contents("made")
     assert len(made) == 5
-    assert made.items() <= contents(tmp_path / "cut").items()
+    assert made.items() <= contents("cut").items()
     tag = tag_of(run_of(PLAIN))
-    zckpt.reshard(tag, tmp_path / "tag", world_size=1, add_prefix="layers.")
-    assert (tmp_path / "tag" / "mp_rank_00_model_states.pt").exists()  # a tag directory, as the source is one
-    assert "layers.tied_modules.embed.weight" in zckpt.open(tmp_path / "tag").parameters
+    zckpt.reshard(tag, "tag", world_size=1, add_prefix="layers.")
+    assert Path("tag/mp_rank_00_model_states.pt").exists()  # a tag directory, as the source is one
+    assert "layers.tied_modules.embed.weight" in zckpt.open("tag").parameters
 
 
 @pytest.mark.parametrize(
@@ -503,9 +516,9 @@ def test_layers_under_other_names_are_one_model_as_convert_writes_it(tmp_path):
         ("s1_fp32_dp2", {"add_prefix": "model."}, "--pipeline-layers as a pipeline"),
     ],
 )
-def test_other_names_that_make_no_model_are_refused(name, options, words, tmp_path):
-    with refusing((UnsupportedError, UsageError, zckpt.LeftOutError), words):
-        cut(run_of(name), tmp_path / "cut", 1, **options)
+def test_other_names_that_make_no_model_are_refused(name, options, words, dealt, tmp_path):
+    with refusing((UnsupportedError, UsageError, LeftOutError), words):
+        dealt(name, **options)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -518,9 +531,9 @@ def test_an_order_of_endless_ranges_is_not_taken():
     assert known_orders(checkpoint) == []
 
 
-def test_names_that_torch_keeps_in_groups_do_not_part_the_stages_groups(tmp_path):
+def test_names_that_torch_keeps_in_groups_do_not_part_the_stages_groups():
     """Each stage has those of its own parameters, and a tied layer is in the groups of two."""
-    tag = copy(PLAIN, tmp_path)
+    tag = copy(PLAIN)
 
     def name(content):
         z = content["optimizer_state_dict"]
@@ -530,4 +543,4 @@ def test_names_that_torch_keeps_in_groups_do_not_part_the_stages_groups(tmp_path
     edit_all(tag, name)
     groups, expected = (zckpt.open(one).param_groups for one in (tag, run_of(PLAIN)))
     assert [group.parameters for group in groups] == [group.parameters for group in expected]
-    converted(tag, tmp_path / "dcp", "dcp")
+    converted(tag, "dcp", "dcp")

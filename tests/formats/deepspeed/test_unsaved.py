@@ -26,15 +26,15 @@ def test_weights_are_read_and_the_rest_is_said_not_to_be_there():
     assert zckpt.verify(FIXTURES / NAME, deep=True).sound
 
 
-def test_without_an_optimizer_at_stage_1_there_is_nothing_to_cut(tmp_path):
+def test_without_an_optimizer_at_stage_1_there_is_nothing_to_cut():
     def sum_in_floats(content):
         content["ds_config"]["zero_optimization"]["stage"] = 1
         content["ds_config"]["data_types"] = {"grad_accum_dtype": "fp32"}
 
-    tag = copy(NAME, tmp_path)
+    tag = copy(NAME)
     edit(model_file(tag), sum_in_floats)
     with refusing(UnsupportedError, r"holds no optimizer.*0\.17\.6.*consolidate"):
-        zckpt.reshard(tag, tmp_path / "cut", world_size=4)
+        zckpt.reshard(tag, "cut", world_size=4)
 
 
 @pytest.mark.parametrize(
@@ -44,16 +44,16 @@ def test_without_an_optimizer_at_stage_1_there_is_nothing_to_cut(tmp_path):
         pytest.param(lambda content: content["ds_config"]["zero_optimization"].update(stage=1), id="under ZeRO"),
     ],
 )
-def test_files_that_were_written_and_are_lost_are_missing(change, tmp_path):
-    tag = copy(NAME, tmp_path)
+def test_files_that_were_written_and_are_lost_are_missing(change):
+    tag = copy(NAME)
     edit(model_file(tag), change)
     with refusing(ShardError, "optimizer files are missing"):
         zckpt.open(tag)
 
 
-def test_parts_of_base_weights_are_said_to_be_such(tmp_path):
+def test_parts_of_base_weights_are_said_to_be_such():
     """`OptimizedLinear` over several ranks: the first one's part is flat, and no file has the others."""
-    tag = copy("s1_bf16_dp2", tmp_path)
+    tag = copy("s1_bf16_dp2")
     shapes = {"weight": (64,), "lora_weight_1.weight": (4, 8), "lora_weight_2.weight": (16, 4)}
 
     def add(content):

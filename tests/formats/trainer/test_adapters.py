@@ -48,7 +48,7 @@ def adapter(kind, directory, *, config) -> Path:
     shutil.copytree(ADAPTERS / kind, directory, ignore=shutil.ignore_patterns("truth.*"))
     if config:
         shutil.copy(ADAPTERS / "config.json", directory)
-    return directory
+    return Path(directory)
 
 
 def assert_is_truth(directory, kind, names: list[str] | None = None):
@@ -63,24 +63,24 @@ def assert_is_truth(directory, kind, names: list[str] | None = None):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_optimizer_of_an_adapter_is_read_by_the_type_of_its_model(kind, tmp_path):
-    assert_is_truth(adapter(kind, tmp_path / "a", config=True), kind)
+def test_optimizer_of_an_adapter_is_read_by_the_type_of_its_model(kind):
+    assert_is_truth(adapter(kind, "a", config=True), kind)
 
 
-def test_configuration_of_the_model_is_found_where_the_adapter_says(tmp_path):
-    directory = adapter("lora", tmp_path / "a", config=False)
-    (tmp_path / "base").mkdir()
-    shutil.copy(ADAPTERS / "config.json", tmp_path / "base")
+def test_configuration_of_the_model_is_found_where_the_adapter_says():
+    directory = adapter("lora", "a", config=False)
+    Path("base").mkdir()
+    shutil.copy(ADAPTERS / "config.json", "base")
     about = json.loads((directory / "adapter_config.json").read_text())
     (directory / "adapter_config.json").write_text(
-        json.dumps({**about, "base_model_name_or_path": str(tmp_path / "base")})
+        json.dumps({**about, "base_model_name_or_path": str(Path("base").absolute())})
     )
     assert_is_truth(directory, "lora")
 
 
-def test_state_beside_several_adapters_may_be_of_any(tmp_path):
+def test_state_beside_several_adapters_may_be_of_any():
     """PEFT puts all but `default` into folders; alike ones are told apart by nothing in the files."""
-    run = adapter("lora", tmp_path / "run", config=True)
+    run = adapter("lora", "run", config=True)
     known = [name for group in zckpt.open(run).param_groups for name in group.parameters]
     adapter("lora", run / "second", config=False)
     checkpoint = zckpt.open(run)
@@ -90,24 +90,24 @@ def test_state_beside_several_adapters_may_be_of_any(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_live_names_are_taken_too(kind, tmp_path):
+def test_live_names_are_taken_too(kind):
     live, _ = truth_of(kind)
-    directory = adapter(kind, tmp_path / "a", config=False)
+    directory = adapter(kind, "a", config=False)
     assert zckpt.open(directory).unnamed
     assert_is_truth(directory, kind, [name for group in live for name in group])
 
 
-def test_what_shapes_tell_without_a_configuration_is_true(tmp_path):
+def test_what_shapes_tell_without_a_configuration_is_true():
     live, _ = truth_of("lora")
-    checkpoint = zckpt.open(adapter("lora", tmp_path / "a", config=False))
+    checkpoint = zckpt.open(adapter("lora", "a", config=False))
     pairs = list(zip(checkpoint.param_groups[0].parameters, live[0], strict=True))
     assert [(ours, its) for ours, its in pairs if not ours.isdecimal() and ours != filed(its)] == []
     assert sum(not ours.isdecimal() for ours, _ in pairs) == 4  # those of `down_proj`, which no other is like
     assert any("config.json" in warning for warning in checkpoint.warnings)
 
 
-def test_adapter_by_itself_is_read_and_says_what_it_is(tmp_path):
-    directory = adapter("lora", tmp_path / "a", config=False)
+def test_adapter_by_itself_is_read_and_says_what_it_is():
+    directory = adapter("lora", "a", config=False)
     for name in ("optimizer.pt", "trainer_state.json"):
         (directory / name).unlink()
     details = inspected(directory)["details"]
@@ -118,24 +118,24 @@ def test_adapter_by_itself_is_read_and_says_what_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_consolidated_adapter_is_what_peft_loads(kind, tmp_path):
-    directory = adapter(kind, tmp_path / "a", config=True)
-    zckpt.consolidate(directory, tmp_path / "model")
-    assert names_in(tmp_path / "model") == ["adapter_config.json", "adapter_model.safetensors", "config.json"]
-    ours, its = (load_file(path / "adapter_model.safetensors") for path in (tmp_path / "model", directory))
+def test_consolidated_adapter_is_what_peft_loads(kind):
+    directory = adapter(kind, "a", config=True)
+    zckpt.consolidate(directory, "model")
+    assert names_in("model") == ["adapter_config.json", "adapter_model.safetensors", "config.json"]
+    ours, its = (load_file(path / "adapter_model.safetensors") for path in (Path("model"), directory))
     assert_same_tree(ours, its)
 
 
 @pytest.mark.parametrize(("kind", "through"), each(KINDS, [None, "zckpt", "dcp"]))
-def test_the_trainers_adapter_comes_back_as_it_was(kind, through, tmp_path):
-    directory = adapter(kind, tmp_path / "a", config=True)
+def test_the_trainers_adapter_comes_back_as_it_was(kind, through):
+    directory = adapter(kind, "a", config=True)
     source = directory
     if through is not None:
-        source = tmp_path / through
+        source = Path(through)
         zckpt.convert(directory, source, to=through)
         for name in ("adapter_config.json", "config.json"):
             shutil.copy(directory / name, source)
-    target = tmp_path / "target"
+    target = Path("target")
     zckpt.convert(source, target, to="transformers-trainer", train_batch_size=2, verify=True)
     assert_is_truth(target, kind)
     assert (target / "adapter_model.safetensors").is_file()
@@ -145,20 +145,20 @@ def test_the_trainers_adapter_comes_back_as_it_was(kind, through, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_adapter_without_its_configuration_is_not_written_as_a_model(kind, tmp_path):
+def test_an_adapter_without_its_configuration_is_not_written_as_a_model(kind):
     """The Trainer under FSDP saves no adapter_config.json, and loads a model of such names without a word: nothing."""
-    trained = adapter(kind, tmp_path / "run", config=True)
+    trained = adapter(kind, "run", config=True)
     weights = load_file(trained / "adapter_model.safetensors")
-    source = tmp_path / "dcp"  # which has no configuration
+    source = "dcp"  # which has no configuration
     zckpt.convert(trained, source, to="dcp")
-    written = zckpt.convert(source, tmp_path / "trainer", to="transformers-trainer", train_batch_size=2)
+    written = zckpt.convert(source, "trainer", to="transformers-trainer", train_batch_size=2)
     assert any("no adapter_config.json" in note for note in written.notes)
-    zckpt.consolidate(source, tmp_path / "model")
+    zckpt.consolidate(source, "model")
     for folder in ("trainer", "model"):
-        assert load_file(tmp_path / folder / "adapter_model.safetensors").keys() == weights.keys()
-        assert not (tmp_path / folder / "model.safetensors").exists()
+        assert load_file(f"{folder}/adapter_model.safetensors").keys() == weights.keys()
+        assert not Path(f"{folder}/model.safetensors").exists()
     with refusing(UnsupportedError, "is an adapter, but Accelerate loads the whole model"):
-        zckpt.convert(source, tmp_path / "accelerate", to="accelerate")
+        zckpt.convert(source, "accelerate", to="accelerate")
 
 
 @pytest.mark.parametrize(
@@ -235,12 +235,12 @@ def test_every_kind_of_adapter_is_loaded_into_the_model_in_memory(kind, through,
         assert_same_tree(dict(its.state.get(other, {})), dict(optimizer.state.get(one, {})), name)
 
 
-def test_several_adapters_name_what_to_give_and_a_pipeline_is_its_models(tmp_path):
-    adapter("lora", tmp_path / "two" / "one", config=False)
-    adapter("lora", tmp_path / "two" / "other", config=False)
+def test_several_adapters_name_what_to_give_and_a_pipeline_is_its_models():
+    adapter("lora", "two/one", config=False)
+    adapter("lora", "two/other", config=False)
     with refusing(UnknownFormatError, "holds PEFT adapters in folders: one, other.*two/one"):
-        zckpt.open(tmp_path / "two")
-    pipeline = tmp_path / "pipeline"
+        zckpt.open("two")
+    pipeline = Path("pipeline")
     for name in ("unet", "vae"):
         (pipeline / name).mkdir(parents=True)
         weights = load_file(ADAPTERS / "lora" / "adapter_model.safetensors")
@@ -251,21 +251,21 @@ def test_several_adapters_name_what_to_give_and_a_pipeline_is_its_models(tmp_pat
     assert list(zckpt.open(pipeline).parameters) == [f"{part}.{name}" for part in ("unet", "vae") for name in known]
     assert zckpt.open(pipeline / "unet").format == "transformers-trainer"
     (pipeline / "unet" / "config.json").write_text('{"_class_name": "UNet2DModel", "_diffusers_version": "0.42.1"}')
-    zckpt.consolidate(pipeline / "unet", tmp_path / "unet")
-    assert names_in(tmp_path / "unet") == ["config.json", "diffusion_pytorch_model.safetensors"]
+    zckpt.consolidate(pipeline / "unet", "unet")
+    assert names_in("unet") == ["config.json", "diffusion_pytorch_model.safetensors"]
 
 
-def test_a_whole_model_beside_its_adapter_does_not_get_the_adapters_configuration(tmp_path):
+def test_a_whole_model_beside_its_adapter_does_not_get_the_adapters_configuration():
     """As torchtune has them in one directory; `from_pretrained` would look for the adapter."""
-    folder = adapter("lora", tmp_path / "epoch_0", config=True)
+    folder = adapter("lora", "epoch_0", config=True)
     (folder / "optimizer.pt").unlink()
     save_file({"model.norm.weight": torch.ones(2)}, folder / "model.safetensors")
-    zckpt.consolidate(folder, tmp_path / "model", drop=["adapter_model.*"])
-    assert names_in(tmp_path / "model") == ["config.json", "model.safetensors"]
+    zckpt.consolidate(folder, "model", drop=["adapter_model.*"])
+    assert names_in("model") == ["config.json", "model.safetensors"]
     (folder / "model.safetensors").unlink()
     torch.save({"another's name": torch.ones(2)}, folder / "adapter_model.pt")
-    zckpt.consolidate(folder, tmp_path / "adapter")
-    assert (tmp_path / "adapter/adapter_config.json").is_file()
+    zckpt.consolidate(folder, "adapter")
+    assert Path("adapter/adapter_config.json").is_file()
 
 
 @pytest.mark.parametrize("shards", [["model-00001-of-00001"], ["ft-model-00001-of-00002", "ft-model-00002-of-00002"]])
@@ -290,9 +290,9 @@ def test_what_torchtune_saves_is_carried_beside_its_model(shards, tmp_path):
         zckpt.open(tmp_path)
 
 
-def test_a_pipeline_is_one_checkpoint_of_several_models(tmp_path):
+def test_a_pipeline_is_one_checkpoint_of_several_models():
     """As diffusers lays it out: large models in shards with an index, each with a config of its own."""
-    pipeline = tmp_path / "pipeline"
+    pipeline = Path("pipeline")
     tensors = {
         "text_encoder": {"norm.weight": torch.rand(3), "position_ids": torch.arange(4)},
         "unet": {"norm.weight": torch.rand(5).half(), "conv.weight": torch.rand(4, 3, 2, 2).half()},
@@ -319,15 +319,15 @@ def test_a_pipeline_is_one_checkpoint_of_several_models(tmp_path):
     assert not take_inventory(opened).left_out
     for model, its in tensors.items():
         assert all(torch.equal(opened.read(f"{model}.{name}"), tensor) for name, tensor in its.items())
-    zckpt.consolidate(pipeline, tmp_path / "one.safetensors", dtype="keep")
-    assert torch.equal(load_file(tmp_path / "one.safetensors")["unet.conv.weight"], tensors["unet"]["conv.weight"])
-    converted(pipeline, tmp_path / "kept", "zckpt", verify=True)
+    zckpt.consolidate(pipeline, "one.safetensors", dtype="keep")
+    assert torch.equal(load_file("one.safetensors")["unet.conv.weight"], tensors["unet"]["conv.weight"])
+    converted(pipeline, "kept", "zckpt", verify=True)
     assert zckpt.verify(pipeline, deep=True).sound
     (pipeline / "unet" / where["conv.weight"]).unlink()
     refused(3, "inspect", pipeline, words=(where["conv.weight"],))
 
 
-def test_optimizer_without_its_model_says_what_is_missing(tmp_path):
-    directory = adapter("lora", tmp_path / "a", config=False)
+def test_optimizer_without_its_model_says_what_is_missing():
+    directory = adapter("lora", "a", config=False)
     (directory / "adapter_model.safetensors").unlink()
     refused(3, "inspect", directory, words=("without the model's files", "model.safetensors"))

@@ -1,5 +1,7 @@
 """A model and its optimizer, each in a file of `torch.save`, as loops of one's own leave them."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -38,15 +40,15 @@ def trained(folder, model_name, optimizer_name):
         ("net.safetensors", "state of adam.pth"),
     ],
 )
-def test_a_model_and_an_optimizer_are_one_checkpoint(model_name, optimizer_name, tmp_path):
-    model, optimizer = trained(tmp_path / "c", model_name, optimizer_name)
-    torch.save({"last_epoch": 1}, tmp_path / "c" / "scheduler.pt")
-    checkpoint = assert_holds(tmp_path / "c", model, optimizer)
+def test_a_model_and_an_optimizer_are_one_checkpoint(model_name, optimizer_name):
+    model, optimizer = trained(Path("c"), model_name, optimizer_name)
+    torch.save({"last_epoch": 1}, "c/scheduler.pt")
+    checkpoint = assert_holds("c", model, optimizer)
     assert not checkpoint.unnamed
     assert set(checkpoint.buffers) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
-    assert zckpt.verify(tmp_path / "c", deep=True).sound
-    zckpt.convert(tmp_path / "c", tmp_path / "whole.pt", to="consolidated")
-    assert_same_tree(torch.load(tmp_path / "whole.pt")["optimizer"]["state"], optimizer.state_dict()["state"])
+    assert zckpt.verify("c", deep=True).sound
+    zckpt.convert("c", "whole.pt", to="consolidated")
+    assert_same_tree(torch.load("whole.pt")["optimizer"]["state"], optimizer.state_dict()["state"])
 
 
 @pytest.mark.parametrize(("more", "of"), [("weights.pt", "model.pt"), ("optim.pt", "optimizer.pt")])
@@ -57,33 +59,33 @@ def test_two_of_a_kind_are_not_chosen_from(more, of, tmp_path):
         zckpt.open(tmp_path)
 
 
-def test_a_number_in_a_file_of_its_own_is_carried(tmp_path):  # SpeechBrain's
-    run = tmp_path / "run"
+def test_a_number_in_a_file_of_its_own_is_carried():  # SpeechBrain's
+    run = Path("run")
     trained(run, "model.ckpt", "optimizer.ckpt")
     (run / "counter.ckpt").write_text("3\n")
     (run / "mean.ckpt").write_text("0.5")
     checkpoint = zckpt.open(run)
     assert (checkpoint.metadata["counter"], checkpoint.metadata["mean"]) == (3, 0.5)
-    zckpt.convert(run, tmp_path / "dcp", to="dcp")
+    zckpt.convert(run, "dcp", to="dcp")
     (run / "word.ckpt").write_text('"3"')
     with refusing(LeftOutError, "word.ckpt"):
-        zckpt.convert(run, tmp_path / "again", to="dcp")
+        zckpt.convert(run, "again", to="dcp")
 
 
-def test_an_average_in_a_file_of_its_own_is_carried(tmp_path):
-    run = tmp_path / "run"
+def test_an_average_in_a_file_of_its_own_is_carried():
+    run = Path("run")
     model, _ = trained(run, "model.pt", "optimizer.pt")
     mean = {f"module.{name}": one.detach() / 2 for name, one in model.named_parameters()}
     torch.save(mean, run / "ema.pt")
     assert not take_inventory(zckpt.open(run)).left_out
-    zckpt.convert(run, tmp_path / "whole.pt", to="consolidated")
-    zckpt.convert(run, tmp_path / "dcp", to="dcp")
-    zckpt.convert(tmp_path / "dcp", tmp_path / "back.pt", to="consolidated")
-    for path in (tmp_path / "whole.pt", tmp_path / "back.pt"):
+    zckpt.convert(run, "whole.pt", to="consolidated")
+    zckpt.convert(run, "dcp", to="dcp")
+    zckpt.convert("dcp", "back.pt", to="consolidated")
+    for path in ("whole.pt", "back.pt"):
         assert_same_tree(torch.load(path, weights_only=False)["zckpt"]["metadata"]["ema"], mean)
     torch.save({**mean, "module.0.bias": torch.zeros(4)}, run / "ema.pt")  # of another model
     with refusing(LeftOutError, "ema.pt"):
-        zckpt.convert(run, tmp_path / "again", to="dcp")
+        zckpt.convert(run, "again", to="dcp")
 
 
 def test_an_optimizer_of_some_parameters_is_only_paired_by_names(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,20 +80,20 @@ def save_state(folder, optimizer):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_files_of_a_model_are_read_with_its_optimizer_or_without(kind, tmp_path):
-    model, optimizer, names = saved(tmp_path / "c", kind)
-    zckpt.consolidate(tmp_path / "c", tmp_path / "m.safetensors")
-    save_state(tmp_path / "c", optimizer)
-    zckpt.convert(tmp_path / "c", tmp_path / "z", to="zckpt")
-    for source in (tmp_path / "m.safetensors", tmp_path / "c", tmp_path / "z"):
+def test_all_files_of_a_model_are_read_with_its_optimizer_or_without(kind):
+    model, optimizer, names = saved(Path("c"), kind)
+    zckpt.consolidate("c", "m.safetensors")
+    save_state(Path("c"), optimizer)
+    zckpt.convert("c", "z", to="zckpt")
+    for source in (Path("m.safetensors"), Path("c"), Path("z")):
         checkpoint = zckpt.open(source)
         assert {*checkpoint.parameters} == {*names.values()}
         assert not checkpoint.unnamed
         for name, one in model.named_parameters():
             assert torch.equal(checkpoint.read(names[name], "weight"), one)
             assert_state(checkpoint, names[name], optimizer.state[one] if source.is_dir() else {})
-    assert not take_inventory(zckpt.open(tmp_path / "c")).left_out
-    assert zckpt.verify(tmp_path / "c", deep=True).sound
+    assert not take_inventory(zckpt.open("c")).left_out
+    assert zckpt.verify("c", deep=True).sound
 
 
 def test_a_head_that_the_models_own_file_has_too_is_not_read_twice(tmp_path):
@@ -103,37 +104,37 @@ def test_a_head_that_the_models_own_file_has_too_is_not_read_twice(tmp_path):
         zckpt.consolidate(tmp_path, tmp_path / "m.safetensors")
 
 
-def test_the_trainer_does_not_read_a_head_from_its_own_file(tmp_path):
-    _, optimizer, _ = saved(tmp_path / "c", "LLaMA-Factory's reward model")
-    save_state(tmp_path / "c", optimizer)
-    answer = zckpt.resume_check(tmp_path / "c", program="trainer")
+def test_the_trainer_does_not_read_a_head_from_its_own_file():
+    _, optimizer, _ = saved(Path("c"), "LLaMA-Factory's reward model")
+    save_state(Path("c"), optimizer)
+    answer = zckpt.resume_check("c", program="trainer")
     assert answer.verdict == "partly"
     assert "value_head.safetensors" in str(answer.not_back)
 
 
 @pytest.mark.parametrize("has_average", [False, True])
 @pytest.mark.parametrize("is_several", [False, True])
-def test_diffusers_folders_are_models_beside_their_optimizer(has_average, is_several, tmp_path):
+def test_diffusers_folders_are_models_beside_their_optimizer(has_average, is_several):
     """Of several trained together the optimizer has them in an order of its own, here not that of their names."""
     model, optimizer = trained({"unet": nn.Linear(4, 3), **({"text_encoder": nn.Linear(5, 2)} if is_several else {})})
     for folder, own in model.items():
         stem = "model" if folder == "text_encoder" else "diffusion_pytorch_model"
-        save(tmp_path / "c" / folder / f"{stem}.safetensors", own.state_dict())
+        save(Path(f"c/{folder}/{stem}.safetensors"), own.state_dict())
     if has_average:
         average = {name: one.detach() / 2 for name, one in model["unet"].named_parameters()}
-        save(tmp_path / "c" / "unet_ema" / "diffusion_pytorch_model.safetensors", average)
-    torch.save(optimizer.state_dict(), tmp_path / "c" / "optimizer.bin")
-    torch.save({"step": 1}, tmp_path / "c" / "random_states_0.pkl")
-    checkpoint = assert_holds(tmp_path / "c", model if has_average or is_several else model["unet"], optimizer)
+        save(Path("c/unet_ema/diffusion_pytorch_model.safetensors"), average)
+    torch.save(optimizer.state_dict(), "c/optimizer.bin")
+    torch.save({"step": 1}, "c/random_states_0.pkl")
+    checkpoint = assert_holds("c", model if has_average or is_several else model["unet"], optimizer)
     assert not checkpoint.unnamed
     if has_average:
         assert torch.equal(checkpoint.read("unet_ema.weight", "weight"), average["weight"])
         assert {*checkpoint.parameters["unet_ema.weight"].slots} == {"weight"}
     if has_average and not is_several:  # names as a program with the model prints them
-        named = zckpt.open(tmp_path / "c", names=["weight", "bias"])
+        named = zckpt.open("c", names=["weight", "bias"])
         assert torch.equal(named.read("unet.bias", "exp_avg"), optimizer.state[model["unet"].bias]["exp_avg"])
-    assert zckpt.verify(tmp_path / "c", deep=True).sound
-    converted(tmp_path / "c", tmp_path / "z", "zckpt")
+    assert zckpt.verify("c", deep=True).sound
+    converted("c", "z", "zckpt")
 
 
 def test_a_lora_of_diffusers_is_a_model_beside_its_optimizer(tmp_path):
@@ -144,16 +145,16 @@ def test_a_lora_of_diffusers_is_a_model_beside_its_optimizer(tmp_path):
 
 
 @pytest.mark.parametrize(("apart", "name"), [("vit", f"{PEFT}visual.weight"), ("value_head", "v_head.weight")])
-def test_what_lies_beside_an_adapter_is_merged_or_told_of(apart, name, tmp_path):
+def test_what_lies_beside_an_adapter_is_merged_or_told_of(apart, name):
     """What ms-swift trains whole takes the place of the base's own; a head is of no tensor of it."""
-    save(tmp_path / "base" / "model.safetensors", {"visual.weight": torch.zeros(2, 2), "q.weight": torch.zeros(2, 2)})
+    save(Path("base/model.safetensors"), {"visual.weight": torch.zeros(2, 2), "q.weight": torch.zeros(2, 2)})
     factors = {f"{PEFT}q.lora_A.weight": torch.ones(1, 2), f"{PEFT}q.lora_B.weight": torch.ones(2, 1)}
-    save(tmp_path / "a" / "adapter_model.safetensors", factors)
-    save(tmp_path / "a" / f"{apart}.safetensors", {name: torch.full((2, 2), 7.0)})
+    save(Path("a/adapter_model.safetensors"), factors)
+    save(Path(f"a/{apart}.safetensors"), {name: torch.full((2, 2), 7.0)})
     config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q"]}
-    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config))
-    done = zckpt.merge_adapter(tmp_path / "base", tmp_path / "a", tmp_path / "m.safetensors")
-    merged = zckpt.open(tmp_path / "m.safetensors").state_dict()
+    Path("a/adapter_config.json").write_text(json.dumps(config))
+    done = zckpt.merge_adapter("base", "a", "m.safetensors")
+    merged = zckpt.open("m.safetensors").state_dict()
     assert {*merged} == {"visual.weight", "q.weight"}
     assert torch.equal(merged["q.weight"], torch.ones(2, 2))
     assert torch.equal(merged["visual.weight"], torch.full((2, 2), 7.0 if apart == "vit" else 0.0))
