@@ -60,7 +60,7 @@ from zckpt.formats.deepspeed.values import (
     shard_rules,
 )
 from zckpt.formats.torch_files.tensors import as_mapping, carried, describe
-from zckpt.state import WEIGHT, Checkpoint, GivenNames, SourceFile, Topology, as_float, dict_of
+from zckpt.state import WEIGHT, Checkpoint, GivenNames, SourceFile, Topology, as_float, dict_of, size_of
 from zckpt.state.inventory import LEFT_OUT, UNNAMED_STATE, Rule
 from zckpt.torchfile import Object, read_torchfile
 
@@ -162,8 +162,7 @@ class _Files:
             if self.optimizers:  # a file of a mixture of experts has no configuration before 0.19
                 model.configuration = model.configuration or as_mapping(self.optimizers[0].file.root).get("ds_config")
         self.mp_ranks = found = sorted({one.mp_rank for one in (*self.models, *self.optimizers)})
-        recorded = self.models[0].content.get("mp_world_size")
-        expected = recorded if isinstance(recorded, int) and recorded > 0 else len(found)
+        expected = size_of(self.models[0].content, "mp_world_size") or len(found)
         absent = missing_ranks(expected, found)
         if absent or len(found) != expected:
             raise ShardError(
