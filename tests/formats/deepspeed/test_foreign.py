@@ -349,20 +349,37 @@ def test_tag_that_is_no_name_of_a_directory_is_not_taken(tag):
     assert tag_of("out").name == f"global_step{zckpt.open('own').step}"
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_an_engine_finds_a_tied_parameter_that_a_checkpoint_has_under_its_other_name(momentum):
+def served(checkpoint, *names: str):
+    """What an engine of these parameters is given: a head of 12 elements, and a body of 16."""
+    head, body = names
+    training = Training(
+        world_size=1, rank=0, tensor_parallel=1, mp_rank=0, stage=1, round_robin=False, alignment=False,
+        bf16_optimizer=False, sub_group_size=1, dtype="float32", groups=[[head, body]],
+        stored=[{head: (3, 4), body: (4, 4)}], partitions=[28], names=[[head, "head.weight"], [body]],
+        hyperparameters=[{"lr": 0.1}],
+    )  # fmt: skip
+    return serve(checkpoint, training, optimizer=True)
+
+
+def trained(momentum, path, **further):
+    """A file of a model after a step, and what its optimizer keeps further."""
     model = torch.nn.ModuleDict({"head": torch.nn.Linear(4, 3, bias=False), "body": torch.nn.Linear(4, 4, bias=False)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     model["body"](model["head"].weight).sum().backward()
     optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "checkpoint.pt")
-    checkpoint = open_checkpoint("checkpoint.pt", names=["head.weight", "body.weight"])
-    training = Training(
-        world_size=1, rank=0, tensor_parallel=1, mp_rank=0, stage=1, round_robin=False, alignment=False,
-        bf16_optimizer=False, sub_group_size=1, dtype="float32", groups=[["embedding.weight", "body.weight"]],
-        stored=[{"embedding.weight": (3, 4), "body.weight": (4, 4)}], partitions=[28],
-        names=[["embedding.weight", "head.weight"], ["body.weight"]], hyperparameters=[{"lr": 0.1}],
-    )  # fmt: skip
-    served = serve(checkpoint, training, optimizer=True)
-    assert served.target.parts(served.target.ranks[0])[0].numel == 28
-    assert [p.name for p in served.target.ranks[0].groups[0].experts[0]] == ["head.weight", "body.weight"]
+    torch.save({"model": model.state_dict(), "optimizer": {**optimizer.state_dict(), **further}}, path)
+    return open_checkpoint(path, names=["head.weight", "body.weight"])
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_engine_finds_a_tied_parameter_that_a_checkpoint_has_under_its_other_name(momentum):
+    given = served(trained(momentum, "checkpoint.pt"), "embedding.weight", "body.weight")
+    assert given.target.parts(given.target.ranks[0])[0].numel == 28
+    assert [p.name for p in given.target.ranks[0].groups[0].experts[0]] == ["head.weight", "body.weight"]
+    assert given.notes == []
+
+
+def test_an_engine_is_told_what_an_optimizer_keeps_that_does_not_arrive():
+    checkpoint = trained(0.9, "checkpoint.pt", average_gradient=3.5)
+    (note,) = served(checkpoint, "head.weight", "body.weight").notes
+    assert "average_gradient" in note

@@ -21,6 +21,7 @@ from zckpt.formats.deepspeed.axes.stages import Layer, Stages, uses_of
 from zckpt.formats.deepspeed.decide import decide, of_other_ranks
 from zckpt.formats.deepspeed.directory import OPTIMIZER, PIPELINE_LAYER, Shard, classify
 from zckpt.formats.deepspeed.hyperparameters import with_hyperparameters
+from zckpt.formats.deepspeed.loss_scaling import HANDLED
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.rare.zenflow import DETAIL
@@ -28,8 +29,9 @@ from zckpt.formats.deepspeed.target import Target, Unpartitioned, rank_notes
 from zckpt.formats.deepspeed.trees import form_of
 from zckpt.formats.deepspeed.writer import documents
 from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.attach import further_keys
 from zckpt.immutable import immutable, mutable
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Shape, alias_of, first_of
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Shape, alias_of, first_of, without
 from zckpt.state.names import as_filed
 
 
@@ -144,6 +146,9 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
         if optimizer and found.is_bare:
             found = replace(found, param_groups=with_hyperparameters(found.param_groups, training.hyperparameters))
             notes += ("holds no hyperparameters, as DeepSpeed's elastic form does not: the engine's stay",)
+        strange = further_keys(without(found.optimizer_metadata, *HANDLED)) if optimizer else []
+        if strange:
+            notes += (f"{listed(strange)}, which the optimizer keeps in addition to its state: the engine's stays",)
         found = foreign.as_deepspeed(found, stage=options.stage or 1, bf16=training.bf16_optimizer)
     target = decide(found, options, sub_group_size=training.sub_group_size)
     if target.origin.is_foreign:
