@@ -132,6 +132,23 @@ def test_a_layer_of_more_experts_than_any_model_has_is_unreadable():
         layer_from(entry)
 
 
+def test_a_layer_of_auto_ep_may_be_left_out_and_its_maps_are_checked():
+    """DeepSpeed leaves frozen experts out (`exclude_frozen_parameters`), and lists their layer."""
+    tag = copy("s1_fp32_dp2")
+
+    def list_layer(**maps):
+        entry = {"expert_key_prefix": "mlp.experts", "num_experts": 4, "ep_size": 2, "affine_maps": maps}
+        edit(model_file(tag), lambda content: content.update(ds_autoep_layers=[entry]))
+
+    list_layer(params={"mlp.experts.w1": {"logical_shape": [4, 2, 3]}})
+    zckpt.reshard(tag, "cut", world_size=4)
+    assert zckpt.diff(tag, "cut").equal
+    for maps in ({}, {"logical_shape": ["4", 2]}):
+        list_layer(params={"mlp.experts.w1": maps})
+        with refusing(zckpt.DamagedFileError, "unreadable ds_autoep_layers: expected maps of whole tensors"):
+            zckpt.reshard(tag, "other", world_size=4)
+
+
 def test_degree_is_what_the_groups_say():
     tag = copy("moe_ep2_s0_fp32_dp4")
 

@@ -163,10 +163,12 @@ def _expert_names(target: Target, stage: int) -> Iterator[tuple[int | None, int,
     DeepSpeed numbers layers in the model's order. Of names alone that is not known, and does not matter: every file
     says whose weights it has, and all of them are loaded. Those of AutoEP are looked up by the number that is listed.
     """
+    own = target.ranks[stage * target.tp].parameters
     for auto in auto_layers(target.origin.model):
-        for expert in range(auto.experts):
-            yield auto.number, expert, [f"{name}.{expert}" for name in auto.names]
-    layers = by_layer(target.ranks[stage * target.tp].parameters)
+        held = [name for name in auto.names if name in own]  # without frozen ones that were left out
+        for expert in range(auto.experts) if held else ():
+            yield auto.number, expert, [f"{name}.{expert}" for name in held]
+    layers = by_layer(own)
     for index, layer in enumerate(sorted(layers, key=natural_order)):
         for expert in sorted(layers[layer]):
             yield index, expert, layers[layer][expert]

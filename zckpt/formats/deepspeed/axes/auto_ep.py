@@ -30,7 +30,7 @@ from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY, SLICED, Rule, map_en
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes, Weights
 from zckpt.formats.deepspeed.values import viewed
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, dict_of, list_of, size_of, without
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, are_sizes, dict_of, list_of, size_of, without
 from zckpt.state.views import concat, narrow, reshape
 from zckpt.torchfile import FromFile, node_of
 
@@ -260,9 +260,12 @@ def listed_layers(model: ModelShard, places: Places, world_size: int, *, sharded
             changed["expert_placement"] = {**placement, "ep_size": degree, "ranks": ranks}
         if isinstance(maps := entry.get("affine_maps"), dict):  # where the slices of a tensor are in the whole
             shares, params = shares_of([[per] * degree], degree), {}
-            for name, one in maps["params"].items():
-                rest = map(int, list_of(one["logical_shape"])[1:])
-                entry_of = map_entry(Rule(SLICED, (layer.experts, *rest), 0, shares), degree)
+            for name, one in dict_of(maps.get("params")).items():
+                sizes = list_of(dict_of(one).get("logical_shape"))
+                if not sizes or not are_sizes(sizes):
+                    raise DamagedFileError(f"unreadable {KEY}", path=model.path, expected="maps of whole tensors",
+                                           found=str(one)[:80])  # fmt: skip
+                entry_of = map_entry(Rule(SLICED, (layer.experts, *sizes[1:]), 0, shares), degree)
                 params[name] = {**one, "ranks": entry_of["ranks"]}
             changed["affine_maps"] = {**maps, "params": params}
         more = changed if sharded else {}  # which DeepSpeed does not load without; some lists leave them out
