@@ -9,11 +9,13 @@ explains whatever else is wrong with the elements in it.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import field
 from functools import partial
+from itertools import accumulate
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -399,28 +401,54 @@ def damage_findings(
             suspects.setdefault(checksum, set()).add(subject.name)
         if not damaged:
             compared.append(Comparison(subject.name, path, weight_path, unequal.numel, unequal.count, unequal.detail))
-    yield from _damaged(wrong, suspects, checkpoint)
+    of_span = records_of(wrong)
+    yield from _damaged(wrong, suspects, checkpoint, of_span)
     yield from _elements(outcome, inventory, wrong)
     yield from weight_findings(compared)
-    yield from _copies(outcome, [] if checkpoint is None else checkpoint.duplicates, wrong)
+    yield from _copies(outcome, [] if checkpoint is None else checkpoint.duplicates, of_span)
+
+
+Records = Callable[[Span], Iterator[Sum]]
+"""Yields those of some records that a span has bytes in."""
+
+
+def records_of(some: Iterable[Sum]) -> Records:
+    """Return what yields those of some records that a span has bytes in, without looking at each of them."""
+    by_path = by_key((one.path, one) for one in sorted(some, key=attrgetter("offset")))
+    ends = {path: [*accumulate((one.offset + one.nbytes for one in its), max)] for path, its in by_path.items()}
+
+    def of_span(span: Span) -> Iterator[Sum]:
+        begin, end = span.reach
+        its = by_path.get(span.path, [])
+        for at in range(bisect_right(ends.get(span.path, ()), begin), len(its)):
+            one = its[at]
+            if one.offset >= end:
+                return
+            if one.offset + one.nbytes > begin:
+                yield one
+
+    return of_span
 
 
 def _damaged(
-    wrong: Mapping[Sum, int], suspects: Mapping[Sum | None, set[str]], checkpoint: Checkpoint | None
+    wrong: Mapping[Sum, int],
+    suspects: Mapping[Sum | None, set[str]],
+    checkpoint: Checkpoint | None,
+    of_span: Records,
 ) -> Iterator[Finding]:
     """Yield a finding for each damaged record, with the parameters and buffers that have elements in it."""
     paths = {one.path for one in wrong}
     held = by_key(
-        (span.path, (*span.reach, parameter.name, key))
+        (one, (parameter.name, key))
         for parameter in (checkpoint.holders() if checkpoint is not None and wrong else ())
         for key, slot in parameter.slots.items()
         for span in _spans(slot, paths)
+        for one in of_span(span)
     )
     for one, crc in sorted(wrong.items(), key=lambda item: (item[0].path, item[0].offset)):
         inside: dict[str, str] = {}
-        for begin, end, name, key in held.get(one.path, ()):
-            if begin < one.offset + one.nbytes and one.offset < end:
-                inside.setdefault(name, key)
+        for name, key in held.get(one, ()):
+            inside.setdefault(name, key)
         names = [name for name in inside if name in suspects.get(one, ())] or list(inside)
         what = f": {', '.join(dict.fromkeys(inside[name] for name in names))} of {listed(names)}" if names else ""
         yield Finding(
@@ -483,7 +511,7 @@ def _elements(outcome: Outcome, inventory: Inventory, wrong: Collection[Sum | No
         yield Finding(code, what, path, names, expected, said)
 
 
-def _copies(outcome: Outcome, duplicates: Sequence[Duplicate], damaged: Collection[Sum]) -> Iterator[Finding]:
+def _copies(outcome: Outcome, duplicates: Sequence[Duplicate], of_span: Records) -> Iterator[Finding]:
     codes = {
         "tied": TIED_DIFFER,
         "parameter": REPLICAS_DIFFER,
@@ -492,11 +520,8 @@ def _copies(outcome: Outcome, duplicates: Sequence[Duplicate], damaged: Collecti
     }
     for number, unequal in sorted(outcome.duplicates.items()):
         one = duplicates[number]
-        if not unequal.count or any(
-            record.path == span.path and span.reach[0] < record.offset + record.nbytes and record.offset < span.reach[1]
-            for span in [*_spans(one.slot), *_spans(one.original)]
-            for record in damaged
-        ):
+        spans = [*_spans(one.slot), *_spans(one.original)]
+        if not unequal.count or any(True for span in spans for _ in of_span(span)):
             continue
         path, original = one.slot.spans[0].path, one.original.spans[0].path
         is_rounding = unequal.apart <= unequal.size / 4  # of many steps, too; two others differ by double their size
