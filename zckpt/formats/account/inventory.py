@@ -74,7 +74,7 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
         covered, key = known.of(file.path), None
         if not is_alone and (len(file.records) >= MANY or not covered.is_long):  # else it is gone through as fast
             key = id(file.tree), file.role, file.rules, covered.key
-        if key is not None and key in before:  # of a file that is alike
+        if key in before:  # of a file that is alike
             items, nbytes = before[key]
             items = [Item(name, *_rest(item)) for item in items]
         else:

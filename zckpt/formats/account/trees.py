@@ -115,14 +115,7 @@ class Fit:
         return self._next[key]
 
 
-def fit_of(rules: tuple[Rule, ...]) -> Fit:
-    """Return the root of a tree, which all rules fit."""
-    return _kept(rules) if len(rules) <= FEW else Fit(rules, 0)
-
-
-@lru_cache(maxsize=KEPT)
-def _kept(rules: tuple[Rule, ...]) -> Fit:
-    return Fit(rules, 0)
+_kept = lru_cache(maxsize=KEPT)(Fit)
 
 
 def text_of(step: object) -> str:
@@ -251,7 +244,8 @@ class FileAccount:
                 self._add(RECORD, IMPLIED, "records of the archive", (inside,), nbytes)
             else:
                 self._add(RECORD, LEFT_OUT, "no file of torch.save has such a record", (inside,), nbytes)
-        tree, fit = self.file.tree, fit_of(self.file.rules)
+        tree, rules = self.file.tree, self.file.rules
+        fit = _kept(rules, 0) if len(rules) <= FEW else Fit(rules, 0)
         held, tensors = (tree.held, tree.tensors) if isinstance(tree, LazyTree) else (tree, ())
         self._walk(held, (), fit)
         for steps, tensor in tensors:
