@@ -16,7 +16,7 @@ from pathlib import Path
 
 from zckpt.codes import LATEST, MISSING_FILE
 from zckpt.errors import ShardError, UnknownFormatError, UnsupportedError
-from zckpt.formats.dcp.directory import HEAD_NBYTES, MEGATRON_MARK, rank_of
+from zckpt.formats.dcp.directory import HEAD_NBYTES, has_megatrons_mark, rank_of
 from zckpt.formats.dcp.directory import NAME as METADATA_NAME
 from zckpt.formats.format import NearMiss, Search
 from zckpt.formats.latest import TRACKER, folder_of, is_name, latest_name
@@ -89,7 +89,7 @@ def find(search: Search) -> Place | NearMiss | None:
         return None
     if tag is not None:
         return _here(path / tag) if is_name(tag) else None
-    inside = (_place(path / name) for name in INSIDE if is_marked(path / name))
+    inside = (_place(path / name) for name in INSIDE if has_megatrons_mark(path / name))
     return _here(path) or next(inside, None) or _tracked(path)
 
 
@@ -107,14 +107,14 @@ def _around(path: Path) -> Place | NearMiss | None:
             advice=f"give its directory, {folder.parent}",
         )
     is_known = path.name in (METADATA_NAME, COMMON, MARK) or rank_of(path.name) is not None
-    if is_own and is_known and is_marked(folder):
+    if is_own and is_known and has_megatrons_mark(folder):
         return NearMiss("is one file of a Megatron-Core checkpoint", f"give its directory, {folder}")
     return None
 
 
 def _here(directory: Path, tracker: Path | None = None) -> Place | None:
     """Return the checkpoint that a directory is; None if it is none."""
-    if is_marked(directory):
+    if has_megatrons_mark(directory):
         return _place(directory, tracker)
     if is_fsdp(directory):
         return Place(directory, tracker, FSDP_DTENSOR)
@@ -149,12 +149,6 @@ def is_written(run: Path) -> bool:
     return all(is_file(one / OWN_NAME) for one in run.iterdir() if one.is_dir())
 
 
-def is_marked(directory: Path) -> bool:
-    """Tell whether a directory has Megatron-Core's `metadata.json`."""
-    mark = directory / MARK
-    return is_file(mark) and MEGATRON_MARK in read_head(str(mark), HEAD_NBYTES)
-
-
 def _tracked(run: Path) -> Place | None:
     """Return the checkpoint that a run's file names; None where it names none of this kind.
 
@@ -168,7 +162,7 @@ def _tracked(run: Path) -> Place | None:
     here = _here(run / folder, tracker) if is_name(folder) else None
     if here is not None or (is_name(folder) and (run / folder).is_dir()) or (run / "latest").exists():
         return here
-    others = sorted(one.name for one in run.iterdir() if is_marked(one) or folders(one) or is_fsdp(one))
+    others = sorted(one.name for one in run.iterdir() if has_megatrons_mark(one) or folders(one) or is_fsdp(one))
     if not others:
         return None
     raise UnknownFormatError(
