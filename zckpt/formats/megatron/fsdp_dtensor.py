@@ -76,16 +76,11 @@ def read(place: Place) -> Checkpoint:
     return checkpoint
 
 
-def _bare(name: str) -> str:
-    """Return a name without wrappers, experts as modules of their own."""
-    return by_itself(_WRAPPERS.sub("", name))
-
-
 def _named(names: Iterable[str]) -> dict[str, str]:
-    """Return names by what they are in the bare model."""
+    """Return names by what they are in the bare model, with experts as modules of their own."""
     found: dict[str, str] = {}
     for name in names:
-        bare = _bare(name)
+        bare = by_itself(_WRAPPERS.sub("", name))
         if bare in found:
             raise DamagedFileError(f"two tensors are named {bare}", found=f"{name} and {found[bare]}")
         found[bare] = name

@@ -175,10 +175,12 @@ def placed(tensors: Mapping[str, tuple[Shape, object]], *, apart: bool | None) -
                                advice="give --layers=apart")  # fmt: skip
     found: dict[str, Placed] = {}
     for text, name in names.items():
-        if name.block in layers and name.layer is not None and not (bool(unlike) if apart is None else apart):
-            found[text] = Placed(f"{name.block}.{inner[text]}", (name.layer,), (len(layers[name.block]),))
+        if name.layer is None:
+            found[text] = Placed(inner[text])
+        elif name.block not in layers or apart or unlike:
+            found[text] = Placed(f"{name.block}.{name.layer}.{inner[text]}")
         else:
-            found[text] = Placed(inner[text] if name.layer is None else f"{name.block}.{name.layer}.{inner[text]}")
+            found[text] = Placed(f"{name.block}.{inner[text]}", (name.layer,), (len(layers[name.block]),))
     return found | _of_experts(found, names, tensors)
 
 
