@@ -33,7 +33,7 @@ from zckpt.errors import DamagedFileError, SourceError, UnsupportedError, UsageE
 from zckpt.formats.patterns import Patterns
 from zckpt.formats.suffixes import ADAPTER_NAME
 from zckpt.immutable import immutable, mutable
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, are_sizes, are_texts
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, are_sizes, are_texts, first_of
 from zckpt.state.names import PEFT, is_added, without_adapter
 from zckpt.storage.files import json_object
 from zckpt.torchfile import brief
@@ -147,7 +147,7 @@ class Adapter:
                                        expected="an object" if kind is dict else "a list")  # fmt: skip
         names = _plain(self.checkpoint.names)
         kinds = _FACTOR, _TOKENS, _SAVED
-        of = {name: next((one for kind in kinds if (one := kind.fullmatch(name))), None) for name in names.values()}
+        of = {name: first_of(kind.fullmatch(name) for kind in kinds) for name in names.values()}
         adapters = {match["adapter"] or UNNAMED for match in of.values() if match}
         unlike = {match["adapter"] for match in of.values() if match and match.re is not _SAVED}
         several = listed(sorted(adapters))

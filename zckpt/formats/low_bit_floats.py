@@ -32,7 +32,7 @@ from zckpt.engine.scaled import Part, alone, coded, matrices, whole
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
 from zckpt.formats.adapters import MAXIMUM_CONFIG_NBYTES
 from zckpt.formats.low_bit import codes_in, settings_of
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, dict_of
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, dict_of, first_of, without
 from zckpt.state.dtypes import is_floating
 from zckpt.state.views import transpose
 from zckpt.storage.files import Sources, json_object
@@ -62,7 +62,7 @@ _CACHE = re.compile(r"(?:.*\.)?(?:[qkv]|kv|prob|output)_scale", re.DOTALL)
 
 def cache_scales(checkpoint: Checkpoint) -> list[str]:
     """Return the scales of a cache of keys and values in FP8, which go with codes, and no plain model has."""
-    return [one.name for one in checkpoint.tensors() if _CACHE.fullmatch(one.name) and math.prod(one.shape) == 1]
+    return [one.name for one in checkpoint.tensors() if _CACHE.fullmatch(one.name) and one.numel == 1]
 
 
 def weights_as_floats(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
@@ -94,8 +94,7 @@ def weights_as_floats(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
         if one.name in plain or (one.name in checkpoint.parameters and one.name not in work.used)
         for each in (plain.get(one.name, one),)
     }
-    buffers = {name: one for name, one in checkpoint.buffers.items() if name not in work.used and name not in plain}
-    return replace(checkpoint, parameters=parameters, buffers=buffers)
+    return replace(checkpoint, parameters=parameters, buffers=without(checkpoint.buffers, *work.used, *plain))
 
 
 def plain_config(path: Path, dtype: str | None, settings: Mapping[str, object]) -> bytes:
@@ -154,7 +153,7 @@ class _Model:
         kinds: tuple[Callable[[str, str, Slot], Plain | None], ...] = (
             self._bitsandbytes, self._fp8, self._int8, self._experts, self._fp4, self._words, self._columns,
         )  # fmt: skip
-        found = next((one for kind in kinds if (one := kind(name, of, slot)) is not None), None)
+        found = first_of(kind(name, of, slot) for kind in kinds)
         if found is not None and found[0].startswith(of) and found[0].endswith(".weight"):
             for beside in _BESIDE:
                 self.get(of + beside)
@@ -170,7 +169,7 @@ class _Model:
             f"{name}_scale",
             *(of + one for one in ("scale_weight", "scale", "qscale_weight")),
         )
-        scale = next((found for one in names if (found := self.get(one)) is not None), None)
+        scale = first_of(map(self.get, names))
         integers = slot.dtype == "int8" and self.settings.get("quant_method") == "compressed-tensors"
         if scale is None or not (integers or slot.dtype.startswith("float8_e")) or len(slot.shape) < 2:
             return None
@@ -364,9 +363,7 @@ class _Model:
         return shape, block, dtype, nested, offset
 
     def _bitsandbytes(self, name: str, _of: str, slot: Slot) -> Plain | None:
-        state = next(
-            (one for kind in ("nf4", "fp4") if (one := self.get(f"{name}.quant_state.bitsandbytes__{kind}"))), None
-        )
+        state = first_of(self.get(f"{name}.quant_state.bitsandbytes__{kind}") for kind in ("nf4", "fp4"))
         scale, qmap = self.get(f"{name}.absmax"), self.get(f"{name}.quant_map")
         if state is None or scale is None or qmap is None:
             return None

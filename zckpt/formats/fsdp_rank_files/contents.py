@@ -460,9 +460,6 @@ def tie_as_configured(checkpoint: Checkpoint, model: Model, directory: Path) -> 
     parts = config, dict_of(config.get("text_config"))
     sizes = [one["vocab_size"] for one in parts if type(one.get("vocab_size")) is int
              and one.get("tie_word_embeddings", config.get("tie_word_embeddings")) is True]  # fmt: skip
-    found = [
-        one.name for one in checkpoint.parameters.values()
-        if one.tied_to is None and len(one.shape) == 2 and one.shape[0] in sizes[:1]
-    ]  # fmt: skip
+    found = [one.name for one in checkpoint.owners if len(one.shape) == 2 and one.shape[0] in sizes[:1]]
     if len(found) == 2 and checkpoint.parameters[found[1]].group is None and is_same(model, *found):
         tie(checkpoint, found[1], found[0])

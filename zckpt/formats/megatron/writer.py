@@ -185,8 +185,8 @@ class Source:
         if self.kind != PLAIN or dtype != "float32":
             master = one.master
             yield MASTER, master or written, "float32" if master is None else master.dtype
-        for key, slot in one.slots.items():
-            if key in (WEIGHT, MASTER) or (key == STEP and not slot.shape):
+        for key, slot in one.optimizer_slots.items():
+            if key == STEP and not slot.shape:
                 continue
             if slot.shape != one.shape:
                 raise UnsupportedError(f"Megatron cannot hold {key} of {one.name}",

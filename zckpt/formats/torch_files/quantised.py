@@ -250,7 +250,7 @@ def of_torchao(key: str, parameter: Parameter) -> Moment:
         cls, block, ranges = str(told[TORCHAO]), told.get("block"), told.get("floats", [])
         if cls not in CLASSES or codes is None or scale is None:
             raise _unknown(key, name)
-        numel = math.prod(parameter.shape)
+        numel = parameter.numel
         if type(block) is not int or block < 1 or not _are_ranges(ranges, block, numel):
             raise _other_sizes(key, name, f"whole blocks of {numel} elements", f"{block}, floats {ranges}")
         found = tuple((start, count) for start, count in ranges)
