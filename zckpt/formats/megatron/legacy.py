@@ -273,8 +273,7 @@ class Numbering:
         for text, name in own.items():
             is_odd = name.expert is None and is_expert(text) and not is_fused(text)
             if is_odd and self._parallel and is_weight(text, one.chunks[chunk][text]):
-                raise UnsupportedError(f"it is unknown which experts {text} has", path=one.file.path,
-                                       expected="a tensor for each expert")  # fmt: skip
+                raise UnsupportedError(f"it is unknown which experts {text} has", expected="a tensor for each expert")
             expert = None if name.expert is None else one.ep * count + name.expert
             layer = None if name.layer is None else name.layer + self._first[chunk, one.pp, name.block]
             found[text] = str(replace(name, expert=expert, layer=layer))
@@ -446,8 +445,7 @@ def _read_rank(one: Rank) -> None:
             if not isinstance(value, Tensor) or not is_weight(name, value):
                 continue
             label, is_buffer = _label_of(at, name), _is_buffer(name, value)
-            parameter = Parameter.of(label, slot_of(WEIGHT, value, path))
-            (own.buffers if is_buffer else own.parameters)[label] = parameter
+            own.place(label, slot_of(WEIGHT, value, path), trained=not is_buffer)
             if is_buffer:
                 continue
             chunks[-1].append(label)
