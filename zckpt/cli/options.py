@@ -189,10 +189,11 @@ class FormatCommand(Verb):
         """Return one option for each name; what it means for which formats is in its help."""
         from zckpt.formats.options import options_of
         from zckpt.formats.registry import formats
-        from zckpt.state import by_key
 
-        stated = ((one.name, option) for one in formats() for option in options_of(getattr(one, self.stated)))
-        every = by_key((option.name, (name, option)) for name, option in stated)
+        every: dict[str, list[tuple[str, Option]]] = {}
+        for one in formats():
+            for option in options_of(getattr(one, self.stated)):
+                every.setdefault(option.name, []).append((one.name, option))
         return [_option(one, has_to=self.stated == ConvertCommand.stated) for one in every.values()]
 
 
