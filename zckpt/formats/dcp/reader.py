@@ -124,8 +124,9 @@ def fill(
     """
     models, optimizers = _find(checkpoint, root if own is None else without_carried(own, root), own, pairs)
     if not models and not optimizers:
-        found = listed(list(map(str, root)))
-        raise UnsupportedError("holds neither a model nor an optimizer", path=checkpoint.source, found=found)
+        raise UnsupportedError(
+            "holds neither a model nor an optimizer", path=checkpoint.source, found=listed(list(root))
+        )
     # As in any state dict, integers and bools are buffers and so are the running statistics of a batch norm; the rest
     # are taken for parameters. A tied parameter is there twice, and nothing says that it is tied.
     for model in models:

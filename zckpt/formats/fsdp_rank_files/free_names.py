@@ -116,8 +116,7 @@ def places_of(root: object, path: str) -> tuple[Place | None, Place | None]:
         raise UnsupportedError(
             "holds one rank's part of a sharded checkpoint, but not exactly one model and one optimizer",
             expected="{model: state dict, optimizer: state dict, ...}",
-            found=f"models {listed([*map(str, models)]) or 'none'}; "
-            f"optimizers {listed([*map(str, optimizers)]) or 'none'}",
+            found=f"models {listed(models) or 'none'}; optimizers {listed(optimizers) or 'none'}",
             advice="save it with torch.distributed.checkpoint on all ranks of the program that wrote it",
         )
     return next(iter(models), None), next(iter(optimizers), None)
@@ -136,7 +135,7 @@ def _rank(root: object, places: tuple[Place | None, Place | None]) -> tuple[int,
         raise UnsupportedError(
             "holds one rank's part of a sharded checkpoint, but does not say which rank's",
             expected="meshes that cover all ranks and state the rank that wrote the file",
-            found=f"rank {listed([str(one) for one in ranks]) or 'none'} of {size}",
+            found=f"rank {listed(list(ranks)) or 'none'} of {size}",
             advice="save it with torch.distributed.checkpoint on all ranks of the program that wrote it",
         )
     return rank, size
