@@ -116,6 +116,9 @@ def test_a_trainers_numbers_get_the_names_in_memory(family, tmp_path):
     with pytest.raises(UsageError, match="add --map=transformers"):
         convert(no, names=names)
     assert not no.exists()
+    torch.save({**torch.load(saved.run / "optimizer.pt"), "state": {}}, saved.run / "optimizer.pt")  # plain SGD's
+    convert(tmp_path / "stateless", map="transformers", names=names)
+    assert zckpt.open(tmp_path / "stateless").grouped == names
 
 
 def test_consolidate_of_a_model_whose_only_other_name_is_tied_away(tmp_path):

@@ -133,7 +133,8 @@ FILE, MEMORY, SAME = range(3)
 def numbers_alone(checkpoint: Checkpoint) -> bool:
     """Tell whether one optimizer of a Trainer only numbers its parameters, and the files told the name of none."""
     is_one = checkpoint.format == "transformers-trainer" and not checkpoint.optimizers()
-    return is_one and bool(checkpoint.unnamed) and all(map(is_number, checkpoint.grouped))
+    names = checkpoint.grouped
+    return is_one and bool(names) and all(is_number(name) and name not in checkpoint.parameters for name in names)
 
 
 def named_as_live(mapped: Checkpoint, source: Checkpoint, live: Mapping[str, Any]) -> Checkpoint | None:
