@@ -67,7 +67,8 @@ def resume(
     """
     if universal:
         spec = spec.at(spec.world_size, config={**spec.config, "checkpoint": {"load_universal": True}})
-    return gloo.run(_resume, spec.world_size, spec, Path(run_directory), Path(truth_folder), in_place, then)[0]
+    paths = Path(run_directory).absolute(), Path(truth_folder).absolute()  # ranks are elsewhere
+    return gloo.run(_resume, spec.world_size, spec, *paths, in_place, then)[0]
 
 
 def _resume(

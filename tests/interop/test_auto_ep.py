@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,16 +56,16 @@ named = partial(pytest.mark.parametrize, ids=lambda one: getattr(one, "name", st
 
 
 @named(("spec", "stage", "world_size", "degree"), some([(TWO, 3, 2, 1)], OVER))
-def test_deepspeed_resumes_experts_over_other_ranks(spec, stage, world_size, degree, made, tmp_path):
+def test_deepspeed_resumes_experts_over_other_ranks(spec, stage, world_size, degree, made):
     """DeepSpeed loads under ZeRO-3 only what lists its sub-groups and the ranks that share each as it has them itself;
     files by themselves under ZeRO-1 and 2 become sub-groups under ZeRO-3, and the other way round.
     """
     folder, options = made(spec), {} if stage is None else {"stage": stage}
-    zckpt.reshard(folder, tmp_path / "cut", world_size=world_size, expert_parallel_size=degree, verify=True, **options)
-    assert zckpt.diff(folder, tmp_path / "cut").equal
-    assert zckpt.verify(tmp_path / "cut", deep=True).sound
-    assert zckpt.open(tmp_path / "cut").topology.ep == (degree or 2)
-    verdict = resume(tmp_path / "cut", spec.at(world_size, config=spread(degree or 2), **options), folder)
+    zckpt.reshard(folder, "cut", world_size=world_size, expert_parallel_size=degree, verify=True, **options)
+    assert zckpt.diff(folder, "cut").equal
+    assert zckpt.verify("cut", deep=True).sound
+    assert zckpt.open("cut").topology.ep == (degree or 2)
+    verdict = resume("cut", spec.at(world_size, config=spread(degree or 2), **options), folder)
     verdict.assert_goes_on(LOSS_TOLERANCE[spec.dtype])
 
 
@@ -82,21 +83,21 @@ def test_engines_load_in_place_what_spreads_experts_as_they_do(made):
             resume(folder, TWO.at(world_size, config=spread(degree)), folder, in_place=True)
 
 
-def test_experts_are_one_tensor(made, tmp_path):
+def test_experts_are_one_tensor(made):
     folder = made(TWO)
-    assert_consolidated(folder, Truth(folder), tmp_path)
+    assert_consolidated(folder, Truth(folder))
     assert zckpt.verify(folder, deep=True).sound
     checkpoint = zckpt.open(folder)
     assert checkpoint.topology.ep == 2
     assert checkpoint.parameters["model.layers.1.mlp.experts.w2"].shape == (4, 16, 24)
-    zckpt.convert(folder, tmp_path / "dcp", to="dcp", verify=True)
-    assert zckpt.diff(folder, tmp_path / "dcp").equal
+    zckpt.convert(folder, "dcp", to="dcp", verify=True)
+    assert zckpt.diff(folder, "dcp").equal
     for options in ({"round_robin": True}, {"parameter_alignment": True}):
         with pytest.raises(zckpt.UnsupportedError, match="experts"):
-            zckpt.reshard(folder, tmp_path / "cut", world_size=2, **options)
+            zckpt.reshard(folder, "cut", world_size=2, **options)
 
 
-def assert_read(folder, master, degree, tmp_path):
+def assert_read(folder, master, degree):
     checkpoint, truth = zckpt.open(folder), Truth(folder)
     assert (checkpoint.topology.ep, checkpoint.warnings, checkpoint.unnamed) == (degree, [], {})
     assert set(checkpoint.parameters) == {*truth.weights, *truth.tied}
@@ -104,26 +105,26 @@ def assert_read(folder, master, degree, tmp_path):
         for name, value in expected.items():
             assert_same(checkpoint.read(name, slot), value, f"{slot}/{name}")
     assert zckpt.verify(folder, deep=True).sound
-    zckpt.convert(folder, tmp_path / "dcp", to="dcp", verify=True)
-    assert zckpt.diff(folder, tmp_path / "dcp").equal
+    zckpt.convert(folder, "dcp", to="dcp", verify=True)
+    assert zckpt.diff(folder, "dcp").equal
 
 
 @pytest.mark.parametrize(("world_size", "degree"), some([(2, 2)], [(4, 2)]), ids=str)
-def test_experts_under_zero3_are_read(world_size, degree, made, tmp_path):
+def test_experts_under_zero3_are_read(world_size, degree, made):
     """Each rank shares its experts with fewer ranks than all else; routers have a second name that no file lists."""
     folder = made(mixtral(f"autoep{degree}_s3_fp32_dp{world_size}", world_size, degree, stage=3))
-    assert_read(folder, "master", degree, tmp_path)
+    assert_read(folder, "master", degree)
     with pytest.raises(zckpt.UsageError, match="cannot be spread over 3"):
-        zckpt.reshard(folder, tmp_path / "cut", world_size=3, expert_parallel_size=3)
+        zckpt.reshard(folder, "cut", world_size=3, expert_parallel_size=3)
 
 
 @named("spec", some([NONE], [FLOATS, FLAT]))
-def test_experts_without_zero_are_resumed_on_other_ranks(spec, made, tmp_path):
+def test_experts_without_zero_are_resumed_on_other_ranks(spec, made):
     """Each expert rank has an optimizer file of its own; DeepSpeed puts routers and experts after all else in it."""
     folder = made(spec)
-    assert_read(folder, "master" if spec.dtype == "bf16" else "weight", 2, tmp_path)
-    zckpt.reshard(folder, tmp_path / "cut", world_size=4, verify=True)
-    verdict = resume(tmp_path / "cut", spec.at(4, config=spread(2)), folder)
+    assert_read(folder, "master" if spec.dtype == "bf16" else "weight", 2)
+    zckpt.reshard(folder, "cut", world_size=4, verify=True)
+    verdict = resume("cut", spec.at(4, config=spread(2)), folder)
     verdict.assert_goes_on(LOSS_TOLERANCE[spec.dtype])
 
 
@@ -135,8 +136,8 @@ def test_experts_without_zero_are_resumed_on_other_ranks(spec, made, tmp_path):
         ("layer_1_expert_3_*", "weights of all experts of model.layers.1.mlp.experts.w1"),
     ],
 )
-def test_a_lost_file_of_experts_without_zero_is_named(lost, message, made, tmp_path):
-    run = shutil.copytree(made(NONE), tmp_path / "run")
+def test_a_lost_file_of_experts_without_zero_is_named(lost, message, made):
+    run = Path(shutil.copytree(made(NONE), "run"))
     for path in run.glob(f"*/{lost}"):
         path.unlink()
     with pytest.raises(zckpt.ShardError, match=message):
@@ -147,31 +148,31 @@ def test_a_lost_file_of_experts_without_zero_is_named(lost, message, made, tmp_p
     ("spec", "stage", "world_size", "degree"),
     some([(CUT, 2, 2, None)], [(TWO, 3, 2, 1), (CUT, 1, 4, 4), (CUT, 3, 4, 4), (NONE, 1, 2, None), (NONE, 3, 4, 2)]),
 )
-def test_deepspeed_resumes_experts_from_another_format(spec, stage, world_size, degree, made, tmp_path):
+def test_deepspeed_resumes_experts_from_another_format(spec, stage, world_size, degree, made):
     folder = made(spec)
-    zckpt.convert(folder, tmp_path / "dcp", to="dcp")
+    zckpt.convert(folder, "dcp", to="dcp")
     cut = {"stage": stage, "world_size": world_size, "expert_parallel_size": degree}
-    zckpt.convert(tmp_path / "dcp", tmp_path / "back", to="deepspeed", verify=True, **cut)
-    assert zckpt.verify(tmp_path / "back", deep=True).sound
-    assert zckpt.open(tmp_path / "back").topology.ep == (degree or 2)
+    zckpt.convert("dcp", "back", to="deepspeed", verify=True, **cut)
+    assert zckpt.verify("back", deep=True).sound
+    assert zckpt.open("back").topology.ep == (degree or 2)
     if spec.dtype == "fp32":
-        assert zckpt.diff(folder, tmp_path / "back").equal
-    verdict = resume(tmp_path / "back", spec.at(world_size, stage=stage, config=spread(degree or 2)), folder)
+        assert zckpt.diff(folder, "back").equal
+    verdict = resume("back", spec.at(world_size, stage=stage, config=spread(degree or 2)), folder)
     verdict.assert_goes_on(LOSS_TOLERANCE[spec.dtype])
 
 
 @named("spec", some([TWO], [FOUR, CUT, SHARDS]))
-def test_deepspeeds_own_universal_checkpoint_of_experts_is_read(spec, made, tmp_path):
+def test_deepspeeds_own_universal_checkpoint_of_experts_is_read(spec, made):
     """Its folders have all experts, its model file the shapes of one rank's, and a shortened list of layers."""
     folder = made(spec)
-    theirs = converted_by_deepspeed(folder / "global_step2", tmp_path / "theirs")
+    theirs = converted_by_deepspeed(folder / "global_step2", Path("theirs"))
     found = zckpt.diff(folder, theirs)
     assert (found.changed, found.only_in_a, found.only_in_b) == ([], [], [])
     assert zckpt.verify(theirs, deep=True).sound
     for stage in (2, 3):
-        zckpt.convert(theirs, tmp_path / f"s{stage}", to="deepspeed", stage=stage, world_size=2, verify=True,
+        zckpt.convert(theirs, f"s{stage}", to="deepspeed", stage=stage, world_size=2, verify=True,
                       expert_parallel_size=2)  # fmt: skip
-        assert zckpt.open(tmp_path / f"s{stage}").topology.ep == 2
+        assert zckpt.open(f"s{stage}").topology.ep == 2
 
 
 @named(
@@ -188,18 +189,18 @@ def test_deepspeed_loads_experts_from_a_universal_checkpoint(spec, stage, world_
     verdict.assert_goes_on(LOSS_TOLERANCE[spec.dtype])
 
 
-def test_experts_that_are_listed_under_other_names_are_refused(made, tmp_path):
-    zckpt.convert(made(CUT), tmp_path / "dcp", to="dcp", add_prefix="net.")
+def test_experts_that_are_listed_under_other_names_are_refused(made):
+    zckpt.convert(made(CUT), "dcp", to="dcp", add_prefix="net.")
     with pytest.raises(zckpt.UnsupportedError, match="but DeepSpeed's list of their layers"):
-        zckpt.convert(tmp_path / "dcp", tmp_path / "back", to="deepspeed", world_size=2, stage=2)
+        zckpt.convert("dcp", "back", to="deepspeed", world_size=2, stage=2)
 
 
-def test_layers_are_listed_as_deepspeed_lists_them(made, tmp_path):
+def test_layers_are_listed_as_deepspeed_lists_them(made):
     folder = made(TWO)
-    zckpt.reshard(folder, tmp_path / "same", world_size=2)
+    zckpt.reshard(folder, "same", world_size=2)
     (old, new) = (
         torch.load(root / "global_step2" / "mp_rank_00_model_states.pt", weights_only=False)
-        for root in (folder, tmp_path / "same")
+        for root in (folder, Path("same"))
     )
     for key in ("ds_autoep_layers", "universal_checkpoint_info", "param_shapes"):
         assert old[key] == new[key]

@@ -53,23 +53,23 @@ def assert_resumes(run_directory: Path, wanted: Spec, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("source", "world_size", "stage"), CASES, ids=lambda value: getattr(value, "name", str(value)))
-def test_deepspeed_resumes_what_went_around_the_ring(source, world_size, stage, made, tmp_path):
+def test_deepspeed_resumes_what_went_around_the_ring(source, world_size, stage, made):
     at = folder = made(source)
     for to, options in RING:
-        zckpt.convert(at, tmp_path / to, to=to, verify=True, **options)
-        at = tmp_path / to
-    zckpt.convert(at, tmp_path / "run", to="deepspeed", world_size=world_size, stage=stage, verify=True)
-    assert_resumes(tmp_path / "run", source.at(world_size, stage=stage), folder)
+        zckpt.convert(at, to, to=to, verify=True, **options)
+        at = Path(to)
+    zckpt.convert(at, "run", to="deepspeed", world_size=world_size, stage=stage, verify=True)
+    assert_resumes("run", source.at(world_size, stage=stage), folder)
 
 
 @pytest.mark.parametrize(("dtype", "stage"), each(["fp32", "bf16"], [1, 2, 3]))
 @pytest.mark.every(3, 1)
-def test_a_run_without_zero_goes_on_with_it(stage, dtype, made, tmp_path):
+def test_a_run_without_zero_goes_on_with_it(stage, dtype, made):
     source = small(f"s0_{dtype}", stage=0, dtype=dtype, world_size=2)
     folder = made(source)
     names = list(Truth(folder).numbers.values())
-    zckpt.convert(folder, tmp_path / "run", to="deepspeed", world_size=3, stage=stage, names=names)
-    assert_resumes(tmp_path / "run", source.at(3, stage=stage), folder)
+    zckpt.convert(folder, "run", to="deepspeed", world_size=3, stage=stage, names=names)
+    assert_resumes("run", source.at(3, stage=stage), folder)
 
 
 def assert_loss_scaler(expected: dict[str, Any], engine: Any) -> None:
@@ -96,31 +96,31 @@ def test_weights_in_float32_go_on_in_bf16(dtype, stage, made, tmp_path):
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.every(2)
-def test_loss_scale_of_a_run_without_zero_goes_on(stage, made, tmp_path):
+def test_loss_scale_of_a_run_without_zero_goes_on(stage, made):
     """Without ZeRO, DeepSpeed 0.19 divides gradients by a scale that the loss never had: losses are another matter."""
     source = spec("s0_fp16", stage=0, dtype="fp16", world_size=2)
     folder = made(source)
     names = list(Truth(folder).numbers.values())
-    zckpt.convert(folder, tmp_path / "run", to="deepspeed", world_size=3, stage=stage, names=names)
+    zckpt.convert(folder, "run", to="deepspeed", world_size=3, stage=stage, names=names)
     known = zckpt.open(folder).optimizer_metadata
     expected = {
         key: plain_values(known[key]) for key in ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window")
     }
     expected |= {"delayed_shift": 2, "dtype": torch.float16}
-    verdict = resume(tmp_path / "run", source.at(3, stage=stage), folder, then=partial(assert_loss_scaler, expected))
+    verdict = resume("run", source.at(3, stage=stage), folder, then=partial(assert_loss_scaler, expected))
     assert verdict.differences == []
 
 
 @pytest.mark.parametrize(("stage", "lost", "base"), [(2, "*rank_1_*optim_states.pt", "backup"),
                                                      (3, "*rank_1_*model_states.pt", "whole.safetensors")])  # fmt: skip
-def test_what_was_lost_and_filled_goes_on(stage, lost, base, made, tmp_path):
+def test_what_was_lost_and_filled_goes_on(stage, lost, base, made):
     source = small(f"s{stage}_bf16", stage=stage)
     folder = made(source)
-    run = Path(shutil.copytree(folder, tmp_path / "run"))
-    zckpt.convert(run, tmp_path / "backup", to="zckpt")
-    zckpt.consolidate(run, tmp_path / "whole.safetensors")
+    run = Path(shutil.copytree(folder, "run"))
+    zckpt.convert(run, "backup", to="zckpt")
+    zckpt.consolidate(run, "whole.safetensors")
     [file.unlink() for file in run.rglob(lost)]
-    done = zckpt.convert(run, tmp_path / "new", to="deepspeed", world_size=2, stage=stage, salvage=True,
-                         fill_from=tmp_path / base)  # fmt: skip
+    done = zckpt.convert(run, "new", to="deepspeed", world_size=2, stage=stage, salvage=True,
+                         fill_from=base)  # fmt: skip
     assert done.filled
-    assert_resumes(tmp_path / "new", source.at(2, stage=stage), folder)
+    assert_resumes("new", source.at(2, stage=stage), folder)

@@ -66,19 +66,19 @@ def assert_is(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", some([to(LLAMA, 1, 1, 1)], MANY), ids=str)
-def test_models_of_megatron_deepspeed_are_read_and_cut_for_other_ranks(case, made, tmp_path):
+def test_models_of_megatron_deepspeed_are_read_and_cut_for_other_ranks(case, made):
     folder, resumed = made(case.source), case.resumed
     assert_is(folder)
     assert not zckpt.verify(folder, deep=True).findings
-    case.assert_goes_on(folder, tmp_path / "cut")
-    found = zckpt.diff(folder, tmp_path / "cut")
+    case.assert_goes_on(folder, Path("cut"))
+    found = zckpt.diff(folder, "cut")
     assert found.equal, found.settings
-    assert not zckpt.verify(tmp_path / "cut", deep=True).findings
+    assert not zckpt.verify("cut", deep=True).findings
     sizes = {
         "pipeline_model_parallel_size": resumed.pipeline_parallel, "data_parallel_size": resumed.data_parallel,
         "tensor_model_parallel_size": resumed.tensor_parallel, "world_size": resumed.world_size,
     }  # fmt: skip
-    for file in (tmp_path / "cut").glob("*/mp_rank_*_model_states.pt"):
+    for file in Path("cut").glob("*/mp_rank_*_model_states.pt"):
         arguments = vars(torch.load(file, weights_only=False)["args"])
         assert {key: arguments[key] for key in sizes} == sizes
 
@@ -93,33 +93,33 @@ def edited(folder: Path, target: Path, change: Callable[[dict[str, Any]], None])
     return target
 
 
-def test_what_only_the_arguments_tell_is_refused_without_them(made, tmp_path):
-    bare = edited(made(LLAMA), tmp_path / "bare", lambda content: content.pop("args"))
+def test_what_only_the_arguments_tell_is_refused_without_them(made):
+    bare = edited(made(LLAMA), Path("bare"), lambda content: content.pop("args"))
     with pytest.raises(UnsupportedError, match=r"the order of queries, keys and values .* --tp-rules FILE"):
         zckpt.open(bare)
-    whole = edited(made(JOINED), tmp_path / "whole", lambda content: content.pop("args"))
+    whole = edited(made(JOINED), Path("whole"), lambda content: content.pop("args"))
     with pytest.raises(UnsupportedError, match="do not say which parameters each rank has whole"):
-        zckpt.reshard(whole, tmp_path / "out", world_size=1, tensor_parallel_size=2)
+        zckpt.reshard(whole, "out", world_size=1, tensor_parallel_size=2)
     with pytest.raises((UnsupportedError, UsageError), match=r"partition-method|stage-bounds"):
-        zckpt.reshard(whole, tmp_path / "out", world_size=1, pipeline_parallel_size=2)
+        zckpt.reshard(whole, "out", world_size=1, pipeline_parallel_size=2)
 
     def old(content: dict[str, Any]) -> None:
         del content["universal_checkpoint_info"]
 
-    own = zckpt.diff(made(LLAMA), edited(made(LLAMA), tmp_path / "old", old), parameters=["[2-5].*"])
+    own = zckpt.diff(made(LLAMA), edited(made(LLAMA), Path("old"), old), parameters=["[2-5].*"])
     assert own.equal_slots
     assert not own.changed
     with pytest.raises(UnsupportedError, match="attention heads would be split between two of 4"):
-        zckpt.reshard(made(LLAMA), tmp_path / "out", world_size=1, tensor_parallel_size=4)
-    assert not (tmp_path / "out").exists()
+        zckpt.reshard(made(LLAMA), "out", world_size=1, tensor_parallel_size=4)
+    assert not Path("out").exists()
 
 
-def test_fewer_keys_than_heads_where_those_of_a_rank_are_end_to_end_are_refused(made, tmp_path):
+def test_fewer_keys_than_heads_where_those_of_a_rank_are_end_to_end_are_refused(made):
     def newer(content: dict[str, Any]) -> None:
         content["args"].ds_sequence_parallel_fpdt = False
 
     with pytest.raises(UnsupportedError, match="the order of queries, keys and values"):
-        zckpt.open(edited(made(LLAMA), tmp_path / "newer", newer))
+        zckpt.open(edited(made(LLAMA), Path("newer"), newer))
 
 
 def assert_same_state(a: Path, b: Path) -> None:
@@ -130,15 +130,15 @@ def assert_same_state(a: Path, b: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("to", ["universal", "consolidated", "zckpt", "dcp"])
-def test_state_goes_through_other_formats_and_back(to, made, tmp_path):
+def test_state_goes_through_other_formats_and_back(to, made):
     folder = made(LLAMA)
-    zckpt.convert(folder, tmp_path / "between", to=to)
-    assert_same_state(folder, tmp_path / "between")
+    zckpt.convert(folder, "between", to=to)
+    assert_same_state(folder, "between")
     options = {"pipeline_parallel_size": 3, "stage_bounds": "0,3,4,7"}
     layers = "f,EmbeddingPipe,ParallelTransformerLayerPipe*3,LayerNorm,LMHeadPipe"
-    zckpt.convert(tmp_path / "between", tmp_path / "back", to="deepspeed", world_size=1, stage=1,
+    zckpt.convert("between", "back", to="deepspeed", world_size=1, stage=1,
                   pipeline_layers=layers, **options)  # fmt: skip
-    assert_same_state(folder, tmp_path / "back")
+    assert_same_state(folder, "back")
 
 
 def model_of(source: Spec) -> type[hf.PreTrainedModel]:
@@ -222,35 +222,35 @@ def test_mapped_models_have_the_logits_of_hugging_face_and_train_on(source, map_
     verdict.assert_goes_on(TOLERANCE["fp32"])
 
 
-def test_a_map_of_another_order_or_another_age_is_refused(made, tmp_path):
+def test_a_map_of_another_order_or_another_age_is_refused(made):
     joined = made(JOINED)
-    (tmp_path / "config.json").write_text(json.dumps(config_of(JOINED).to_dict()))
-    for config in (None, tmp_path / "config.json"):
+    Path("config.json").write_text(json.dumps(config_of(JOINED).to_dict()))
+    for config in (None, "config.json"):
         with pytest.raises(
             UnsupportedError, match=r"does not apply to models with this query_key_value: .* found end to end"
         ):
-            zckpt.consolidate(joined, tmp_path / "out", map=OLDER, map_config=config)
+            zckpt.consolidate(joined, "out", map=OLDER, map_config=config)
     with pytest.raises(UnsupportedError, match="does not apply to models with this query_key_value"):
-        zckpt.consolidate(made(LLAMA), tmp_path / "out", map=f"{LLAMAS}-joined")
-    bare = edited(joined, tmp_path / "bare", lambda content: content.pop("args"))
+        zckpt.consolidate(made(LLAMA), "out", map=f"{LLAMAS}-joined")
+    bare = edited(joined, Path("bare"), lambda content: content.pop("args"))
     with pytest.raises(UsageError, match=r"names contain .*layers.*, whose values are unknown.* --map-config FILE"):
-        zckpt.consolidate(bare, tmp_path / "out", map=NEWER)
+        zckpt.consolidate(bare, "out", map=NEWER)
     with pytest.raises(UsageError, match="has no rule for"):
-        zckpt.consolidate(bare, tmp_path / "out", map=f"{OLDER}-2023", map_config=tmp_path / "config.json")
+        zckpt.consolidate(bare, "out", map=f"{OLDER}-2023", map_config="config.json")
 
 
-def test_universal_folders_say_how_the_program_cuts_them(made, tmp_path):
+def test_universal_folders_say_how_the_program_cuts_them(made):
     """Of fewer keys than heads, for one rank. What no rule says is known: DeepSpeed cuts by rows what has no key."""
 
     def shared(content: dict[str, Any]) -> None:
         content["args"].num_key_value_heads = 1
 
-    source = edited(made(JOINED), tmp_path / "shared", shared)
-    done = zckpt.convert(source, tmp_path / "universal", to="universal")
+    source = edited(made(JOINED), Path("shared"), shared)
+    done = zckpt.convert(source, "universal", to="universal")
     assert [note for note in done.notes if "right for one tensor-parallel rank" in note]
-    assert "one block of rows" not in str(zckpt.convert(made(JOINED), tmp_path / "one", to="universal").notes)
-    zckpt.convert(tmp_path / "one", tmp_path / "two", to="universal")
-    for folder in (tmp_path / "one", tmp_path / "two"):
+    assert "one block of rows" not in str(zckpt.convert(made(JOINED), "one", to="universal").notes)
+    zckpt.convert("one", "two", to="universal")
+    for folder in (Path("one"), Path("two")):
         of = {key: torch.load(next(folder.glob(f"zero/2.{key}.weight/fp32.pt")), weights_only=False)
               for key in ("self_attention.dense", "mlp.dense_4h_to_h", "self_attention.query_key_value")}  # fmt: skip
         assert [one.get("cat_dim") for one in of.values()] == [1, 1, None]

@@ -9,6 +9,7 @@ which tokens (MOE_TOLERANCE).
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,15 +121,15 @@ MORE = [
 
 
 @pytest.mark.parametrize("case", some(CASES, MORE), ids=str)
-def test_deepspeed_resumes_experts_and_slices(case, made, tmp_path):
+def test_deepspeed_resumes_experts_and_slices(case, made):
     within = MOE_TOLERANCE[case.source.dtype] if "moe" in case.source.model else None
-    case.assert_goes_on(made(case.source), tmp_path / "cut", within)
+    case.assert_goes_on(made(case.source), Path("cut"), within)
 
 
-def test_ranks_may_have_their_groups_in_orders_of_their_own(made, tmp_path):
+def test_ranks_may_have_their_groups_in_orders_of_their_own(made):
     """As they do where each was started with a hash seed of its own: DeepSpeed goes through a set of their names."""
     folder = made(SEVERAL)
-    run = shutil.copytree(folder, tmp_path / "run")
+    run = Path(shutil.copytree(folder, "run"))
     for path in run.glob("*/*zero_pp_rank_[12]_*"):
         content = torch.load(path, weights_only=False)
         z = content["optimizer_state_dict"]
@@ -144,10 +145,10 @@ def test_ranks_may_have_their_groups_in_orders_of_their_own(made, tmp_path):
         torch.save(content, path)
     assert zckpt.fingerprint(run).text == zckpt.fingerprint(folder).text
     assert zckpt.verify(run, deep=True).sound
-    zckpt.reshard(run, tmp_path / "cut", world_size=3)
-    assert zckpt.diff(folder, tmp_path / "cut").equal
+    zckpt.reshard(run, "cut", world_size=3)
+    assert zckpt.diff(folder, "cut").equal
     with pytest.raises(zckpt.UnsupportedError, match="in different orders"):
-        zckpt.strip(run, tmp_path / "lean", padding=True)
+        zckpt.strip(run, "lean", padding=True)
     (path,) = run.glob("*/*zero_pp_rank_1_*optim_states.pt")
     path.write_bytes(path.read_bytes()[:300])
     assert [one.file for one in zckpt.verify(run).findings] == [str(path)]
@@ -155,43 +156,43 @@ def test_ranks_may_have_their_groups_in_orders_of_their_own(made, tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("degree", [2, 1])
-def test_deepspeed_resumes_frozen_experts(degree, made, tmp_path):
+def test_deepspeed_resumes_frozen_experts(degree, made):
     """Its own ZeRO-2 lists those of rank 0, and gives them to all ranks; without the list each has its own."""
     source = moe("frozen_experts", model="moe_layers", expert_layers=((2, 2, False), (4, 2, False)), dtype="fp32",
                world_size=2, frozen_experts=True)  # fmt: skip
     folder = made(source)
     assert len(resume(folder, source, folder).weights) == 8
-    zckpt.reshard(folder, tmp_path / "cut", world_size=2, expert_parallel_size=degree, verify=True)
-    assert zckpt.verify(tmp_path / "cut", deep=True).sound
+    zckpt.reshard(folder, "cut", world_size=2, expert_parallel_size=degree, verify=True)
+    assert zckpt.verify("cut", deep=True).sound
     of_degree = tuple((count, degree, residual) for count, _, residual in source.expert_layers)
-    verdict = resume(tmp_path / "cut", source.at(2, expert_layers=of_degree), folder)
+    verdict = resume("cut", source.at(2, expert_layers=of_degree), folder)
     assert verdict.differences == []
-    zckpt.reshard(tmp_path / "cut", tmp_path / "back", world_size=2, expert_parallel_size=2)
-    assert zckpt.diff(folder, tmp_path / "back").equal
+    zckpt.reshard("cut", "back", world_size=2, expert_parallel_size=2)
+    assert zckpt.diff(folder, "back").equal
     assert [p.frozen for p in zckpt.open(folder).parameters.values()].count(True) == 16
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("degree", [2, 1])
-def test_deepspeed_resumes_experts_in_groups_that_it_splits_by_size(degree, made, tmp_path, monkeypatch):
+def test_deepspeed_resumes_experts_in_groups_that_it_splits_by_size(degree, made, monkeypatch):
     spec = moe("split", expert_parallel=2, dtype="fp32", world_size=2, expert_group_size=200)
     monkeypatch.setattr("zckpt.formats.deepspeed.target_groups.EXPERT_GROUP_NUMEL", spec.expert_group_size)
     case = cut(spec, 2, through="zckpt", expert_parallel_size=degree)
-    case.assert_goes_on(made(spec), tmp_path / "cut", MOE_TOLERANCE["fp32"])
+    case.assert_goes_on(made(spec), Path("cut"), MOE_TOLERANCE["fp32"])
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.every(2)
-def test_copies_that_drifted_apart_become_their_mean(stage, made, tmp_path):
+def test_copies_that_drifted_apart_become_their_mean(stage, made):
     """Training goes on from another model then, as it does from a universal checkpoint: losses are not compared."""
     source = sliced(f"drift_s{stage}", 2, stage=stage, invariant=False, world_size=2)
     folder = made(source)
-    zckpt.reshard(folder, tmp_path / "cut", world_size=2, tensor_parallel_size=1)
-    verdict = resume(tmp_path / "cut", source.at(2, tensor_parallel=1), folder)
+    zckpt.reshard(folder, "cut", world_size=2, tensor_parallel_size=1)
+    verdict = resume("cut", source.at(2, tensor_parallel=1), folder)
     assert [*verdict.slots, *verdict.hyperparameters, *verdict.steps] == []
     averaged = {"layer.local_norm.weight", "layer.local_norm.bias"}
     assert set(verdict.weights) <= averaged  # the truth has the mean of rounded values
-    truth, found = load_file(folder / "truth.safetensors"), zckpt.open(tmp_path / "cut")
+    truth, found = load_file(folder / "truth.safetensors"), zckpt.open("cut")
     for name in averaged:
         master = truth[f"fp32/{name}"]
         assert torch.equal(bits(found.read(name, "master")), bits(master))

@@ -114,8 +114,8 @@ ELSEWHERE = [
 
 
 @pytest.mark.parametrize("case", some(FEW, MANY + ELSEWHERE), ids=str)
-def test_deepspeed_resumes_pipelines(case, made, tmp_path):
-    case.assert_goes_on(made(case.source), tmp_path / "cut")
+def test_deepspeed_resumes_pipelines(case, made):
+    case.assert_goes_on(made(case.source), Path("cut"))
 
 
 RECOMPUTED = [
@@ -128,15 +128,15 @@ RECOMPUTED = [
 
 
 @pytest.mark.parametrize("case", some(RECOMPUTED[:2], RECOMPUTED[2:]), ids=str)
-def test_wrapped_modules_have_weights_and_masters_under_one_name(case, made, tmp_path):
+def test_wrapped_modules_have_weights_and_masters_under_one_name(case, made):
     folder = made(case.source)
     checkpoint, truth = zckpt.open(folder), Truth(folder)
     assert {*checkpoint.parameters} == {name.replace("_checkpoint_wrapped_module.", "") for name in truth.weights}
     for name, expected in truth.masters.items():
         assert_same(checkpoint.read(name.replace("_checkpoint_wrapped_module.", ""), "master"), expected, name)
-    case.assert_goes_on(folder, tmp_path / "cut", verify=True)
-    zckpt.convert(folder, tmp_path / "dcp", to="dcp", verify=True)
-    assert zckpt.diff(folder, tmp_path / "dcp").equal
+    case.assert_goes_on(folder, Path("cut"), verify=True)
+    zckpt.convert(folder, "dcp", to="dcp", verify=True)
+    assert zckpt.diff(folder, "dcp").equal
 
 
 UNSTAGED = [("tied_modules.embed.*", "embed.*"), ("1.*", "block.*"), ("3.*", "feed.*"), ("4.*", "norm.*")]
@@ -153,17 +153,17 @@ PLAIN_BF16 = pipeline("pp2_bf16opt", 2, 2, dtype="bf16", bf16_optimizer=True)
     ),
     ids=lambda one: getattr(one, "name", None),
 )
-def test_deepspeed_resumes_one_model_from_a_pipeline(source, verb, ranks, options, made, tmp_path):
+def test_deepspeed_resumes_one_model_from_a_pipeline(source, verb, ranks, options, made):
     """With the optimizer that it had, where no other is asked for."""
     folder = made(source)
     with pytest.raises(zckpt.UnsupportedError, match="--rename"):
-        verb(folder, tmp_path / "one", world_size=ranks, rename=UNSTAGED[1:], **options)
-    verb(folder, tmp_path / "one", world_size=ranks, rename=UNSTAGED, verify=True, **options)
-    one = zckpt.open(tmp_path / "one")
+        verb(folder, Path("one"), world_size=ranks, rename=UNSTAGED[1:], **options)
+    verb(folder, Path("one"), world_size=ranks, rename=UNSTAGED, verify=True, **options)
+    one = zckpt.open("one")
     assert one.topology.pp == 1
     assert bool(one.details.get("bf16_optimizer")) == source.bf16_optimizer
-    truth, stage = renamed_truth(folder, tmp_path / "truth"), options.get("stage", source.stage)
-    verdict = resume(tmp_path / "one", source.at(ranks, model="unstaged", stage=stage, pipeline_parallel=1), truth)
+    truth, stage = renamed_truth(folder, Path("truth")), options.get("stage", source.stage)
+    verdict = resume("one", source.at(ranks, model="unstaged", stage=stage, pipeline_parallel=1), truth)
     verdict.assert_goes_on(TOLERANCE[source.dtype])
 
 

@@ -54,10 +54,10 @@ def run(tmp_path_factory) -> Callable[..., Run]:
 
 
 @pytest.fixture
-def unknown(run, tmp_path) -> tuple[Path, Truth]:
+def unknown(run) -> tuple[Path, Truth]:
     """A directory that does not say of which type the model is, and the truth about it."""
     one = run("llama")
-    directory = shutil.copytree(one.directory, tmp_path / "unknown")
+    directory = Path(shutil.copytree(one.directory, "unknown"))
     (directory / "config.json").unlink()
     return directory, one.truth
 
@@ -89,10 +89,10 @@ def test_optimizer_is_read_under_its_parameters_names(kind, run):
 
 
 @pytest.mark.parametrize(("size", "loaded"), each(["4KB", "8KB", "20KB"], [True, False]))
-def test_shards_are_read_with_their_index(size, loaded, run, tmp_path):
+def test_shards_are_read_with_their_index(size, loaded, run):
     """A model that transformers had loaded is cut into shards by its sorted names, any other one in its own order."""
     one = run("llama")
-    directory = shutil.copytree(one.directory, tmp_path / "sharded")
+    directory = Path(shutil.copytree(one.directory, "sharded"))
     (directory / "model.safetensors").unlink()
     model = AutoModelForCausalLM.from_pretrained(one.directory) if loaded else build("llama")
     model.load_state_dict(load_file(one.directory / "model.safetensors"))
@@ -101,7 +101,7 @@ def test_shards_are_read_with_their_index(size, loaded, run, tmp_path):
     assert_is_truth(zckpt.open(directory), one.truth)
 
 
-def test_without_a_known_type_of_model_parameters_that_are_alike_keep_their_numbers(unknown, tmp_path):
+def test_without_a_known_type_of_model_parameters_that_are_alike_keep_their_numbers(unknown):
     directory, truth = unknown
     checkpoint = zckpt.open(directory)
     assert checkpoint.unnamed
@@ -109,7 +109,7 @@ def test_without_a_known_type_of_model_parameters_that_are_alike_keep_their_numb
              for n, m in zip(mine.parameters, its, strict=True) if not n.isdecimal()]  # fmt: skip
     assert all(name == own for name, own in known)
     assert "--names FILE" in " ".join(checkpoint.warnings)
-    refused(5, "convert", directory, tmp_path / "t", "--to", "transformers-trainer", words=("--names FILE",))
+    refused(5, "convert", directory, "t", "--to", "transformers-trainer", words=("--names FILE",))
 
 
 @pytest.mark.parametrize("order", ["the optimizer's", "the model's"])
@@ -128,8 +128,8 @@ def test_names_that_do_not_fit_are_refused(run):
             zckpt.open(one.directory, names=wrong)
 
 
-def test_optimizer_of_another_model_gets_no_names(run, tmp_path):
-    directory = shutil.copytree(run("llama").directory, tmp_path / "mixed")
+def test_optimizer_of_another_model_gets_no_names(run):
+    directory = Path(shutil.copytree(run("llama").directory, "mixed"))
     shutil.copy(run("qwen2").directory / "optimizer.pt", directory)
     checkpoint = zckpt.open(directory)
     assert not any(one.group is not None for one in checkpoint.parameters.values())
@@ -199,22 +199,22 @@ def test_an_adapter_goes_on_under_deepspeed(tmp_path):
 
 
 @pytest.mark.parametrize("kind", some(["qwen2"], ["gpt2"]))
-def test_a_tied_output_layer_gets_its_name_for_programs_that_look_for_it(kind, run, tmp_path):
+def test_a_tied_output_layer_gets_its_name_for_programs_that_look_for_it(kind, run):
     """No file of transformers has it; torch's DCP, as most programs, wants all names of a model."""
     one = run(kind)
-    without = zckpt.convert(one.directory, tmp_path / "without", to="dcp")
+    without = zckpt.convert(one.directory, "without", to="dcp")
     assert any("--map=transformers adds the name" in note for note in without.notes)
-    assert "lm_head.weight" not in zckpt.open(tmp_path / "without").parameters
-    done = zckpt.convert(one.directory, tmp_path / "dcp", to="dcp", map="transformers")
+    assert "lm_head.weight" not in zckpt.open("without").parameters
+    done = zckpt.convert(one.directory, "dcp", to="dcp", map="transformers")
     assert any("files lack lm_head.weight" in note for note in done.notes)
     state = {"model": build(kind, seed=9).state_dict()}
-    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.load(state, checkpoint_id="dcp", no_dist=True)
     assert_same_tree(state["model"], {key: one.truth.tensors[f"weight/{key}"] for key in state["model"]})
     for program in ("deepspeed", "fsdp2"):
         [command] = zckpt.resume_check(one.directory, program=program).commands
         assert command.endswith("--map transformers")
-    assert "--map" not in zckpt.resume_check(tmp_path / "dcp", program="trainer").commands[0]
-    checked = [zckpt.resume_check(tmp_path / name, program="fsdp2", model=one.directory / "config.json")
+    assert "--map" not in zckpt.resume_check("dcp", program="trainer").commands[0]
+    checked = [zckpt.resume_check(name, program="fsdp2", model=one.directory / "config.json")
                for name in ("dcp", "without")]  # fmt: skip
     assert [found.verdict == "no" for found in checked] == [False, True]
     assert any("lacks: lm_head.weight" in why for why in checked[1].why)
@@ -240,25 +240,25 @@ def test_what_a_source_has_not_is_written_by_rule(run, tmp_path):
 
 
 @pytest.mark.parametrize(("fixture", "kind"), [("hf_llama_s2_bf16_dp2", "llama"), ("hf_gpt2_s1_fp32_dp2", "gpt2")])
-def test_what_deepspeed_saved_is_numbered_as_the_trainer_does(fixture, kind, tmp_path):
+def test_what_deepspeed_saved_is_numbered_as_the_trainer_does(fixture, kind):
     """The Trainer's own optimizer of a model with these parameters takes each one's state."""
     source = FIXTURES / fixture
-    done = zckpt.convert(source, tmp_path / "target", to="transformers-trainer", train_batch_size=2, verify=True)
+    done = zckpt.convert(source, "target", to="transformers-trainer", train_batch_size=2, verify=True)
     assert any("LambdaLR after 5 steps" in note for note in done.notes)
     truth = load_file(source / "truth.safetensors")
-    names = [one["param_names"] for one in torch.load(tmp_path / "target" / "optimizer.pt")["param_groups"]]
+    names = [one["param_names"] for one in torch.load("target/optimizer.pt")["param_groups"]]
     known = architecture(kind)
     model = list(zckpt.open(source).parameters)
     trained = {name for group in names for name in group}
     assert names == [[n for n in model if n in trained and group_of(n, known) == at] for at in (0, 1)]
-    state = torch.load(tmp_path / "target" / "optimizer.pt")["state"]
+    state = torch.load("target/optimizer.pt")["state"]
     for number, name in enumerate(name for group in names for name in group):
         assert torch.equal(state[number]["exp_avg_sq"], truth[f"exp_avg_sq/{name}"]), name
-    weights = load_file(tmp_path / "target" / "model.safetensors")
+    weights = load_file("target/model.safetensors")
     assert all(torch.equal(weights[name], truth[f"fp32/{name}"]) for name in trained)
 
 
-def test_one_param_group_becomes_the_trainers_two_and_unlike_ones_are_refused(run, tmp_path):
+def test_one_param_group_becomes_the_trainers_two_and_unlike_ones_are_refused(run):
     one = run("llama")
     model = build("llama")
     model.load_state_dict(load_file(one.directory / "model.safetensors"))
@@ -267,17 +267,17 @@ def test_one_param_group_becomes_the_trainers_two_and_unlike_ones_are_refused(ru
     sum(p.square().sum() for _, p in every).backward()  # type: ignore[union-attr]
     optimizer.step()
     whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}
-    torch.save(whole, tmp_path / "one.pt")
-    done = zckpt.convert(tmp_path / "one.pt", tmp_path / "target", to="transformers-trainer", train_batch_size=2)
+    torch.save(whole, "one.pt")
+    done = zckpt.convert("one.pt", "target", to="transformers-trainer", train_batch_size=2)
     assert any("became the Trainer's two" in note for note in done.notes)
-    assert [group.parameters for group in zckpt.open(tmp_path / "target").param_groups] == one.truth.groups
+    assert [group.parameters for group in zckpt.open("target").param_groups] == one.truth.groups
     halves = [{"params": [p for _, p in every[:9]]}, {"params": [p for _, p in every[9:]], "lr": 1e-3}]
     other = torch.optim.AdamW(halves, lr=1e-2)
     sum(p.square().sum() for _, p in every).backward()  # type: ignore[union-attr]
     other.step()
-    torch.save({**whole, "optimizer": other.state_dict()}, tmp_path / "two.pt")
+    torch.save({**whole, "optimizer": other.state_dict()}, "two.pt")
     with pytest.raises(UnsupportedError, match="that are one in the Trainer differ"):
-        zckpt.convert(tmp_path / "two.pt", tmp_path / "none", to="transformers-trainer", train_batch_size=2,
+        zckpt.convert("two.pt", "none", to="transformers-trainer", train_batch_size=2,
                       names=[name for name, _ in every])  # fmt: skip
 
 
@@ -296,9 +296,9 @@ def assert_loads(model: Path, truth: Truth) -> None:
     assert_same_tree(loaded, {key: value for key, value in truth.tensors.items() if key.startswith("weight/")})
 
 
-def test_consolidated_model_loads_from_pretrained(run, tmp_path):
+def test_consolidated_model_loads_from_pretrained(run):
     one = run("qwen2")
-    target = tmp_path / "model"
+    target = Path("model")
     (one.directory / "tokenizer_config.json").write_text("{}")
     zckpt.consolidate(one.directory, target)
     names = {path.name for path in target.iterdir()}
@@ -309,25 +309,25 @@ def test_consolidated_model_loads_from_pretrained(run, tmp_path):
 
 @pytest.mark.parametrize("kind", ["zckpt", "dcp", "fsdp-rank-files", "consolidated", "universal"])
 @pytest.mark.every(2)
-def test_configuration_goes_along_from_where_each_kind_of_source_keeps_it(kind, run, tmp_path):
+def test_configuration_goes_along_from_where_each_kind_of_source_keeps_it(kind, run):
     one = run("qwen2")
-    source = tmp_path / kind
+    source = Path(kind)
     zckpt.convert(one.directory, source, to=kind)
     home = source / "huggingface" if kind == "fsdp-rank-files" else source
     home.mkdir(exist_ok=True)
     shutil.copy(one.directory / "config.json", home)
-    zckpt.consolidate(source, tmp_path / "model")
-    assert_loads(tmp_path / "model", one.truth)
+    zckpt.consolidate(source, "model")
+    assert_loads(Path("model"), one.truth)
 
 
-def test_configuration_can_be_anywhere_else(run, tmp_path):
+def test_configuration_can_be_anywhere_else(run):
     one = run("llama")
-    model, configs = tmp_path / "model", tmp_path / "configs"
+    model, configs = Path("model"), Path("configs")
     configs.mkdir()
-    (tmp_path / "source").mkdir()
-    shutil.copy(one.directory / "model.safetensors", tmp_path / "source")
-    refused(2, "consolidate", tmp_path / "source", model, "--config", configs, words=("no model config", "config.json"))
+    Path("source").mkdir()
+    shutil.copy(one.directory / "model.safetensors", "source")
+    refused(2, "consolidate", "source", model, "--config", configs, words=("no model config", "config.json"))
     shutil.copy(one.directory / "config.json", configs)
-    succeeded("consolidate", tmp_path / "source", model, "--config", configs, "--max-shard-size", "4KB")
+    succeeded("consolidate", "source", model, "--config", configs, "--max-shard-size", "4KB")
     assert AutoModelForCausalLM.from_pretrained(model).num_parameters() == build("llama").num_parameters()  # type: ignore[operator]
-    refused(2, "consolidate", one.directory, tmp_path / "m.pt", "--config", configs, words=("a directory",))
+    refused(2, "consolidate", one.directory, "m.pt", "--config", configs, words=("a directory",))
