@@ -1,4 +1,4 @@
-"""Checkpoints that the real DeepSpeed trained, each once for all tests."""
+"""Checkpoints that the real DeepSpeed trained, each once for all tests, which name files alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.deepspeed_engine import Spec, train
+from tests.folders import in_an_empty_directory
+
+__all__ = ["in_an_empty_directory", "made"]
 
 
 @pytest.fixture(scope="session")
