@@ -84,30 +84,6 @@ def written(
         on with.
     """
     partials, held, last = [partial_name(target) for target in targets], list[tuple[int, Path]](), targets[-1]
-
-    def name() -> None:
-        for descriptor, partial in held:
-            if not is_named(descriptor, partial):
-                what = "has disappeared, or something else has its name"
-                raise TargetError(what, path=partial, advice="write it again")
-        below = [
-            [partial] if owned is None else [*(one for one in partial.rglob("*") if not one.is_symlink()), partial]
-            for partial in partials
-        ]
-        try:
-            sync_all([path for some in below for path in some])
-        except OSError:
-            if journal is not None:  # a system says once that a disk has failed, and not of which bytes
-                journal.distrust()
-            raise
-        for target, partial, some in zip(targets, partials, below, strict=True):
-            for path in some:
-                _keep_mode(path, target / path.relative_to(partial))
-        if owned is None:
-            _name_files(partials, targets, overwrite=overwrite)
-        else:
-            _name_directory(partials[0], last, overwrite=overwrite, owned=owned)
-
     with write_errors(last), ExitStack() as stack:
         for target in targets if owned is None else ():  # of a killed run that was naming them together
             if os.path.lexists(_naming_name(target)):
@@ -129,7 +105,7 @@ def written(
             else:
                 journal.begin()
             yield partials
-            name()
+            _sync_and_name(held, targets, overwrite=overwrite, owned=owned, journal=journal)
         except BaseException as error:
             if owned is None and interrupted(last):
                 forget(last)  # all is written
@@ -141,6 +117,37 @@ def written(
             sync(last.parent)
         if journal is not None:
             journal.end()
+
+
+def _sync_and_name(
+    held: Sequence[tuple[int, Path]],
+    targets: Sequence[Path],
+    *,
+    overwrite: bool,
+    owned: Owned | None,
+    journal: Journal | None,
+) -> None:
+    partials = [partial for _, partial in held]
+    for descriptor, partial in held:
+        if not is_named(descriptor, partial):
+            raise TargetError("has disappeared, or something else has its name", path=partial, advice="write it again")
+    below = [
+        [partial] if owned is None else [*(one for one in partial.rglob("*") if not one.is_symlink()), partial]
+        for partial in partials
+    ]
+    try:
+        sync_all([path for some in below for path in some])
+    except OSError:
+        if journal is not None:  # a system says once that a disk has failed, and not of which bytes
+            journal.distrust()
+        raise
+    for target, partial, some in zip(targets, partials, below, strict=True):
+        for path in some:
+            _keep_mode(path, target / path.relative_to(partial))
+    if owned is None:
+        _name_files(partials, targets, overwrite=overwrite)
+    else:
+        _name_directory(partials[0], targets[0], overwrite=overwrite, owned=owned)
 
 
 def _keep_mode(partial: Path, target: Path, *, besides: int = 0) -> None:
