@@ -155,39 +155,44 @@ class Spare:
             sending.result()
 
     def _send_all(self, ranks: Ranks, directory: Path) -> None:
-        """Send the next node the files of this rank, and write those of the node before; forget what was kept before.
-
-        The first rank has the document, too.
-        """
-        receivers = self._receivers
+        """Send this rank's files to the next node, and forget what was kept before."""
         with _removed_if_failed(directory):
             for name in (rank_name(ranks.rank, ranks.world_size), DOCUMENT_NAME):
-                own = directory / name
-                is_sent = receivers[ranks.rank] is not None and (name != DOCUMENT_NAME or not ranks.rank)
-                going = _Mapped(own, own.stat().st_size) if is_sent and own.exists() else None
-                sizes = ranks.gather_all((name, None if going is None else going.nbytes))
-                coming = [
-                    _Mapped(directory / its, size, sender)
-                    for sender, (its, size) in enumerate(sizes)
-                    if size is not None and receivers[sender] == ranks.rank
-                ]
-                for start in range(0, max(size or 0 for _, size in sizes), PIECE_NBYTES):
-                    with answering():
-                        work = [dist.irecv(one.piece(start), src=ranks.members[one.sender or 0], group=ranks.group)
-                                for one in coming if start < one.nbytes]  # fmt: skip
-                        if going is not None and start < going.nbytes:
-                            to = ranks.members[receivers[ranks.rank] or 0]
-                            work.append(dist.isend(going.piece(start), dst=to, group=ranks.group))
-                        for one in work:
-                            if one is not None:
-                                one.wait()
-                ranks.agree(first_of([one.end() for one in (*coming, going) if one is not None]))
+                self._send(ranks, directory, name)
         ranks.do(lambda: self._remove(but=directory))
 
     def _remove(self, *, but: Path | None = None) -> None:
         for one in spares(self.directory) if self._is_first_of_node else []:
             if one != but:
                 shutil.rmtree(one, ignore_errors=True)
+
+    def _send(self, ranks: Ranks, directory: Path, name: str) -> None:
+        """Send a file of this rank, if it has it, to the next node, and write those that come from the one before."""
+        receivers = self._receivers
+        own = directory / name
+        mine = own.stat().st_size if receivers[ranks.rank] is not None and own.exists() else None
+        if name == DOCUMENT_NAME and ranks.rank:
+            mine = None
+        sizes: list[tuple[str, int | None]] = ranks.gather_all((name, mine))
+        coming = [
+            _Mapped(directory / its, size, sender)
+            for sender, (its, size) in enumerate(sizes)
+            if size is not None and receivers[sender] == ranks.rank
+        ]
+        going = None if mine is None else _Mapped(own, mine)
+        most = max((size for _, size in sizes if size is not None), default=0)
+        for start in range(0, most, PIECE_NBYTES):
+            piece = going.piece(start) if going is not None and start < going.nbytes else None
+            with answering():
+                work = [dist.irecv(one.piece(start), src=ranks.members[one.sender or 0], group=ranks.group)
+                        for one in coming if start < one.nbytes]  # fmt: skip
+                if piece is not None:
+                    work.append(dist.isend(piece, dst=ranks.members[receivers[ranks.rank] or 0], group=ranks.group))
+                for one in work:
+                    if one is not None:
+                        one.wait()
+        errors = [one.end() for one in coming] + ([] if going is None else [going.end()])
+        ranks.agree(first_of(errors))
 
     def find(self, latest: str) -> Found | None:
         """Return the spare that may be gone on with; None if there is none that is whole and follows `latest`.
