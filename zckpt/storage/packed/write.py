@@ -138,13 +138,12 @@ def _filed(path: Path, name: str) -> Filed:
 def writing(path: Path, *, kind: str = STORE) -> Iterator[PackedStore]:
     """Make a store where there is none, and hold it: no other run packs into it meanwhile.
 
-    What runs that were killed have left in it is removed, and so is a store made here into which nothing was packed.
+    What runs that were killed have left in it is removed.
 
     Raises TargetError: it cannot be written, something else is there, or another run is packing into it.
     """
     with write_errors(path):
-        is_new = not os.path.lexists(path / DOCUMENT)
-        if is_new:
+        if not os.path.lexists(path / DOCUMENT):
             if path.is_dir() and any(not one.name.startswith(f".{DOCUMENT}") for one in path.iterdir()):
                 raise TargetError(
                     "is a directory that holds something else", path=path, expected="a store, or an empty directory"
@@ -165,14 +164,7 @@ def writing(path: Path, *, kind: str = STORE) -> Iterator[PackedStore]:
                 unnamed = one.suffix == ".chunks" and not one.with_suffix(".index").exists()
                 if unnamed or (one.name.startswith(".") and one.suffix == ".index"):
                     one.unlink()
-            try:
-                yield store
-            except BaseException:
-                if is_new and not any(one.suffix == ".index" for one in path.iterdir()):
-                    for one in path.iterdir():
-                        one.unlink()
-                    path.rmdir()
-                raise
+            yield store
 
 
 class Known:
