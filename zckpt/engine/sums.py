@@ -59,15 +59,10 @@ class Sum(_OfSeveral):
 
     def compute(self, inputs: Inputs, start: int, numel: int, dtype: str) -> Array:  # noqa: ARG002  # alike everywhere
         """Return the sum of a block."""
-        number, total = numpy_dtype(self.dtype).type, np.empty(0)
-        for at, (weight, read) in enumerate(zip(self.weights, inputs, strict=True)):
-            values = read()
-            if weight != 1.0:
-                values *= number(weight)
-            if at:
-                total += values
-            else:
-                total = values
+        number = numpy_dtype(self.dtype).type
+        total = _weighted(self.weights[0], inputs[0], number)
+        for weight, read in zip(self.weights[1:], inputs[1:], strict=True):
+            total += _weighted(weight, read, number)
         return total
 
 
@@ -83,6 +78,13 @@ class Mean(Sum):
         total = Sum(self.slots, self.dtype, (1.0,) * count).compute(inputs, start, numel, dtype)
         total /= numpy_dtype(self.dtype).type(count)
         return total
+
+
+def _weighted(weight: float, read: Callable[[], Array], number: Callable[[float], float]) -> Array:
+    values = read()
+    if weight != 1.0:
+        values *= number(weight)
+    return values
 
 
 @immutable
