@@ -77,7 +77,7 @@ def replaced_method(
 
 def names_folder() -> tempfile.TemporaryDirectory[str]:
     """Return an empty folder for names and little else, in memory where there is such a place."""
-    return tempfile.TemporaryDirectory(prefix="zckpt-names-", dir=in_memory())
+    return tempfile.TemporaryDirectory(prefix=f"zckpt-names-{os.getpid()}-", dir=in_memory())
 
 
 def in_memory() -> str | None:
