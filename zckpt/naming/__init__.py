@@ -101,7 +101,7 @@ class Naming:
         for checkpoint in checkpoints:
             idles.append(set())
             made.append(self.traced(checkpoint, idles[-1], made[-1].side if made else None))
-        for option in sorted(set.intersection(*idles)):
+        for option in sorted(set.intersection(*idles)) if idles else ():
             raise UsageError(
                 f"{option} matches no name", path=checkpoints[0].named,
                 expected="a name in any of the sources",

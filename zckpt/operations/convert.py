@@ -143,7 +143,11 @@ def as_converted(found: Checkpoint, written: Format, naming: Naming = AS_IT_IS) 
 def _of_optimizers(checkpoint: Checkpoint, written: Format, laid: TargetFiles, dtype: str | None) -> Iterator[str]:
     """Say what becomes of several optimizers, of masters, and of no hyperparameters, in formats of other programs."""
     names = checkpoint.optimizers()
-    if dtype not in (None, "float32") and MASTER in optimizer_slots(checkpoint, dtype):
+    if (
+        dtype not in (None, "float32")
+        and written.family != "deepspeed"
+        and MASTER in optimizer_slots(checkpoint, dtype)
+    ):
         reader = ", and zckpt.dcp.Reader reads them from here" if written.name == "dcp" else ""
         yield (
             f"other programs read the weights, and not the masters, which the optimizer's state holds: "

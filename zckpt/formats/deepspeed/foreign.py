@@ -251,20 +251,22 @@ def give_own(target: Target) -> None:
     """Let ranks that had state of their own, the client's or what a module keeps, have it again, if they are there.
 
     That is where the target has files of the same kind: one for each data-parallel rank, or for all of them.
+    Model-parallel ranks that the source did not have get what the first one's have.
     """
-    model = target.origin.model
+    model, last = target.origin.model, 0
     common = dict(model.content)
     own: dict[tuple[int, int], dict[str, object]] = {}
     for key in model.content:
         match = _OF_RANK.fullmatch(key)
         rank, mp_rank = (int(match[1] or 0), int(match[2])) if match is not None else (0, 0)
         is_there = mp_rank < len(target.ranks) and rank < target.world_size and not is_counted(key)
+        last = max(last, mp_rank)
         if match is not None and (match[1] is not None) == (target.stage == 3) and is_there:
             own.setdefault((mp_rank, rank), {})[match[3]] = common.pop(key)
     for mp in target.ranks:
         mp.model_files = []
         for rank in range(max([rank for _, rank in own], default=0) + 1):
-            its = own.get((mp.mp_rank, rank), {})
+            its = own.get((mp.mp_rank if mp.mp_rank <= last else 0, rank), {})
             extra = {key: value for key, value in its.items() if is_extra(key)}
             module = ordered([*section(common, "module").items(), *extra.items()])
             mp.model_files.append(model_of(model.shard, _file({**common, **without(its, *extra), "module": module})))

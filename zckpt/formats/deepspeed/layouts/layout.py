@@ -109,6 +109,10 @@ def complete_aliases(parameters: Mapping[str, Parameter]) -> None:
         parameter.shape, parameter.dtype = owner.shape, owner.dtype
 
 
+BY_GROUP = ("masters", "tensors", "scalars", "partition_count", "paddings", "alignment_paddings", "mappings")
+"""What an optimizer's file has for each param group."""
+
+
 def in_one_order(optimizers: Sequence[OptimizerShard]) -> list[OptimizerShard]:
     """Return optimizer files with their groups as the first one of their model-parallel rank has them.
 
@@ -118,14 +122,17 @@ def in_one_order(optimizers: Sequence[OptimizerShard]) -> list[OptimizerShard]:
     found: list[OptimizerShard] = []
     for one in optimizers:
         first, order = firsts.setdefault(one.mp_rank, one), None
-        several = {group.get("name") for group in one.groups if group.get("moe") is True}
-        if one is not first and len(several) > 1 and len(one.groups) == len(one.masters):
+        several = {repr(group.get("name")) for group in one.groups if group.get("moe") is True}
+        by_group = {name: getattr(one, name) for name in BY_GROUP}
+        fits = len(one.masters) == len(one.groups) and all(
+            len(its) == len(one.groups) for its in by_group.values() if its
+        )
+        if one is not first and len(several) > 1 and fits:
             order = order_like(first.groups, one.groups)
         if order is None or order == sorted(order):
             found.append(one)
             continue
-        by_group = ("masters", "tensors", "scalars", "partition_count", "paddings", "alignment_paddings", "mappings")
-        moved: dict[str, Any] = {name: (its := getattr(one, name)) and [its[at] for at in order] for name in by_group}
+        moved: dict[str, Any] = {name: its and [its[at] for at in order] for name, its in by_group.items()}
         groups = [{**one.groups[at], "params": first.groups[index].get("params")} for index, at in enumerate(order)]
         found.append(replace(one, **moved, groups=groups, order=tuple(order)))
     return found
