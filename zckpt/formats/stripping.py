@@ -78,12 +78,22 @@ def shares(ranges: Sequence[Range], owned: Iterable[tuple[int, int, str]]) -> Co
 
     `ranges` (bytes): apart from each other and in order; `owned`: ranges and who owns them, in any order.
     """
+    pieces: list[tuple[int, int, str]] = []
+    for low, high, owner in sorted(owned):
+        start = max(low, pieces[-1][1]) if pieces else low
+        if start < high:
+            pieces.append((start, high, owner))
     found: Counter[str] = Counter()
-    for owner, its in by_key((owner, (low, high)) for low, high, owner in sorted(owned)).items():
-        rest = without(ranges, merge(its))
-        found[owner] = total(ranges) - total(rest)
-        ranges = rest
-    return +found
+    first = 0
+    for low, high in ranges:
+        while first < len(pieces) and pieces[first][1] <= low:
+            first += 1
+        at = first
+        while at < len(pieces) and pieces[at][0] < high:
+            start, end, owner = pieces[at]
+            found[owner] += min(high, end) - max(low, start)
+            at += 1
+    return found
 
 
 PADDING = "padding"
