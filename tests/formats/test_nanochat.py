@@ -103,7 +103,7 @@ def test_the_last_step_is_read_or_that_of_the_tag(saved):
         shutil.copy(path, saved / path.name.replace("000003", "000012"))
     edit_json(saved / "meta_000012.json", lambda said: said.update(step=12))
     shutil.copy(saved / "model_000003.pt", saved / "model_000020.pt")  # a save that did not end
-    assert (zckpt.open(saved).step, zckpt.open(saved).details["steps"]) == (12, "000003, 000012")
+    assert zckpt.open(saved).step == 12
     assert zckpt.open(saved, tag="3").step == 3
     assert not take_inventory(zckpt.open(saved)).left_out
     zckpt.reshard(saved, "target", world_size=1, tag="000003")

@@ -18,14 +18,13 @@ OWNED = Owned(called(_NAMES.pattern))
 
 @immutable
 class Step:
-    """The files of one step; `others` are those of other steps, `steps` all that can be read."""
+    """The files of one step; `others` are those of other steps."""
 
     path: Path
     model: Path
     meta: Path
     ranks: tuple[Path, ...]
     others: tuple[Path, ...]
-    steps: tuple[str, ...]
 
 
 def rank_name(step: Step, rank: int) -> str:
@@ -56,4 +55,4 @@ def find(search: Search) -> Step | None:
         raise error
     others = tuple(path / name for name, match in every.items() if match[1] != step)
     own = tuple(ranks[rank] for rank in sorted(ranks))
-    return Step(path, path / f"model_{step}.pt", path / f"meta_{step}.json", own, others, tuple(whole))
+    return Step(path, path / f"model_{step}.pt", path / f"meta_{step}.json", own, others)

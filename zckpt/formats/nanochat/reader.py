@@ -52,8 +52,6 @@ def read(place: Step, *, names: GivenNames = None) -> Checkpoint:
         with about(place.path):
             _attach(checkpoint, read_ranks(checkpoint, place.ranks), names)
     checkpoint.step = step_of(checkpoint, meta)
-    if len(place.steps) > 1:
-        checkpoint.details["steps"] = ", ".join(place.steps)
     return checkpoint
 
 
