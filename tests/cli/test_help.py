@@ -68,13 +68,6 @@ def test_a_variable_that_is_not_set_is_not_the_current_directory(words):
     refused(2, words, words="it is empty: is a variable of the shell not set")
 
 
-@pytest.mark.parametrize("words", [
-    ["help", ""], ["show", SOURCE, ""], ["show", SOURCE, "alpha", "--slot", ""], ["inspect", SOURCE, "--tag", ""],
-])  # fmt: skip
-def test_nor_is_it_an_unknown_name_or_the_default(words):
-    refused(2, words, words=("is empty", "is a variable of the shell not set"))
-
-
 def test_the_help_for_a_format_has_what_that_format_takes_in_its_own_words():
     for flag in ("--help", "--help-all"):
         general, dcp, megatron = (

@@ -196,8 +196,6 @@ RARE = frozenset({
 COMMON = frozenset({"to", "world_size", "stage", "dtype"})
 """Of the options that formats state, those that most need."""
 
-NOT_SET = "is a variable of the shell not set?"
-
 _ALL, _WORDS = "zckpt.help_all", "zckpt.words"
 
 
@@ -229,7 +227,7 @@ class Verb(click.Command):
         """Take what is given; all that is needed and is not there is named at once."""
         given = ctx.meta[_WORDS] = [*args]
         try:
-            left = super().parse_args(ctx, args)
+            return super().parse_args(ctx, args)
         except click.MissingParameter:
             found, *_ = self.make_parser(ctx).parse_args(given)
             asked = {one.name or "": one for one in self.get_params(ctx) if one.required}
@@ -238,9 +236,6 @@ class Verb(click.Command):
                 raise
             names = [one.opts[0] if isinstance(one, click.Option) else one.make_metavar(ctx) for one in needed]
             raise click.UsageError(f"Missing {', '.join(names[:-1])} and {names[-1]}", ctx) from None
-        if "" in given:
-            ctx.fail(f"An argument is empty, after {' '.join(given[: given.index('')])}: {NOT_SET}")
-        return left
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options that most need; all of them with --help-all."""
@@ -290,8 +285,6 @@ class Verbs(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Take `help VERB` for `VERB --help`, and what is there and is no verb for what is to be inspected."""
-        if args[:2] == ["help", ""]:
-            ctx.fail(f"The name of the verb is empty: {NOT_SET}")
         if args[:1] == ["help"]:
             args = [*args[1:2], "--help"]
         elif len(args) >= 1 and args[0][:1] != "-" and self.get_command(ctx, args[0]) is None:
