@@ -63,8 +63,6 @@ def numbered(groups: Sequence[Sequence[int]]) -> list[list[int]]:
         ({"wte": 1, "h.0": 2, "ln": 3}, [[2, 3, 1]], ["h.0", "ln", "wte"]),  # sorted by name
         ({"a": 1, "b": 1, "c": 2}, [[1, 1], [ANYTHING]], ["a", "b", "c"]),  # one group frees the other of doubt
         ({"b": 1, "c": 2, "a": 3}, [[3, 1, 2]], ["a", "b", "c"]),
-        ({"w": 1, "q": 2, "k": 2, "o": 3}, [[1, 3], [2, 2]], ["w", "o", "q", "k"]),  # listed as the first group is
-        ({"w": 1, "q": 2, "k": 2, "o": 3}, [[3, 1], [2, 2]], ["o", "w", "k", "q"]),
     ],
 )
 def test_names_that_only_one_reading_gives_are_certain(model, groups, names):
@@ -119,18 +117,15 @@ def readings(
                 yield dict(zip(group, chosen, strict=True))
 
 
-def assignments(
-    kinds: Sequence[int], groups: Sequence[Sequence[int]], model: Model, orders: Orders
-) -> Iterator[dict[int, str]]:
-    """Enumerate every way to read all groups, of which each is listed alike, such that no tensor is in two of them."""
+def assignments(kinds: Sequence[int], groups: Sequence[Sequence[int]], model: Model) -> Iterator[dict[int, str]]:
+    """Enumerate every way to read all groups such that no tensor is in two of them."""
     if not groups:
-        yield from [{}] * len(orders)
+        yield {}
         return
-    for order in orders:
-        for rest in assignments(kinds, groups[1:], model, [order]):
-            free = [name for name in model if name not in rest.values()]
-            for reading in readings(kinds, groups[0], model, free, [order]):
-                yield {**rest, **reading}
+    for rest in assignments(kinds, groups[1:], model):
+        free = [name for name in model if name not in rest.values()]
+        for reading in readings(kinds, groups[0], model, free):
+            yield {**rest, **reading}
 
 
 def common(found: Sequence[dict[int, str]]) -> dict[int, str]:
@@ -154,7 +149,7 @@ def test_names_of_an_optimizer_that_was_made_of_the_model_are_never_wrong(data, 
     """Groups drawn as a program makes them, so that some reading is always there: the true one."""
     membership = {name: data.draw(st.sampled_from(["decay", "no decay", "frozen"]), label=name) for name in model}
     members = [[name for name in model if membership[name] == group] for group in ("decay", "no decay")]
-    members = [*map(sorted, members)] if data.draw(st.booleans()) else members
+    members = [sorted(names) if data.draw(st.booleans()) else names for names in members]
     stateless = data.draw(st.booleans())
     groups = [[ANYTHING if stateless else model[name] for name in names] for names in members]
     true = [name for names in members for name in names]
@@ -165,7 +160,7 @@ def test_names_of_an_optimizer_that_was_made_of_the_model_are_never_wrong(data, 
 
 def assert_sound(model: Model, groups: Sequence[Sequence[int]]):
     kinds = [kind for group in groups for kind in group]
-    every = list(assignments(kinds, numbered(groups), model, [list, sorted]))
+    every = list(assignments(kinds, numbered(groups), model))
     assume(every)
     certain = common(every)
     found = evidence(model, groups).certain()

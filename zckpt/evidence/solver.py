@@ -1,8 +1,7 @@
 """Which candidates the numbers of an optimizer are, in an order of which some may be left out. Pure.
 
 A name is certain where every reading that the evidence leaves gives the number this name. Each param group lists its
-parameters in the model's order, or sorted by name, or as a format says; it need not have all. Groups of one optimizer
-are listed alike: where one cannot be sorted (matrices), none is (norms of equal shape).
+parameters in the model's order, or sorted by name, or as a format says; it need not have all.
 
 Names that follow each other may also have to fill what has a known size: a flat tensor, or several in turn.
 """
@@ -138,22 +137,22 @@ class Evidence(Generic[Number]):
         """Return the candidates that are certain.
 
         `orders`: given the index of a group and names in the model's order, the orders in which it may have some of
-        them. A program lists all groups in one way, if they can be read so: where there are as many orders.
+        them.
         """
         certain: dict[Number, str] = {}
         while True:
             found = dict(certain)
             taken = set(certain.values())
-            every: list[list[list[str | None] | None]] = []
             for index, group in enumerate(self.groups):
                 own = {certain[number] for number in group if number in certain}
                 free = [name for name in self.candidates if name not in taken or name in own]
-                every.append([self._reading(group, order) for order in orders(index, free)])
-            ways = range(max(map(len, every), default=0))
-            alike = [way for way in ways if all(its[way] is not None for its in every if len(its) == len(ways))]
-            for group, its in zip(self.groups, every, strict=True):
-                chosen = [its[way] for way in alike] if alike and len(its) == len(ways) else its
-                for number, *names in zip(group, *(one for one in chosen if one is not None), strict=True):
+                readings = []  # in each order, what is the same of the first and the last place of each number
+                for order in orders(index, free):
+                    first = self._leftmost(group, order)
+                    if first is not None:
+                        last = self._leftmost(group[::-1], order[::-1]) or []
+                        readings.append([a if a == b else None for a, b in zip(first, last[::-1], strict=True)])
+                for number, *names in zip(group, *readings, strict=True):
                     if names and names[0] is not None and len(set(names)) == 1:
                         found[number] = names[0]
             uses = Counter(found.values())
@@ -168,14 +167,6 @@ class Evidence(Generic[Number]):
         fitting = {number: [name for name in self.candidates if self.fits(number, name)] for number in self.numbers}
         uses = Counter(name for names in fitting.values() for name in names)
         return {number: names[0] for number, names in fitting.items() if len(names) == 1 == uses[names[0]]}
-
-    def _reading(self, group: Sequence[Number], order: Sequence[str]) -> list[str | None] | None:
-        """Return what is the same of the first and the last place of each number in an order; None: it has none."""
-        first = self._leftmost(group, order)
-        if first is None:
-            return None
-        last = self._leftmost(group[::-1], order[::-1]) or []
-        return [a if a == b else None for a, b in zip(first, last[::-1], strict=True)]
 
     def _leftmost(self, group: Sequence[Number], order: Sequence[str]) -> list[str] | None:
         """Return the first names in order as which the group can be read; None if it cannot."""
