@@ -12,7 +12,7 @@ All letters of a rule are dimensions on the way. What the parts have in common, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, product
 
@@ -198,89 +198,100 @@ def arranged(target: Arrangement, sources: Sequence[tuple[Arrangement, Slot]]) -
     return reshape(transpose(whole, target.order), target.shape)
 
 
-def joined(
-    checkpoint: Checkpoint, where: str, parts: Sequence[Parameter], arrangements: Sequence[Arrangement]
-) -> Callable[[str, Arrangement], Parameter]:
-    """Return what makes parameters of the other side, by their names and arrangements, of those that are their parts.
+class Joined:
+    """The parameters that tensors of the other side are made of: what they have in common, and their slots."""
 
-    `where`: the map, in messages. Raises UnsupportedError, LayoutError: as for `mapped`.
-    """
-    first, names = parts[0], listed([part.name for part in parts])
-    are = f"{names} are parts of one tensor in {where}"
-    for what, said in (("group", "the param group"), ("frozen", "frozen"), ("dtype", "dtype")):
-        values = [getattr(one, what) for one in parts]
-        if differ(values):
-            raise UnsupportedError(
-                f"{are}, but differ in {said}",
-                expected="the same for all",
-                found=", ".join(map(str, values)),
-            )
-    if len({one.name in checkpoint.buffers for one in parts}) > 1:
-        raise UnsupportedError(f"{first.name} and others include both a buffer and a parameter")
+    def __init__(
+        self, checkpoint: Checkpoint, name: str, parts: Sequence[Parameter], arrangements: Sequence[Arrangement]
+    ) -> None:
+        self._map, self._parts, self._arrangements = f"the map {name}", parts, arrangements
+        self._names = listed([part.name for part in parts])
+        self._are = f"{self._names} are parts of one tensor in {self._map}"
+        for what, said in (("group", "the param group"), ("frozen", "frozen"), ("dtype", "dtype")):
+            values = [getattr(one, what) for one in parts]
+            if differ(values):
+                raise UnsupportedError(
+                    f"{self._are}, but differ in {said}",
+                    expected="the same for all",
+                    found=", ".join(map(str, values)),
+                )
+        if len({one.name in checkpoint.buffers for one in parts}) > 1:
+            raise UnsupportedError(f"{parts[0].name} and others include both a buffer and a parameter")
+        self._keys = self._shared_keys([list(one.slots) for one in parts])
+        state = self._shared_keys([list(one.state) for one in parts])
+        self._state = {key: self._value(key, [one.state[key] for one in parts]) for key in state}
 
-    def shared(section: str) -> list[str]:
+    def _shared_keys(self, keys: Sequence[list[str]]) -> list[str]:
         """Return the keys that the parts have, all of them the same."""
-        keys = [list(getattr(one, section)) for one in parts]
-        for one, own in zip(parts, keys, strict=True):
+        for one, own in zip(self._parts, keys, strict=True):
             if set(own) != set(keys[0]):
                 missing = sorted(set(keys[0]) ^ set(own))
                 raise LayoutError(
-                    f"{are}, but not all have {', '.join(missing)}",
+                    f"{self._are}, but not all have {', '.join(missing)}",
                     found=f"{one.name} has {', '.join(own) or 'none'}",
                 )
         return keys[0]
 
-    def same(key: str, values: Sequence[object]) -> object:
+    def _value(self, key: str, values: Sequence[object]) -> object:
         """Return a value that all parts have."""
         told = [single(value) for value in values] if len(values) > 1 else [None]
         if differ(told):
-            raise LayoutError(f"{are}, but differ in {key}", found=", ".join(map(str, told)))
+            raise LayoutError(f"{self._are}, but differ in {key}", found=", ".join(map(str, told)))
         return values[0]
 
-    def refused(key: str, advice: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"{key} of {names} is computed, or is or was quantised in blocks, and {where} splits it",
-            advice=advice,
-        )
+    def parameter(self, name: str, target: Arrangement) -> Parameter:
+        """Return the parameter of the other side."""
+        first = self._parts[0]
+        if len(self._parts) == 1 and self._arrangements[0].seen == target.seen:  # it is the part as it is
+            slots = dict(first.slots)
+        else:
+            slots = {key: self._slot(key, target) for key in self._keys}
+            for key, value in self._state.items():
+                if holds_tensors(value):
+                    raise self._not_arranged(key, "dequantize it, then map the result")
+        return replace(first, name=name, shape=target.shape, slots=slots, state=dict(self._state))
 
-    def slot_of(key: str, target: Arrangement) -> Slot:
-        slots = [one.slots[key] for one in parts]
+    def check_equal(self, made: Parameter, copy: Arrangement) -> None:
+        """Raise UnsupportedError unless a copy of what was made has equal bits."""
+        other = self.parameter(made.name, copy)
+        found = differences([pair(f"{key}/{made.name}", one, other.slots[key]) for key, one in made.slots.items()])
+        if found:
+            raise UnsupportedError(
+                f"{self._names} are not copies of one tensor, as {self._map} requires: {found[0].label}",
+                expected="equal bits",
+                found=f"{found[0].figures.num_different} elements that differ",
+            )
+
+    def _slot(self, key: str, target: Arrangement) -> Slot:
+        slots = [one.slots[key] for one in self._parts]
+        first = slots[0]
         if any(isinstance(slot, Computed) for slot in slots):
-            raise refused(key, "write it without the map, then map the result")
-        if all(not slot.shape for slot in slots) and first.shape:
-            same(key, slots)
-            return slots[0]
-        for part, slot in zip(parts, slots, strict=True):
+            raise self._not_arranged(key, "write it without the map, then map the result")
+        if all(not slot.shape for slot in slots) and self._parts[0].shape:
+            self._value(key, slots)
+            return first
+        for part, slot in zip(self._parts, slots, strict=True):
             if slot.shape != part.shape:
                 raise UnsupportedError(
-                    f"{key} of {part.name} does not have one number per element, so {where} cannot rearrange it",
+                    f"{key} of {part.name} does not have one number per element, so {self._map} cannot rearrange it",
                     expected=part.shape,
                     found=slot.shape,
                     advice=None
                     if key == WEIGHT
                     else "without the optimizer's state, `zckpt consolidate` maps the model",
                 )
-            if slot.dtype != slots[0].dtype or len(slot.replicas) != len(slots[0].replicas):
+            if slot.dtype != first.dtype or len(slot.replicas) != len(first.replicas):
                 raise UnsupportedError(
-                    f"{key} of {names}, parts of one tensor in {where}, has several types",
-                    found=f"{slot.dtype} and {slots[0].dtype}",
+                    f"{key} of {self._names}, parts of one tensor in {self._map}, has several types",
+                    found=f"{slot.dtype} and {first.dtype}",
                 )
-        return arranged(target, list(zip(arrangements, slots, strict=True)))
+        return arranged(target, list(zip(self._arrangements, slots, strict=True)))
 
-    keys = shared("slots")
-    state = {key: same(key, [one.state[key] for one in parts]) for key in shared("state")}
-
-    def parameter(name: str, target: Arrangement) -> Parameter:
-        if len(parts) == 1 and arrangements[0].seen == target.seen:  # it is the part as it is
-            slots = dict(first.slots)
-        else:
-            slots = {key: slot_of(key, target) for key in keys}
-            for key, value in state.items():
-                if holds_tensors(value):
-                    raise refused(key, "dequantize it, then map the result")
-        return replace(first, name=name, shape=target.shape, slots=slots, state=dict(state))
-
-    return parameter
+    def _not_arranged(self, key: str, advice: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{key} of {self._names} is computed, or is or was quantised in blocks, and {self._map} splits it",
+            advice=advice,
+        )
 
 
 MAXIMUM_TENSORS = 1 << 17
@@ -396,12 +407,13 @@ class _Mapping:
         sources, targets = self._arranged(instance)
         if all(one.tied_to is None for one in parameters):
             times = len(sources) // len(parameters)
-            parts = [one for one in parameters for _ in range(times)]
-            make = joined(self._checkpoint, f"the map {self._map.name}", parts, sources)
+            joined = Joined(
+                self._checkpoint, self._map.name, [one for one in parameters for _ in range(times)], sources
+            )
             for one, (arrangement, *others) in targets:
-                parameter = make(one.name, arrangement)
+                parameter = joined.parameter(one.name, arrangement)
                 for other in others:
-                    self._check_equal(parameter, make(one.name, other), parts)
+                    joined.check_equal(parameter, other)
                 self._keep(parameter, names)
         elif len(parameters) > 1 or len(targets) > 1:
             raise UnsupportedError(
@@ -410,17 +422,6 @@ class _Mapping:
         else:
             one, (arrangement, *_) = targets[0]
             self._keep(replace(parameters[0], name=one.name, shape=arrangement.shape), names)
-
-    def _check_equal(self, made: Parameter, copy: Parameter, parts: Sequence[Parameter]) -> None:
-        """Raise UnsupportedError unless a copy of what was made of parts has equal bits."""
-        names = listed([one.name for one in parts])
-        found = differences([pair(f"{key}/{made.name}", one, copy.slots[key]) for key, one in made.slots.items()])
-        if found:
-            raise UnsupportedError(
-                f"{names} are not copies of one tensor, as the map {self._map.name} requires: {found[0].label}",
-                expected="equal bits",
-                found=f"{found[0].figures.num_different} elements that differ",
-            )
 
     def _arranged(self, instance: Instance) -> tuple[list[Arrangement], list[tuple[Tensor, list[Arrangement]]]]:
         """Return how the tensors of a rule are arranged, and those of the other side, which have the same elements.
@@ -487,9 +488,9 @@ class _Mapping:
     def give(self, instance: Instance, whole: Parameter) -> None:
         """Give tensors of the other side, which are made already, the optimizer's state of what they are parts of."""
         sources, targets = self._arranged(instance)
-        make = joined(self._checkpoint, f"the map {self._map.name}", [whole], sources)
+        joined = Joined(self._checkpoint, self._map.name, [whole], sources)
         for target, (arrangement, *_) in targets:
-            taken = make(target.name, arrangement)
+            taken = joined.parameter(target.name, arrangement)
             made = self._made.get(taken.name)
             own = None if made is None else made.parameter
             if made is None or own is None or own.tied_to is not None or own.shape != taken.shape:
