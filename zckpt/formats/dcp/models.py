@@ -249,18 +249,15 @@ def owners(optimizers: Sequence[Optimizer], models: Sequence[ModelPart]) -> list
             return near
         if len(near) == 1 and near[0] is not None:
             others = [_nearness(optimizers[0], one)[::3] for one in models if one != near[0]]
-            if all(_nearness(optimizers[0], near[0])[::3] > one for one in others):
-                return near
-    found: list[ModelPart | None] = []
-    for part in optimizers:
-        some = [(its, one) for one in models if (its := len(aligned(one.tensors, part.names)))]
-        alike = [one for _, one in greatest(some, itemgetter(0))]
-        best = greatest(_nearest(part, alike), _usual)
-        taken = any(best == [one] and part.names & other.names for one, other in zip(found, optimizers, strict=False))
-        open_ones = [one for one in alike if not is_average(one)] if taken else best
-        if len(open_ones) > 1:
-            raise _open(part, open_ones)
-        found.append(best[0] if best else None)
+            is_nearer = all(_nearness(optimizers[0], near[0])[::3] > one for one in others)
+            return near if is_nearer else [None]
+    found = [_owner(part, models) if part.names else None for part in optimizers]
+    for at, (part, model) in enumerate(zip(optimizers, found, strict=True)):
+        alike = [one for one in _most_alike(part, models) if not is_average(one)] if model is not None else []
+        if len(alike) > 1 and any(
+            one == model and part.names & other.names for one, other in zip(found[:at], optimizers, strict=False)
+        ):
+            raise _open(part, alike)
     return found
 
 
@@ -289,6 +286,19 @@ def _may_have(models: Sequence[ModelPart], optimizers: Sequence[Optimizer]) -> b
     """Tell whether optimizers' parameters can be models', by their number and the shapes of their state."""
     shapes = {f"{at}.{name}": one.shape for at, its in enumerate(models) for name, one in its.tensors.items()}
     return can_have(shapes, [one.state for one in optimizers], named=False)
+
+
+def _most_alike(optimizer: Optimizer, models: Sequence[ModelPart]) -> list[ModelPart]:
+    """Return the models that have most of an optimizer's names."""
+    some = [(its, one) for one in models if (its := len(aligned(one.tensors, optimizer.names)))]
+    return [one for _, one in greatest(some, itemgetter(0))]
+
+
+def _owner(optimizer: Optimizer, models: Sequence[ModelPart]) -> ModelPart | None:
+    best = greatest(_nearest(optimizer, _most_alike(optimizer, models)), _usual)
+    if len(best) > 1:
+        raise _open(optimizer, best)
+    return best[0] if best else None
 
 
 def _open(optimizer: Optimizer, models: Sequence[ModelPart]) -> UnsupportedError:
