@@ -29,7 +29,7 @@ from zckpt.errors import DamagedFileError, UnsupportedError, UsageError, listed
 from zckpt.formats.torch_files.optimizer import BESIDE
 from zckpt.immutable import mutable
 from zckpt.optim.flat_parameters import Called
-from zckpt.optim.param_groups import Group, Names, hyperparameters, parameters_of
+from zckpt.optim.param_groups import Group, Names, hyperparameters
 from zckpt.optim.values import PLAIN, inside, is_made, value_of
 from zckpt.state import MASTER, WEIGHT, are_texts, dict_of, without
 from zckpt.state.names import aligned
@@ -163,19 +163,23 @@ def _is_tree(tree: object) -> bool:
 def declared(optimizer: Optimizer) -> Declared:
     """Return what an optimizer's state dict has. Raises UnsupportedError: it has state that this has not."""
     cls = type(optimizer).__name__
-    parameters = parameters_of(optimizer.param_groups)
-    known = set(parameters)
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    known = {parameter for its in groups for parameter in its}
     strange = sum(isinstance(key, torch.Tensor) and key not in known for key in optimizer.state)
     if strange:
         raise UnsupportedError(f"{cls} has state for {strange} tensors that are not its parameters, and have no names")
     whole = optimizer.state_dict()
-    at = _innermost(whole, [len(group["params"]) for group in optimizer.param_groups])
+    at = _innermost(whole, list(map(len, groups)))
     if at is None:
         return Declared(optimizer, optimizer, beside=Beside(None, rest=dict(whole)))
     its: Any = whole
     for key in at:
         its = its[key]
-    numbers = dict(zip(parameters_of(its[GROUPS]), parameters, strict=True))
+    numbers = {
+        number: parameter
+        for group, members in zip(its[GROUPS], groups, strict=True)
+        for number, parameter in zip(group["params"], members, strict=True)
+    }
     found = Declared(optimizer, optimizer)
     for _ in at:
         found.holder = next(iter(_held(found.holder).values()), found.holder)
