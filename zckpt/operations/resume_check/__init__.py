@@ -261,7 +261,7 @@ def _with_commands(found: ResumeCheck, program: Program, facts: Facts, *, only_s
         for make in program.makes:
             if (make.of and one.format not in make.of) or (not make.to and (not only_size or naming)):
                 continue
-            if "dtype" in make.options and MASTER not in optimizer_slots(named.checkpoint, "keep"):
+            if make.of_masters and MASTER not in optimizer_slots(named.checkpoint, "keep"):
                 continue
             options = {**make.options, **({"world_size": facts.ranks} if make.sized else {})}
             verb, to = ("convert", f" --to {make.to}") if make.to else ("reshard", "")

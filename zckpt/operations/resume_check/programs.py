@@ -72,9 +72,10 @@ class Make:
     """A command that makes what a program resumes from."""
 
     to: str = ""  # the format that is converted to; empty: its own is resharded
-    options: Mapping[str, Any] = field(default_factory=dict)  # with a type of weights, for what has masters of it
+    options: Mapping[str, Any] = field(default_factory=dict)
     sized: bool = False  # whether the number of ranks is an option
     of: tuple[str, ...] = ()  # formats that it is made of; empty: any
+    of_masters: bool = False  # whether it is for what has masters that weights of their type do not hold
 
 
 @immutable(kw_only=True)
@@ -432,7 +433,7 @@ FSDP2 = Program(
         for flat, options in ((False, ""), (True, "flatten_optimizer_state_dict=True, "))
     ),
     holds=(has_optimizer, _stateless, _unnamed),
-    makes=(Make(to="dcp", options={"dtype": "float32"}), Make(to="dcp")),
+    makes=(Make(to="dcp", options={"dtype": "float32"}, of_masters=True), Make(to="dcp")),
     advice="dcp.load with storage_reader=zckpt.dcp.Reader(PATH), or zckpt.load, brings back all of it, as it is",
     yours="scheduler, random states and the position in the data, except what the script saves with model and "
     "optimizer",
