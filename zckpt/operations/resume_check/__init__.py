@@ -251,11 +251,29 @@ def _divided(facts: Facts, program: Program, way: Way) -> tuple[list[Document], 
 def _with_commands(found: ResumeCheck, program: Program, facts: Facts, *, only_size: bool = False) -> ResumeCheck:
     """Add the first command that would be accepted and better, and what it loses; else why there is none."""
     refused: list[str] = []
+    form = facts.checkpoint.format
+    strange = form in OWN_NAMES and form not in {make.to for make in program.makes}
+    better = None if strange else _with_command(found, program, facts, refused, only_size=only_size)
+    if better is not None or found.verdict != NO:
+        return better or found
+    if strange:
+        refused.append(
+            f"its tensors have names of {form}'s: `zckpt convert --map NAME` gives them others (docs/maps.md)"
+        )
+    none = "no zckpt command writes what it resumes from"
+    lacks = said_by(program.holds, facts) or _of_model(facts, strict=True)
+    more = [program.advice] if program.advice and not lacks else []
+    return replace(found, advice="; ".join([none, *refused[-1:], *more]))
+
+
+def _with_command(
+    found: ResumeCheck, program: Program, facts: Facts, refused: list[str], *, only_size: bool
+) -> ResumeCheck | None:
+    """Add the first command that would be accepted and better; None: there is none. Note what is said of others."""
     one = facts.checkpoint
     gone = {part["part"] for part in found.not_back}
-    strict = all(way.strict for way in program.ways)
-    strange = one.format in OWN_NAMES and one.format not in {make.to for make in program.makes}
-    for naming, named in () if strange else _named(facts, refused, every_name=_wants_every_name(program)):
+    for naming, named in _named(facts, refused, every_name=_wants_every_name(program)):
+        strict = all(way.strict for way in program.ways)
         if said_by(program.holds, named) or _of_model(named, strict=strict):
             continue
         for make in program.makes:
@@ -283,16 +301,7 @@ def _with_commands(found: ResumeCheck, program: Program, facts: Facts, *, only_s
                 advice = "tensor names do not change; --model checks whether they are the model's"
             command = " ".join([f"zckpt {verb} {quote(one.named)} TARGET{to}", *flags])
             return replace(found, commands=[command], not_back_after=lost, advice=advice)
-    if found.verdict != NO:
-        return found
-    if strange:
-        refused.append(
-            f"its tensors have names of {one.format}'s: `zckpt convert --map NAME` gives them others (docs/maps.md)"
-        )
-    none = "no zckpt command writes what it resumes from"
-    lacks = said_by(program.holds, facts) or _of_model(facts, strict=True)
-    more = [program.advice] if program.advice and not lacks else []
-    return replace(found, advice="; ".join([none, *refused[-1:], *more]))
+    return None
 
 
 def _wants_every_name(program: Program) -> bool:
