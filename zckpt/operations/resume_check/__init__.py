@@ -30,7 +30,6 @@ from zckpt.operations.options import Place, Reading, Unpack, shares
 from zckpt.operations.reshard import recut
 from zckpt.operations.resume_check.parts import MASTERS, PARTS, TRAINING, WEIGHTS, Facts, Shapes
 from zckpt.operations.resume_check.programs import (
-    ASKED,
     CORE,
     OWN_NAMES,
     PROGRAMS,
@@ -253,9 +252,14 @@ def _with_commands(found: ResumeCheck, program: Program, facts: Facts, *, only_s
     refused: list[str] = []
     form = facts.checkpoint.format
     strange = form in OWN_NAMES and form not in {make.to for make in program.makes}
-    better = None if strange else _with_command(found, program, facts, refused, only_size=only_size)
-    if better is not None or found.verdict != NO:
-        return better or found
+    better = iter(()) if strange else _commands(found, program, facts, refused, only_size=only_size)
+    command, lost, advice = next(better, (None, [], None))
+    if command is not None:
+        if MASTERS in {one["part"] for one in found.not_back}:
+            advice = program.advice or None
+        return replace(found, commands=[command], not_back_after=lost, advice=advice)
+    if found.verdict != NO:
+        return found
     if strange:
         refused.append(
             f"its tensors have names of {form}'s: `zckpt convert --map NAME` gives them others (docs/maps.md)"
@@ -266,10 +270,10 @@ def _with_commands(found: ResumeCheck, program: Program, facts: Facts, *, only_s
     return replace(found, advice="; ".join([none, *refused[-1:], *more]))
 
 
-def _with_command(
+def _commands(
     found: ResumeCheck, program: Program, facts: Facts, refused: list[str], *, only_size: bool
-) -> ResumeCheck | None:
-    """Add the first command that would be accepted and better; None: there is none. Note what is said of others."""
+) -> Iterator[tuple[str, list[Document], str | None]]:
+    """Yield commands that would be accepted and better, what they lose, and advice; note what is said of others."""
     one = facts.checkpoint
     gone = {part["part"] for part in found.not_back}
     for naming, named in _named(facts, refused, every_name=_wants_every_name(program)):
@@ -277,31 +281,28 @@ def _with_command(
         if said_by(program.holds, named) or _of_model(named, strict=strict):
             continue
         for make in program.makes:
-            if (make.of and one.format not in make.of) or (not make.to and (not only_size or naming)):
+            if (make.of and one.format not in make.of) or (make.verb == "reshard" and (not only_size or naming)):
                 continue
             if make.of_masters and MASTER not in optimizer_slots(named.checkpoint, "keep"):
                 continue
             options = {**make.options, **({"world_size": facts.ranks} if make.sized else {})}
-            verb, to = ("convert", f" --to {make.to}") if make.to else ("reshard", "")
+            values = {key: value for key, (value, _) in make.asked.items()}
+            verb = f"{make.verb} --to {make.to}" if make.to else make.verb
             try:
-                laid = _lay_out(make, facts, options, Naming(**naming))
+                laid = _lay_out(make, facts, {**options, **values}, Naming(**naming))
             except ZckptError as error:
-                refused.append(f"`zckpt {verb}{to}` says: {error.message}")
+                refused.append(f"`zckpt {verb}` says: {error.message}")
                 continue
             lost = _after(make, laid, named, program)
             if found.verdict != NO and not {part["part"] for part in lost} < gone:
                 continue
-            shown = {key: ASKED.get(key, value) for key, value in options.items()} | naming
+            shown = {**options, **{key: word for key, (_, word) in make.asked.items()}, **naming}
+            shown = {"to": make.to, **shown} if make.to else shown
             shown |= {"rename": "=".join(*naming["rename"])} if "rename" in naming else {}
             flags = [f"--{key.replace('_', '-')} {quote(str(value))}" for key, value in shown.items()]
-            advice = None
-            if MASTERS in gone:
-                advice = program.advice or None
-            elif facts.shapes is None and not only_size and not naming:
-                advice = "tensor names do not change; --model checks whether they are the model's"
-            command = " ".join([f"zckpt {verb} {quote(one.named)} TARGET{to}", *flags])
-            return replace(found, commands=[command], not_back_after=lost, advice=advice)
-    return None
+            names = "tensor names do not change; --model checks whether they are the model's"
+            kept = names if facts.shapes is None and not only_size and not naming else None
+            yield " ".join(["zckpt", make.verb, quote(one.named), "TARGET", *flags]), lost, kept
 
 
 def _wants_every_name(program: Program) -> bool:
@@ -338,7 +339,7 @@ def _lay_out(make: Make, facts: Facts, options: Mapping[str, Any], naming: Namin
     """Return what a command would write, or raise what it would before."""
     checkpoint: Checkpoint = opened(facts.checkpoint)
     target = Path("TARGET")
-    if not make.to:
+    if make.verb == "reshard":
         whole = as_filed(checkpoint)
         laid = recut(whole, target, options)
         check_nothing_lost([whole], (), copied=laid.copied)

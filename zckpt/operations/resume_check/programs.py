@@ -71,8 +71,11 @@ class Way:
 class Make:
     """A command that makes what a program resumes from."""
 
-    to: str = ""  # the format that is converted to; empty: its own is resharded
+    verb: str = "convert"  # `reshard`, or `convert`
+    to: str = ""  # a format
     options: Mapping[str, Any] = field(default_factory=dict)
+    asked: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    """Options without a default: a value to try it with, and what stands for it in the command."""
     sized: bool = False  # whether the number of ranks is an option
     of: tuple[str, ...] = ()  # formats that it is made of; empty: any
     of_masters: bool = False  # whether it is for what has masters that weights of their type do not hold
@@ -196,7 +199,7 @@ _ENGINE_TAKES = CORE | {SCALE: "loss_scaler", SCHEDULER: "lr_scheduler", DATA: "
 
 _STAGE = "ZeRO stage {stage}, as its files are"
 
-_RESHARD = Make(sized=True, of=("deepspeed",))
+_RESHARD = Make(verb="reshard", sized=True, of=("deepspeed",))
 
 DEEPSPEED = Program(
     title="DeepSpeed",
@@ -333,7 +336,7 @@ TRAINER = Program(
     makes=(
         _RESHARD,
         Make(to="transformers-trainer"),
-        Make(to="transformers-trainer", options={"train_batch_size": 1}),
+        Make(to="transformers-trainer", asked={"train_batch_size": (1, "SAMPLES")}),
     ),
 )  # fmt: skip
 
@@ -601,9 +604,6 @@ LIGHTNING = Program(
     "that save and resume through zckpt",
     yours="random states",
 )
-
-ASKED = {"train_batch_size": "SAMPLES"}
-"""Options that only the user knows, which any value is tried for: what stands in a command."""
 
 OWN_NAMES = frozenset({"megatron", "nanotron", "meta"})
 """Formats whose tensors are called, and arranged, as in no other program: only a map makes others' of them."""
