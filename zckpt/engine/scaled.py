@@ -341,7 +341,7 @@ def of_integers(
         kind = np.int8 if bits < 8 else np.int16
         whole = codes.astype(kind, order="C").reshape(*scale.shape, -1)
         whole -= zero.astype(kind)[..., None]
-        step = max(CACHED_NUMEL // 2 // columns, 1)
+        step = max(CACHED_NUMEL // columns, 1)
         for at in range(0, count, step):
             values = whole[at : at + step].astype(np.float32)
             values *= scale[at : at + step, :, None]
