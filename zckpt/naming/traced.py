@@ -240,7 +240,8 @@ def rules_of(live: dict[str, Traced], saved: dict[str, Traced], letters: Letters
     for name, one in saved.items():
         roots, names = one.roots, [name]
         near = {of_root[root] for root in roots if root in of_root}
-        for its in [its for its in groups if its in near] if len(near) > 1 else near:
+        joined = [its for its in groups if its in near] if len(near) > 1 else near  # in order; one needs no search
+        for its in joined:
             roots, names = roots | its, groups.pop(its) + names
         groups[roots] = names
         of_root |= dict.fromkeys(roots, roots)

@@ -215,8 +215,9 @@ class Writer:
     ) -> Parts:  # fmt: skip
         """Put what is on top of the stack in the memo as a node, and write what it gets; nothing of what it has got.
 
-        That is what is appended to it, what is set in it, and its state, by default if it is not None. Where a cycle
-        has written the node meanwhile, that takes the place of what is on top of the stack.
+        That is what is appended to it, what is set in it, and its state, by default if it is not None. Empty `entries`
+        are written, as of an empty dict; None are not. Where a cycle has written the node meanwhile, that takes the
+        place of what is on top of the stack.
         """
         known = self.memo.get(id(node))
         if known is not None:

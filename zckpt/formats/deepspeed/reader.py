@@ -289,7 +289,7 @@ class _Files:
         checkpoint, models = self.checkpoint, self.models
         keys: Iterable[str] = (key for m in models for key in m.content if key not in MODEL_KEYS or key in KEPT_KEYS)
         rules = keep_models(checkpoint, models, keys)
-        first: FileRules = {}  # which come before all others
+        before: FileRules = {}  # all others
         if members:
             lead, where, keys = members[0], "optimizer_state_dict", OPTIMIZER_METADATA_KEYS
             every = [lead, *(one for one in self.optimizers if one is not lead)]
@@ -305,11 +305,12 @@ class _Files:
             held = ((file, dict_of(file.root).get(where)) for file in holders)
             contents = [(file, one) for file, one in held if isinstance(one, dict)]
             keys = (str(key) for _, one in contents for key in one if key not in STATE_KEYS)
-            unread = not checkpoint.param_groups and not checkpoint.unnamed
-            left = (Rule((where, "**"), LEFT_OUT, UNNAMED_STATE, tensors=True),) * unread
-            first = dict.fromkeys((file.path for file in of_experts), left)
+            is_read = checkpoint.param_groups or checkpoint.unnamed
+            left = () if is_read else (Rule((where, "**"), LEFT_OUT, UNNAMED_STATE, tensors=True),)
+            before = dict.fromkeys((file.path for file in of_experts), left)
             for m in models:
-                first[m.path] = left * (m.optimizer is not None) + ONE_BIT_RULES * compresses(m.optimizer)
+                one_bit = ONE_BIT_RULES if compresses(m.optimizer) else ()
+                before[m.path] = one_bit if m.optimizer is None else left + one_bit
         own, of_optimizers = keep_others(contents, keys, where)
         checkpoint.optimizer_metadata |= own
         rules.append(of_optimizers)
@@ -317,7 +318,7 @@ class _Files:
         of_ranks = [(one.shard, one.file) for one in (*models, *self.optimizers)]
         for shard, file in (*of_ranks, *self.experts, *self.layers, *self.of_experts):
             of_role = MODEL_RULES if shard.role in (MODEL, EXPERT_OPTIMIZER) else ()
-            own_rules = [rule for one in (first, {file.path: of_role}, *rules) for rule in one.get(file.path, ())]
+            own_rules = [rule for one in (before, {file.path: of_role}, *rules) for rule in one.get(file.path, ())]
             one = describe(file, shard.role, shard.dp_rank, shard.mp_rank, rules=own_rules, known=known)
             checkpoint.files.append(one)
 

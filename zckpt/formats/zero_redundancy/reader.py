@@ -215,9 +215,8 @@ def order_by_model(ranks: Sequence[OptimizerState], checkpoint: Checkpoint) -> O
           for group, order in enumerate(assigned) for at, (rank, position) in enumerate(order)}  # fmt: skip
     names: dict[tuple[int, int], str] = {}
     fitting = by_key((p.numel, p) for p in owners)
-    for numel, places in by_key(
-        (math.prod(shape), place) for place, shape in of.items()
-    ).items():  # whose order is kept
+    alike = by_key((math.prod(shape), place) for place, shape in of.items())  # in the order of their places
+    for numel, places in alike.items():
         numbers = [[place for place in places if place[0] == group] for group in range(len(assigned))]
         names |= Evidence(numbers, {p.name: p.shape for p in fitting.get(numel, ())}, of).certain(in_order)
     for (group, at), shape in of.items():
@@ -303,9 +302,10 @@ def _numbering(metadata: TorchFile, world_size: int) -> tuple[Order, dict[str, S
             raise DamagedFileError("unexpected content", expected=f"the shape of {name}")
         shapes[str(name)] = tuple(shape)
     if held is not None:
-        by_rank = list(map(list_of, list_of(held)))
+        by_rank = [list_of(one) for one in list_of(held)]
         fits = all(len(one) == len(order) and all(isinstance(its, list) for its in one) for one in by_rank)
-        if not isinstance(held, list) or not fits or len(held) != (world_size or len(held)):
+        is_of_all = world_size in (0, len(by_rank))  # 0: there are no files of ranks
+        if not isinstance(held, list) or not fits or not is_of_all:
             raise DamagedFileError("unexpected content", expected="lists of parameters by rank")
         for number, group in enumerate(order):
             found = [one for its in by_rank for one in its[number]]
