@@ -55,6 +55,12 @@ def _synced(descriptor: int) -> None:
 os.fsync = os.fdatasync = _synced
 
 
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every test run in `tmp_path`, so that a name alone is one of its files."""
+    monkeypatch.chdir(tmp_path)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Collect no garbage while test modules are imported: what they make stays, and there is ever more of it."""
     gc.disable()

@@ -6,14 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every test where this is imported run in `tmp_path`, so that a name alone is one of its files."""
-    monkeypatch.chdir(tmp_path)
-
 
 def contents(directory: Path | str = ".") -> dict[str, bytes]:
     """The files, by their names below the directory."""

@@ -20,9 +20,6 @@ import torch
 import zckpt
 from tests.cli.console import environment
 from tests.executors.dying import MARK
-from tests.folders import in_an_empty_directory
-
-__all__ = ["in_an_empty_directory"]
 
 
 @pytest.fixture(scope="session")

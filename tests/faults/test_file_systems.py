@@ -33,6 +33,7 @@ def small(request, tmp_path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip("only root mounts")
     yield place
+    os.chdir(tmp_path)  # a test may have gone there
     subprocess.run(["umount", place], check=True)
 
 

@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.deepspeed_engine import Spec, train
-from tests.folders import in_an_empty_directory
-
-__all__ = ["in_an_empty_directory", "made"]
 
 
 @pytest.fixture(scope="session")

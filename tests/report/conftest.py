@@ -15,13 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.folders import in_an_empty_directory
-
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
-
-__all__ = ["in_an_empty_directory"]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 

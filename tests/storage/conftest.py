@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.folders import in_an_empty_directory
-
-__all__ = ["in_an_empty_directory"]
-
 
 @pytest.fixture(params=[False, True], ids=["file", "directory"])
 def directory(request) -> bool:
