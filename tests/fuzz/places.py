@@ -6,7 +6,8 @@ import atexit
 import os
 import shutil
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -15,15 +16,27 @@ from zckpt.storage.files import FileRange, too_short
 from zckpt.storage.stand_ins import FILES, MARK
 
 _MEMORY = Path("/dev/shm")  # where there is one, nothing waits for a disk
+_above = [_MEMORY if os.access(_MEMORY, os.W_OK) else None]
 _NAME = f"/{MARK}fuzz/0/m/h/file"
 
 
 def new_folder() -> Path:
     """Make a folder that goes with this process."""
-    folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None))
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=_above[-1]))
     pid = os.getpid()
     atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == pid else None)
     return folder
+
+
+@contextmanager
+def gathered() -> Iterator[None]:
+    """Remove the folders of processes that begin in this context, which libFuzzer ends, when it ends."""
+    with tempfile.TemporaryDirectory(prefix="fuzz-", dir=_above[-1], ignore_cleanup_errors=True) as folder:
+        _above.append(Path(folder))
+        try:
+            yield
+        finally:
+            _above.pop()
 
 
 class Bytes:

@@ -200,6 +200,7 @@ def run_all(args: argparse.Namespace) -> int:
     others = [name for name, path in modules().items() if args.time < LONG and not QUICK.search(str(path))]
     with atheris.instrument_imports(include=["zckpt"], exclude=others):
         import_readers()
+    from tests.fuzz.places import gathered
     from tests.fuzz.targets import TARGETS
 
     names = args.target or list(TARGETS)
@@ -211,23 +212,24 @@ def run_all(args: argparse.Namespace) -> int:
     waiting = [(name, one, part / several) for name, each in counts.items() for one in each]
     running: dict[int, tuple[str, Counter, float]] = {}
     number = 0
-    while waiting or running:
-        while waiting and len(running) < args.jobs:
-            name, count, seconds = waiting.pop(0)
-            number += 1
-            pid = os.fork()
-            if pid == 0:
-                fuzz(name, count, args, seconds, args.seed + number)
-            running[pid] = name, count, time.monotonic() + seconds
-        pid, status = ended(running)
-        name, count, until = running.pop(pid)
-        left = until - time.monotonic()
-        if status:
-            count.add("finds")
-            (args.out / "finds" / f"{name}-killed-{number}.bin").write_bytes(count.being_read)
-            text = f"status {status}\n{(args.out / f'{name}.log').read_text(errors='replace')[-4000:]}"
-            (args.out / "finds" / f"{name}-killed-{number}.txt").write_text(text)
-            waiting += [(name, count, left)] if left > 2 else []
+    with gathered():
+        while waiting or running:
+            while waiting and len(running) < args.jobs:
+                name, count, seconds = waiting.pop(0)
+                number += 1
+                pid = os.fork()
+                if pid == 0:
+                    fuzz(name, count, args, seconds, args.seed + number)
+                running[pid] = name, count, time.monotonic() + seconds
+            pid, status = ended(running)
+            name, count, until = running.pop(pid)
+            left = until - time.monotonic()
+            if status:
+                count.add("finds")
+                (args.out / "finds" / f"{name}-killed-{number}.bin").write_bytes(count.being_read)
+                text = f"status {status}\n{(args.out / f'{name}.log').read_text(errors='replace')[-4000:]}"
+                (args.out / "finds" / f"{name}-killed-{number}.txt").write_text(text)
+                waiting += [(name, count, left)] if left > 2 else []
     return report(counts, args)
 
 

@@ -232,7 +232,9 @@ class Out:
     _folders: dict[int, Path] = {}  # noqa: RUF012  # one for each process
 
     def __enter__(self) -> Path:
-        self.path = self._folders.setdefault(os.getpid(), new_folder()) / "out"
+        if os.getpid() not in self._folders:
+            self._folders[os.getpid()] = new_folder()
+        self.path = self._folders[os.getpid()] / "out"
         return self.path
 
     def __exit__(self, *_: object) -> None:
