@@ -152,6 +152,12 @@ def test_ranks_may_have_their_groups_in_orders_of_their_own(made):
     (path,) = run.glob("*/*zero_pp_rank_1_*optim_states.pt")
     path.write_bytes(path.read_bytes()[:300])
     assert [one.file for one in zckpt.verify(run).findings] == [str(path)]
+    (path,) = run.glob("*/*zero_pp_rank_2_*optim_states.pt")
+    content = torch.load(path, weights_only=False)
+    for group in content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
+        group["name"] = ["no text"]
+    torch.save(content, path)
+    assert not zckpt.verify(run).sound
 
 
 @pytest.mark.nightly

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -250,3 +251,18 @@ def test_what_a_module_keeps_on_another_rank_alone_is_not_the_models(rank, tmp_p
         found = torch.load(model_file(tag_of(tmp_path / "back"), one), weights_only=False)
         assert (extra in found["module"], extra in found) == (rank in (0, one), False)
     assert zckpt.diff(tag, tmp_path / "back").equal
+
+
+def test_tensor_parallel_ranks_that_were_not_have_what_the_firsts_have():
+    tag = copy("s3_bf16_dp2", "run")
+    for rank in range(2):
+        edit(model_file(tag, rank), lambda content, rank=rank: content.update(own=rank))
+    Path("rules.json").write_text(json.dumps({"tp_replicated_parameter_patterns": [".*"]}))
+    zckpt.convert(tag, "out", to="zckpt")
+    done = zckpt.convert(
+        "out", "back", to="deepspeed", world_size=2, stage=3, tensor_parallel_size=2, slice_rules="rules.json"
+    )
+    assert not [note for note in done.notes if "--dtype" in note]  # DeepSpeed reads the masters
+    found = {path.name: torch.load(path, weights_only=False) for path in tag_of("back").glob("*model_states.pt")}
+    expected = {f"zero_pp_rank_{rank}_mp_rank_0{mp}_model_states.pt": rank for rank in (0, 1) for mp in (0, 1)}
+    assert {name: content["own"] for name, content in found.items()} == expected
