@@ -416,22 +416,15 @@ def _readied(bundle: Sequence[Batch], checks: Checks, journaled: _Journaled | No
     return tuple(batches if journaled is None else map(journaled.known, batches))
 
 
+MakeBatch = Callable[[tuple[AnyPiece, ...]], Batch]
+
+
 def _together(
     files: Iterable[tuple[Path, FilePlan]], most: int, large: int, checks: Checks, how: How
 ) -> Iterator[Sequence[Batch]]:
     """Yield the batches of files that are run together: those that read together."""
-
-    def shared() -> Iterator[list[Batch]]:  # of files that share rows: of some parameters at a time, what all have
-        for number, pack in enumerate(sharing[0][1] if sharing else ()):
-            for low, high, fits in pack.row.blocks(how.most):
-                shares = [(make, replace(packs[number], low=low, high=high)) for make, packs in sharing]
-                if fits:
-                    yield [make((share,)) for make, share in shares]
-                    continue
-                yield from ([make((piece,))] for make, share in shares for piece in share.pieces(most))
-
     bundle: list[Batch] = []
-    sharing: list[tuple[Callable[[tuple[AnyPiece, ...]], Batch], list[Pack]]] = []
+    sharing: list[tuple[MakeBatch, list[Pack]]] = []
     nbytes = 0
     for path, one in files:
         make = partial(Batch, str(path), one.file.name, bool(one.file.checksums), how)
@@ -445,13 +438,14 @@ def _together(
                 bundle, nbytes = [], 0
         fine = [pack for pack in one.file.packs if pack.row.is_fine]
         if sharing and [pack.row for pack in fine] != [pack.row for pack in sharing[0][1]]:
-            yield from shared()
+            yield from _shared(sharing, most, how.most)
             sharing = []
         if fine:
             sharing.append((make, fine))
     if bundle:
         yield bundle
-    yield from shared()
+    if sharing:
+        yield from _shared(sharing, most, how.most)
 
 
 def _alone(one: FilePlan, most: int, large: int, checks: Checks) -> Iterator[tuple[AnyPiece, ...]]:
@@ -478,6 +472,17 @@ def _cut_pieces(hole: Hole, cut: Cut, most: int) -> Iterator[CutPiece]:
 def _held(piece: CutPiece) -> int:
     """Return the bytes that a piece takes as it is read and as it is written."""
     return piece.end + piece.nbytes
+
+
+def _shared(sharing: Sequence[tuple[MakeBatch, list[Pack]]], most: int, together: int) -> Iterator[list[Batch]]:
+    """Yield the batches of files that have shares of the same rows: of some parameters at a time, what all have."""
+    for number, row in enumerate(pack.row for pack in sharing[0][1]):
+        for low, high, fits in row.blocks(together):
+            shares = [(make, replace(packs[number], low=low, high=high)) for make, packs in sharing]
+            if fits:
+                yield [make((share,)) for make, share in shares]
+                continue
+            yield from ([make((piece,))] for make, share in shares for piece in share.pieces(most))
 
 
 def write_batch(batch: Batch) -> Ranges:
