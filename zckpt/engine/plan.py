@@ -327,7 +327,6 @@ def fill(hole: Hole, indexes: SpanIndexes | None = None) -> list[Copy]:
 
 
 def _fill_from(hole: Hole, spans: Sequence[Span]) -> list[Copy]:
-    """Return the copies out of some spans that cover a hole exactly once: their elements add up, and no two overlap."""
     copies: list[Copy] = []
     boxes: list[Box] = []
     ranges: list[tuple[int, int]] = []
@@ -352,26 +351,7 @@ def _fill_from(hole: Hole, spans: Sequence[Span]) -> list[Copy]:
                     to = first + position(map(sub, both[0], box[0]), steps)
                     shape, *merged = _merge(both[1], strides, steps) if both[1] else ((1,), (1,), (1,))
                     copies.append(_copy(hole, span, shape, (at, to), (merged[0], merged[1])))
-    if boxes:
-        flat = [b for low, high in ranges for b in boxes_of(replace(want, start=low, numel=high - low))]
-        twice = overlap(flat + boxes)
-    else:
-        ranges.sort()
-        twice = any(a[1] > b[0] for a, b in pairwise(ranges))
-    covered = sum(copy.numel for copy in copies)
-    if twice:
-        raise LayoutError(
-            f"{hole.label}: some elements appear more than once",
-            found=f"{covered} elements",
-            expected=f"{want.numel} elements, each exactly once",
-        )
-    if covered != want.numel:
-        raise LayoutError(
-            f"{hole.label}: some elements are missing",
-            expected=f"{want.numel} elements",
-            found=covered,
-            advice="a rank's file is missing, or belongs to another run",
-        )
+    _check_coverage(hole, copies, ranges, boxes)
     return copies
 
 
@@ -411,3 +391,27 @@ def _merge(shape: Shape, source: Shape, target: Shape) -> tuple[Shape, Shape, Sh
         dims = [(1, source[-1], target[-1])]
     sizes, sources, targets = zip(*dims, strict=True)
     return tuple(sizes), tuple(sources), tuple(targets)
+
+
+def _check_coverage(hole: Hole, copies: list[Copy], ranges: list[tuple[int, int]], boxes: list[Box]) -> None:
+    """Raise unless the copies cover the hole exactly once: their elements add up, and no two overlap."""
+    if boxes:
+        flat = [b for low, high in ranges for b in boxes_of(replace(hole.extent, start=low, numel=high - low))]
+        twice = overlap(flat + boxes)
+    else:
+        ranges = sorted(ranges)
+        twice = any(a[1] > b[0] for a, b in pairwise(ranges))
+    covered = sum(copy.numel for copy in copies)
+    if twice:
+        raise LayoutError(
+            f"{hole.label}: some elements appear more than once",
+            found=f"{covered} elements",
+            expected=f"{hole.extent.numel} elements, each exactly once",
+        )
+    if covered != hole.extent.numel:
+        raise LayoutError(
+            f"{hole.label}: some elements are missing",
+            expected=f"{hole.extent.numel} elements",
+            found=covered,
+            advice="a rank's file is missing, or belongs to another run",
+        )
