@@ -95,10 +95,10 @@ def as_deepspeed(
     tag = origin(converted).get("tag")
     tag = tag if isinstance(tag, str) and is_name(tag) else f"global_step{_steps(converted)}"
     model = _model(converted, layers)
-    is_bf16 = "bfloat16" in ((model.dtype, dtype_of(converted)) if dtype == "keep" else (dtype,))
+    said = {model.dtype, dtype_of(converted)} if dtype == "keep" else {dtype}
     whole = Rank(
         converted.source, converted.format, parameters=parameters, buffers=converted.buffers, param_groups=groups,
-        model_files=[model], members=[_optimizer(converted, stage, bf16=bf16, is_bf16=is_bf16)],
+        model_files=[model], members=[_optimizer(converted, stage, bf16=bf16, is_bf16="bfloat16" in said)],
     )  # fmt: skip
     whole.degrees.extend(expert_degrees(whole))
     rules = known_rules(model.content, {name: p.shape for name, p in parameters.items()}, model.path)
