@@ -111,7 +111,7 @@ SECRETS = ["dask://user:secret@127.0.0.1:9", "dask://127.0.0.1:9?token=secret"]
 
 @pytest.mark.parametrize("name", ["dask://", "threads:2", "DASK://h:1", *SECRETS])
 def test_unknown_executor_is_refused_before_anything(name, source):
-    words = ("no such executor", "expected threads, dask://HOST:PORT, mpi, ray or torchrun")
+    words = ("no such executor", "expected threads, processes, dask://HOST:PORT, mpi, ray or torchrun")
     assert "secret" not in refused(2, "consolidate", source, "t.pt", ["--executor", name], words=words)
     for unknown in (name, ""):
         with pytest.raises(UsageError):

@@ -149,6 +149,7 @@ class BarReporter:
         """Show an empty bar."""
         from tqdm import tqdm
 
+        tqdm.monitor_interval = 0  # no thread that watches: a process with another thread is not forked
         self._bar = tqdm(total=nbytes, desc=self._what, unit="B", unit_scale=True, file=sys.stderr)
 
     def advance(self, nbytes: int) -> None:

@@ -230,6 +230,7 @@ class Plan:
     read_nbytes: int  # bytes of tensors that will be read, and written
     copy_nbytes: int
     write_nbytes: int  # bytes of all target files
+    computed_nbytes: int = 0  # bytes that functions compute
 
 
 def plan(files: Iterable[TargetFile], note: Callable[[FilePlan], object] | None = None) -> Plan:
@@ -275,7 +276,7 @@ def _fill(hole: Hole, indexes: SpanIndexes) -> Fill:
 
 
 def _summed(files: Collection[FilePlan], note: Callable[[FilePlan], object] | None) -> Plan:
-    names, sources, read, copied, written = [], set[str](), 0, 0, 0
+    names, sources, read, copied, written, computed = [], set[str](), 0, 0, 0, 0
     for one in files:
         if note is not None:
             note(one)
@@ -283,6 +284,8 @@ def _summed(files: Collection[FilePlan], note: Callable[[FilePlan], object] | No
         written += one.file.nbytes
         for each in one.fills:
             copied += each.hole.nbytes
+            if isinstance(each.hole.slot, Computed):
+                computed += each.hole.nbytes
             cut = each.cut
             if cut is not None:
                 read += cut.end
@@ -297,7 +300,7 @@ def _summed(files: Collection[FilePlan], note: Callable[[FilePlan], object] | No
             sources |= pack.paths()
     for lost in (path for path in sources if path.startswith(LOST)):
         raise LayoutError("it is lost, but some of its elements are needed", path=lost[len(LOST) :])
-    return Plan(files, tuple(names), frozenset(sources), read, copied, written)
+    return Plan(files, tuple(names), frozenset(sources), read, copied, written, computed)
 
 
 def check_covered(slot: Slot, label: str = "") -> None:

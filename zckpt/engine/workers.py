@@ -213,7 +213,10 @@ class Workers:
                 yield item, result
         finally:
             self.is_ending = True
-            wait([future for _, future in queue if not future.cancel()])
+            running = [future for _, future in queue if not future.cancel()]
+            if running and not self.are_here:
+                hurry(self._pool)
+            wait(running)
             if queue and not self.are_here:
                 settled(self._pool)
 
@@ -235,12 +238,8 @@ TASKS_PER_WORKER = 2
 """Of what is left: tasks get smaller towards the end, so that workers end at the same time."""
 
 
-_WANTED: ContextVar[Callable[[], bool]] = ContextVar("wanted", default=lambda: True)
-
-
-def while_wanted(wanted: Callable[[], bool]) -> AbstractContextManager[None]:
-    """Let tasks that are run within this context end before the next batch when nobody waits for them any more."""
-    return during(_WANTED, wanted)
+WANTED: ContextVar[Callable[[], bool]] = ContextVar("wanted", default=lambda: True)
+"""On a worker, whether anybody waits for the task that it runs: if nobody does, it ends before the next batch."""
 
 
 @immutable
@@ -327,7 +326,7 @@ def results_of(task: Task[Item, Result]) -> list[Result]:
         )
     for file in task.files:
         file.check()
-    wanted, results = _WANTED.get(), []
+    wanted, results = WANTED.get(), []
     for batch in task.batches:
         if not wanted():
             raise CancelledError
@@ -413,6 +412,13 @@ def workers_of(executor: Executor) -> int:
         if isinstance(count, int) and count > 0:
             return count
     return os.cpu_count() or 1
+
+
+def hurry(executor: Executor) -> None:
+    """Let tasks that nobody waits for end soon, where an executor can tell its workers."""
+    end = getattr(executor, "end", None)
+    if end is not None:
+        end()
 
 
 def settled(executor: Executor) -> None:

@@ -1,6 +1,7 @@
-"""Which processes do the work: those of Dask, MPI, Ray or torchrun, by a name on the command line.
+"""Which processes do the work: forks, or those of Dask, MPI, Ray or torchrun, by a name on the command line.
 
     threads                     of this process, the default
+    processes                   on_forks   of this machine; a command's default for much that is computed
     dask://HOST:PORT            on_dask    workers of a scheduler; dask:///FILE: of the scheduler that wrote FILE
     mpi                         on_mpi     under mpiexec, the other ranks
     ray                         on_ray     the cluster of RAY_ADDRESS, or that runs here, else one of this machine

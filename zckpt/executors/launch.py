@@ -19,6 +19,9 @@ MPI, TORCHRUN = "mpi", "torchrun"
 DRIVEN: ContextVar[tuple[str, Executor] | None] = ContextVar("driven", default=None)
 """The ranks that this process drives, and how they are called."""
 
+MAY_FORK: ContextVar[bool] = ContextVar("may_fork", default=False)
+"""Whether this process is a command's own, so that its work may be given to forks of it unasked."""
+
 
 @contextmanager
 def launched(arguments: Sequence[str]) -> Iterator[bool]:
@@ -42,7 +45,11 @@ def launched(arguments: Sequence[str]) -> Iterator[bool]:
     elif name == MPI:
         from zckpt.executors.on_mpi import ranks as enter
     else:
-        yield False
+        token = MAY_FORK.set(True)
+        try:
+            yield False
+        finally:
+            MAY_FORK.reset(token)
         return
     with enter() as executor:
         if executor is None:

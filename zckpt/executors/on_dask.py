@@ -20,8 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zckpt.engine.workers import while_wanted
+from zckpt.engine.workers import WANTED
 from zckpt.errors import WorkerError, require
+from zckpt.state.context import during
 
 CONNECTED_SECONDS = 15
 """To wait for a scheduler, and for its first worker."""
@@ -186,7 +187,7 @@ def run_on_worker(name: str, fn: Callable[..., Result], args: tuple[Any, ...], k
 
     _running[name] = _running.get(name, 0) + 1
     try:
-        with while_wanted(wanted):
+        with during(WANTED, wanted):
             return fn(*args, **kwargs)
     finally:
         _running[name] -= 1

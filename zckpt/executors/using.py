@@ -5,15 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 
 from zckpt.engine.workers import running_on
-from zckpt.errors import UsageError
-from zckpt.executors.launch import DRIVEN, MPI, TORCHRUN
+from zckpt.errors import UsageError, WorkerError
+from zckpt.executors.launch import DRIVEN, MAY_FORK, MPI, TORCHRUN
+from zckpt.state.context import during
+from zckpt.storage.memory import buffers_within
 
-THREADS, DASK, RAY = "threads", "dask://", "ray"
+THREADS, PROCESSES, DASK, RAY = "threads", "processes", "dask://", "ray"
 
-EXPECTED = "threads, dask://HOST:PORT, mpi, ray or torchrun"
+EXPECTED = "threads, processes, dask://HOST:PORT, mpi, ray or torchrun"
+
+FORKED_NBYTES = 1 << 28
+"""From so much on that is computed, processes gain more than it takes to start them; so much memory is to be free."""
 
 
 def check_executor(executor: Executor | str | None) -> None:
@@ -21,25 +26,30 @@ def check_executor(executor: Executor | str | None) -> None:
     if executor is None or isinstance(executor, Executor):
         return
     named = isinstance(executor, str) and (
-        executor in (THREADS, MPI, RAY, TORCHRUN) or re.fullmatch(rf"{DASK}(/.+|[^/@?\s]+)", executor) is not None
+        executor in (THREADS, PROCESSES, MPI, RAY, TORCHRUN)
+        or re.fullmatch(rf"{DASK}(/.+|[^/@?\s]+)", executor) is not None
     )
     if not named:
         raise UsageError("no such executor", expected=EXPECTED, found=repr(executor))
 
 
 @contextmanager
-def using(executor: Executor | str | None) -> Iterator[None]:
+def using(executor: Executor | str | None, computed_nbytes: int = 0) -> Iterator[None]:
     """Let an executor run what is written, read or looked at in this context.
 
     `executor`: of the caller's, who ends it; or a name, see the package: then it is connected to, and left, here. None:
-    the one that is used around this context already. Raises UsageError: it is no executor, its package is missing, or
-    it needs a launcher that did not start this process; WorkerError: it cannot be reached.
+    the one that is used around this context already; of a command line, which has its process for itself, processes
+    where so many bytes are computed that they gain by it. Raises UsageError: it is no executor, its package is missing,
+    or it needs a launcher that did not start this process; WorkerError: it cannot be reached.
     """
     check_executor(executor)
-    if executor is None:
-        yield
-        return
-    with _executor(executor) as own, running_on(own):
+    with ExitStack() as stack:
+        if executor is not None:
+            stack.enter_context(running_on(stack.enter_context(_executor(executor))))
+            stack.enter_context(during(MAY_FORK, False))
+        elif MAY_FORK.get() and computed_nbytes >= FORKED_NBYTES <= buffers_within(FORKED_NBYTES):
+            with suppress(WorkerError):  # threads it is
+                stack.enter_context(running_on(stack.enter_context(_executor(PROCESSES))))
         yield
 
 
@@ -52,6 +62,10 @@ def _executor(given: Executor | str) -> AbstractContextManager[Executor | None]:
         return nullcontext()
     if driven is not None and driven[0] == given:
         return nullcontext(driven[1])
+    if given == PROCESSES:
+        from zckpt.executors.on_forks import forks
+
+        return forks()
     if given == RAY:
         from zckpt.executors.on_ray import RayExecutor
 

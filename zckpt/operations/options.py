@@ -132,7 +132,7 @@ class Copying(TypedDict, total=False):
     reporter: Annotated[Reporter | None, Shared(None, "Reports how many bytes are done.", flag="")]
     executor: Annotated["Executor | str | None", Shared(
         None, "Workers that read and write: docs/scale.md. Default: threads; under torchrun, its ranks.",
-        metavar="threads|dask://HOST:PORT|mpi|ray|torchrun",
+        metavar="threads|processes|dask://HOST:PORT|mpi|ray|torchrun",
     )]  # fmt: skip
     direct: Annotated[bool, Shared(
         False, "Read and write without the page cache if possible: docs/copying.md."

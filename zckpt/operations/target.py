@@ -285,7 +285,7 @@ def write_from(
         checks = source_checks(origins, planned) if how.checksums else Checks()
         checks.allows_overflow = how.overflow == "allow"
         beside = [*recorded, *names] if owned is None else []
-        with using(how.executor):
+        with using(how.executor, 0 if how.direct else planned.computed_nbytes):
             checked = write_target(
                 planned,
                 target,
