@@ -310,6 +310,31 @@ def test_norms_of_queries_and_keys_decay_where_the_arguments_say_so(tmp_path):
         assert [one.parameters for one in zckpt.open(at).param_groups] == expected
 
 
+WORDS, LAYER, NORM = "embedding.word_embeddings.weight", FC1.replace("layers", "layers.0"), "decoder.a_layernorm.weight"
+THREE = {WORDS: counted(4, 3), LAYER: counted(3, 3), NORM: counted(3)}
+
+
+@pytest.mark.parametrize("marked", [{"is_decoupled_lr": True}, {"max_lr": 0.25}], ids=["marked", "by_rate"])
+def test_words_have_a_group_where_their_learning_rate_is_decoupled(marked, tmp_path):
+    tensors = THREE | {f"optimizer.state.exp_avg_sq.{name}": one for name, one in THREE.items()}
+    group = {**GROUP, "max_lr": 0.5, "is_decoupled_lr": False}
+    every = optimizer(group, {**group, "wd_mult": 0.0}, {**group, **marked})
+    source = write(tmp_path / "run", tensors, optimizer=every, args=Namespace(decoupled_lr=0.25))
+    zckpt.convert(source, tmp_path / "again", to="megatron", verify=True)
+    for one in (source, tmp_path / "again"):
+        assert [its.parameters for its in zckpt.open(one).param_groups] == [[LAYER], [NORM], [WORDS]]
+
+
+def test_muons_groups_have_what_its_momentum_is_of(tmp_path):
+    tensors = THREE | {f"optimizer.state.exp_avg_sq.{name}": THREE[name] for name in (WORDS, NORM)}
+    tensors |= {f"optimizer.state.momentum_buffer.{LAYER}": counted(3, 3)}
+    adam = {**GROUP, "betas": (0.9, 0.99)}
+    every = {0: optimizer({**GROUP, "momentum_beta": 0.9}), 1: optimizer(adam, {**adam, "wd_mult": 0.0})}
+    source = write(tmp_path / "run", tensors, optimizer=every)
+    assert [its.parameters for its in zckpt.open(source).param_groups] == [[LAYER], [WORDS], [NORM]]
+    converted(source, tmp_path / "dcp", "dcp")
+
+
 def test_loss_scaler_is_carried():
     scaler = {"scale": torch.tensor([512.0]), "growth_tracker": 3, "hysteresis_tracker": 2}
     tensors = {"a.weight": counted(2, 2).half(), "optimizer.state.fp32_param.a.weight": counted(2, 2)}

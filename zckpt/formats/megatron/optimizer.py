@@ -9,7 +9,8 @@ common.pt["optimizer"]
 
 In buffers' formats `optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1` has the groups.
 
-The rule: parameters of one axis, and biases, have no weight decay (`wd_mult` 0), experts have groups of their own.
+The rule: parameters of one axis, and biases, have no weight decay (`wd_mult` 0), experts have groups of their own, and
+so have the words' embedding and the output layer where their learning rate is decoupled; Muon's groups have no `betas`.
 A program may give another. So it is taken only where it leaves one group for each parameter, and said that it was.
 """
 
@@ -24,7 +25,7 @@ from zckpt.formats.megatron.names import is_expert
 from zckpt.formats.megatron.objects import OPTIMIZER, Common
 from zckpt.formats.torch_files.tensors import as_mapping, carried, read_scalars, with_scalars
 from zckpt.immutable import immutable
-from zckpt.state import Checkpoint, Parameter, ParamGroup, are_distinct, dict_of, list_of, without
+from zckpt.state import Checkpoint, Parameter, ParamGroup, are_distinct, dict_of, list_of, number_of, without
 from zckpt.state.inventory import ANY, CARRIED, IMPLIED, REST, STATE, Rule
 from zckpt.torchfile import Tensor
 
@@ -34,10 +35,13 @@ PARAM_STATE, MASTERS = "param_state", "fp32_from_fp16_params"
 SHARDING = "param_state_sharding_type"
 SHOWN = 40
 
-WEIGHT_DECAY, EXPERTS = "wd_mult", "is_expert_parallel"
+WEIGHT_DECAY, EXPERTS, DECOUPLED = "wd_mult", "is_expert_parallel", "is_decoupled_lr"
 
 HYPERPARAMETERS = "hyperparameters"
 """What the inventory says of values in param groups."""
+
+_WORDS = ("word_embeddings.weight", "output_layer.weight")
+"""Parameters whose learning rate may be decoupled from the others'."""
 
 _QK_NORM = re.compile(r".*\.[qk]_layernorm\..*")
 
@@ -139,13 +143,20 @@ def _by_rule(checkpoint: Checkpoint, groups: Sequence[ParamGroup], common: Commo
         return []
     trained = [one for one in checkpoint.parameters.values() if len(one.slots) > 1]
     found: list[list[str]] = [[] for _ in groups]
-    of_experts = {at for at, group in enumerate(groups) if group.hyperparameters.get(EXPERTS)}
-    decaying = {at for at, group in enumerate(groups) if group.hyperparameters.get(WEIGHT_DECAY) != 0}
+    every = [group.hyperparameters for group in groups]
+    of_experts = {at for at, its in enumerate(every) if its.get(EXPERTS)}
+    decaying = {at for at, its in enumerate(every) if its.get(WEIGHT_DECAY) != 0}
+    apart = common.arguments.get("decoupled_lr")  # since 0.16 the groups have it, and are not marked
+    decoupled = {at for at, its in enumerate(every)
+                 if its.get(DECOUPLED) or (apart is not None and number_of(its.get("max_lr")) == apart)}  # fmt: skip
+    of_adam = {at for at, its in enumerate(every) if "betas" in its}
     others = set(range(len(groups))) - of_experts
     qk_norms_decay = common.arguments.get("apply_wd_to_qk_layernorm") is True
     ruled = False
     for one in trained or [*checkpoint.parameters.values()]:
         fitting = (of_experts if is_expert(one.name) else others) or others
+        for which, its in ((of_adam, "exp_avg_sq" in one.slots), (decoupled, one.name.endswith(_WORDS))):
+            fitting = (fitting & which if its else fitting - which) or fitting
         if len(fitting) > 1:
             decays = by_rule_decays(one) or (qk_norms_decay and bool(_QK_NORM.fullmatch(one.name)))
             fitting = fitting & decaying if decays else fitting - decaying

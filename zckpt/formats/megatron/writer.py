@@ -58,6 +58,7 @@ from zckpt.formats.megatron.names import by_itself, is_expert, keyed_names
 from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, VERSION, own_tree, states_by
 from zckpt.formats.megatron.optimizer import (
     COMMON_STEP,
+    DECOUPLED,
     EXPERTS,
     GROUPS,
     SCALER,
@@ -101,8 +102,12 @@ _SHARDS = re.compile(r"[0-9.]*_[0-9.]*")
 Content = dict[object, object]
 """What is to be in a file, by key."""
 
-FACTORS = {WEIGHT_DECAY: 1.0, "lr_mult": 1.0, EXPERTS: False, "is_decoupled_lr": False}
+FACTORS = {WEIGHT_DECAY: 1.0, "lr_mult": 1.0, EXPERTS: False, DECOUPLED: False}
 """By what Megatron-Core tells groups, and what each is in a group that says nothing of it."""
+
+
+RATES = ("max_lr", "min_lr")
+"""By what it tells some of its own apart since 0.16, too."""
 
 
 @mutable
@@ -313,7 +318,8 @@ def _groups(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: lis
             if not own:
                 factors[WEIGHT_DECAY] = 1.0 if by_rule_decays(checkpoint.parameters[name]) else 0.0
             values |= {f"pre_{key}" if f"pre_{key}" in values else key: value for key, value in factors.items()}
-            its = found.setdefault(tuple(factors.values()), Group(values))
+            rates = [values.get(key) for key in RATES] if own else []
+            its = found.setdefault((*factors.values(), *rates), Group(values))
             for key in {**its.values, **values}:
                 if its.values.get(key) != values.get(key):
                     raise UnsupportedError(
