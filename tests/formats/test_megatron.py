@@ -325,6 +325,13 @@ def test_words_have_a_group_where_their_learning_rate_is_decoupled(marked, tmp_p
         assert [its.parameters for its in zckpt.open(one).param_groups] == [[LAYER], [NORM], [WORDS]]
 
 
+def test_groups_are_told_by_what_nemo_calls_their_factors(tmp_path):
+    tensors = THREE | {f"optimizer.state.exp_avg.{name}": one for name, one in THREE.items()}
+    groups = [{"lr": 0.5, "pre_wd_mult": factor, "pre_lr_mult": 1.0} for factor in (1.0, 0.0)]
+    opened = zckpt.open(write(tmp_path, tensors, optimizer=optimizer(*groups)))
+    assert [its.parameters for its in opened.param_groups] == [[WORDS, LAYER], [NORM]]
+
+
 def test_muons_groups_have_what_its_momentum_is_of(tmp_path):
     tensors = THREE | {f"optimizer.state.exp_avg_sq.{name}": THREE[name] for name in (WORDS, NORM)}
     tensors |= {f"optimizer.state.momentum_buffer.{LAYER}": counted(3, 3)}
@@ -358,6 +365,26 @@ def test_state_of_modules_is_carried_where_there_is_any():
 
 
 # --- what is not read, and what is wrong
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_masters_without_their_upper_halves_are_whole(flattened, tmp_path):
+    """As Transformer Engine keeps them (`store_param_remainders`): halfway between two weights, it rounds up."""
+    torch.manual_seed(1)
+    master = torch.randn(2, 8, 40)
+    master.view(torch.int32)[:, :2] = master.view(torch.int32)[:, :2] & -65536 | 0x8000
+    words = master.view(torch.int32)
+    lower = words.to(torch.int16)
+    weight = ((words >> 16) + (lower < 0)).to(torch.int16).view(torch.bfloat16)
+    assert not torch.equal(weight, master.bfloat16())
+    stored = lower.reshape(2, 4, 1, 80) if flattened else lower
+    source = write(tmp_path / "run", {FC2: weight, f"optimizer.state.param.{FC2}": stored}, optimizer=optimizer(GROUP))
+    assert zckpt.verify(source, deep=True).findings == []
+    for to in ("megatron", "zckpt", "dcp"):
+        zckpt.convert(source, tmp_path / to, to=to, verify=True)
+        opened = zckpt.open(tmp_path / to)
+        read = [opened.read(f"decoder.layers.{i}.mlp.linear_fc2.weight", "master") for i in range(2)]
+        assert torch.equal(torch.stack(read), master)
 
 
 def test_flat_buffers_are_left_out_and_nothing_is_written():

@@ -59,7 +59,8 @@ def scratch(numel: int) -> Array:
 def not_rounded(master: Array, weight: Array) -> Array:
     """Return the indices of masters that do not round to their weights, bit for bit.
 
-    Any two NaN are alike, of which rounding defines none.
+    Any two NaN are alike, of which rounding defines none. Halfway between two bfloat16, the larger will do, too, to
+    which Transformer Engine rounds.
 
     Parameters
     ----------
@@ -97,6 +98,9 @@ def _unequal(master: Array, weight: Array) -> Array:
     if unequal.any():
         with np.errstate(invalid="ignore"):  # a signalling NaN
             unequal &= ~(np.isnan(rounded) & np.isnan(weight))
+        if weight.dtype == _BFLOAT16 and master.dtype == np.float32:
+            halfway = (weight.view(np.uint16).astype(np.uint32) << 16) - master.view(np.uint32) == _HALF
+            unequal &= np.isnan(rounded) | ~halfway
     return unequal
 
 
@@ -193,7 +197,7 @@ def rounds_to(master: Slot, weight: Slot) -> bool:
 
 
 def comparable(parameter: Parameter) -> bool:
-    """Tell whether a parameter's weight is its master, rounded, and not a mean or of a wider type."""
+    """Tell whether a weight is its master, rounded, and not a mean or of a wider type, nor the master computed."""
     master, weight = parameter.master, parameter.weight
     return (
         master is not None
@@ -201,6 +205,7 @@ def comparable(parameter: Parameter) -> bool:
         and is_floating(weight.dtype)
         and itemsize(master.dtype) >= itemsize(weight.dtype)
         and not master.replicas
+        and bool(master.spans or not master.numel)
     )
 
 

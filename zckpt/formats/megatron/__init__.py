@@ -22,6 +22,7 @@ torch_dist    from `.metadata` and `common.pt` to a Checkpoint
 zarr          the tensors and objects of such a directory in arrays
 flat          the distributed optimizer's flat buffers as slots of parameters
 optimizer     param groups
+remainders    masters of which the files have the lower halves
 objects       values that are no tensors, and what a directory that zckpt wrote has besides
 fsdp_dtensor  Megatron-FSDP's directories as a Checkpoint
 legacy        from ranks' files to a Checkpoint

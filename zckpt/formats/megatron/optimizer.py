@@ -58,6 +58,11 @@ class Held:
     outer_steps: Steps
 
 
+def factor(values: Mapping[str, object], key: str) -> object:
+    """Return what a group has under a key, or as NeMo calls it."""
+    return values.get(key, values.get(f"pre_{key}"))
+
+
 def by_rule_decays(parameter: Parameter) -> bool:
     """Tell whether Megatron's default rule has any weight decay for a parameter."""
     return not (len(parameter.shape) == 1 or parameter.name.endswith(".bias"))
@@ -144,11 +149,11 @@ def _by_rule(checkpoint: Checkpoint, groups: Sequence[ParamGroup], common: Commo
     trained = [one for one in checkpoint.parameters.values() if len(one.slots) > 1]
     found: list[list[str]] = [[] for _ in groups]
     every = [group.hyperparameters for group in groups]
-    of_experts = {at for at, its in enumerate(every) if its.get(EXPERTS)}
-    decaying = {at for at, its in enumerate(every) if its.get(WEIGHT_DECAY) != 0}
-    apart = common.arguments.get("decoupled_lr")  # since 0.16 the groups have it, and are not marked
-    decoupled = {at for at, its in enumerate(every)
-                 if its.get(DECOUPLED) or (apart is not None and number_of(its.get("max_lr")) == apart)}  # fmt: skip
+    of_experts = {at for at, its in enumerate(every) if factor(its, EXPERTS)}
+    decaying = {at for at, its in enumerate(every) if factor(its, WEIGHT_DECAY) != 0}
+    rate = common.arguments.get("decoupled_lr", ())  # since 0.16 the groups have it, and are not marked
+    rates = [number_of(its.get("max_lr", "")) for its in every]
+    decoupled = {at for at, its in enumerate(every) if factor(its, DECOUPLED) or rates[at] == rate}
     of_adam = {at for at, its in enumerate(every) if "betas" in its}
     others = set(range(len(groups))) - of_experts
     qk_norms_decay = common.arguments.get("apply_wd_to_qk_layernorm") is True

@@ -67,6 +67,7 @@ from zckpt.formats.megatron.optimizer import (
     STEP,
     WEIGHT_DECAY,
     by_rule_decays,
+    factor,
 )
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
@@ -120,11 +121,7 @@ class Group:
     @property
     def is_of_experts(self) -> bool:
         """Whether it is of an optimizer that experts have for themselves."""
-        return bool(_factor(self.values, EXPERTS))
-
-
-def _factor(values: Mapping[str, object], key: str) -> object:
-    return values.get(key, values.get(f"pre_{key}"))
+        return bool(factor(self.values, EXPERTS))
 
 
 @immutable
@@ -302,12 +299,12 @@ def _groups(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: lis
                                    expected="state for all trained parameters")  # fmt: skip
     as_source = checkpoint.topology.ep > 1 or any(one.hyperparameters.get(EXPERTS) is True for one in groups)
     chained = as_source if expert_parallel_size is None else expert_parallel_size > 1
-    own = all(_factor(group.hyperparameters, WEIGHT_DECAY) is not None for group in groups)
+    own = all(factor(group.hyperparameters, WEIGHT_DECAY) is not None for group in groups)
     found: dict[tuple[object, ...], Group] = {}
     for group in groups:
         for name in group.parameters or ([""] if own else []):  # a group of nothing is one, too
             values = dict(group.hyperparameters)
-            said = {key: _factor(values, key) for key in FACTORS}
+            said = {key: factor(values, key) for key in FACTORS}
             factors = {**FACTORS, **stated(said)}
             for key, value in factors.items():
                 if not isinstance(number_of(value), (int, float)):
