@@ -332,6 +332,14 @@ def test_groups_are_told_by_what_nemo_calls_their_factors(tmp_path):
     assert [its.parameters for its in opened.param_groups] == [[WORDS, LAYER], [NORM]]
 
 
+def test_groups_that_each_chunk_of_a_model_has_are_one(tmp_path):
+    tensors = THREE | {f"optimizer.state.exp_avg.{name}": one for name, one in THREE.items()}
+    chunk = optimizer(GROUP, {**GROUP, "wd_mult": 0.0})
+    opened = zckpt.open(write(tmp_path / "run", tensors, optimizer={0: chunk, 1: chunk}))
+    assert [its.parameters for its in opened.param_groups] == [[WORDS, LAYER], [NORM], [], []]
+    converted(opened, tmp_path / "dcp", "dcp")
+
+
 def test_muons_groups_have_what_its_momentum_is_of(tmp_path):
     tensors = THREE | {f"optimizer.state.exp_avg_sq.{name}": THREE[name] for name in (WORDS, NORM)}
     tensors |= {f"optimizer.state.momentum_buffer.{LAYER}": counted(3, 3)}

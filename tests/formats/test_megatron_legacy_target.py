@@ -117,6 +117,15 @@ def test_another_format_becomes_legacy_files():
     assert "decoder.layers.0.input_layernorm.weight" in read_torchfile(files_in("one")[0]).root["model"]
 
 
+def test_layers_that_lie_apart_are_those_that_the_arguments_say():
+    run = Path(shutil.copytree(OTHER / "mcore_bf16_moe_freq" / "ckpt", "run"))
+    (common,) = run.glob("iter_*/common.pt")
+    edit(common, lambda content: setattr(content["args"], "transformer_impl", "local"))
+    zckpt.convert(run, "out", to="megatron", ckpt_format="torch", verify=True, expert_parallel_size=1)
+    model = read_torchfile(files_in("out")[0]).root["model"]
+    assert {"decoder.layers.0.input_layernorm.weight", "decoder.layers.1.pre_mlp_layernorm.weight"} <= model.keys()
+
+
 def files_in(run, name=MODEL) -> list[Path]:
     return sorted(Path(run).glob(f"iter_*/mp*/{name}"))
 

@@ -177,6 +177,15 @@ def test_layers_that_predict_further_tokens_are_before_the_output_layer():
     assert cut_of(names[4], {names[4]: (8, 32)}) == Cut(0)
 
 
+@pytest.mark.parametrize(("down", "norm", "cut"), [((4, 16), "", Cut(0)), ((8, 16), "", Cut(None)),
+                                                   ((8, 16), "kv_layernorm.weight", Cut(0))])  # fmt: skip
+def test_down_projections_of_latent_attention_are_cut_as_their_layers_say(down, norm, cut):
+    """Whole where Transformer Engine has them; of a rank's slice, the layer behind it has more columns."""
+    front = "decoder.layers.0.self_attention."
+    shapes = {f"{front}linear_q_down_proj.weight": down, f"{front}linear_q_up_proj.weight": (12, 8)}
+    assert cut_of(f"{front}linear_q_down_proj.weight", {**shapes, **({f"{front}{norm}": (8,)} if norm else {})}) == cut
+
+
 def test_state_of_grouped_experts_that_fits_neither_way_is_refused():
     run = run_of("mcore12_grouped_ep2")
     set_weight(run, "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight", b"\x00\x41")

@@ -4,7 +4,8 @@ rows            linear_qkv, linear_q, linear_kv, linear_fc1, word_embeddings, ou
                 outputs
 rows, in two    linear_fc1 of a gated unit: each rank has some of the gates, then as many of the others
 columns         linear_proj, linear_fc2: each rank has some inputs; their biases are whole
-whole           norms, routers, position embeddings, down projections of latent attention
+whole           norms, routers, position embeddings
+either          down projections of latent attention: whole with Transformer Engine, and rows without
 
 Before Megatron-Core: query_key_value, dense, dense_h_to_4h, dense_4h_to_h, key_value, query.
 
@@ -33,6 +34,9 @@ WHOLE = frozenset(["router", "position_embeddings", "tokentype_embeddings", "gat
 
 PARTNER = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
 """Layers that may have two halves, each cut for itself, and those behind them, which tell."""
+
+DOWN = {"linear_q_down_proj": "linear_q_up_proj", "linear_kv_down_proj": "linear_kv_up_proj"}
+"""Layers of latent attention, and those behind them, which have as many columns as the rank has rows if not more."""
 
 VOCABULARY = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias", "lm_head.bias")
 
@@ -133,6 +137,11 @@ def cut_of(name: str, shapes: Shapes, *, said: object = None) -> Cut:
                     f"it is unknown whether {name} belongs to a gated unit", expected=f"its {PARTNER[module]}"
                 )
             return Cut(0, 1 + gated)
+        if module in DOWN:
+            front = name.removesuffix(f"{module}.{last}")
+            behind = shapes.get(f"{front}{DOWN[module]}.weight", (0, 0))
+            is_cut = shapes[name][0] < behind[-1] or f"{front}kv_layernorm.weight" in shapes
+            return Cut(0) if is_cut else KEPT
         if module in ROWS:
             return Cut(0)
         if module in COLUMNS:

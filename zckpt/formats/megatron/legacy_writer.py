@@ -104,8 +104,8 @@ def target_of(checkpoint: Checkpoint, options: object) -> Target:
         size = default_bucket_numel(arguments, topology.dp) if arguments.get("overlap_grad_reduce") is True else None
     implementation = said("transformer_impl")
     if implementation is None:
-        known = LOCAL if filed_names(names) != {name: name for name in names} else checkpoint.details.get(LAYERS)
-        implementation = known or arguments.get("transformer_impl")
+        is_local = checkpoint.details.get(LAYERS) == LOCAL or filed_names(names) != {name: name for name in names}
+        implementation = LOCAL if is_local else arguments.get("transformer_impl")
     engine = implementation != LOCAL
     return Target(
         topology=topology,

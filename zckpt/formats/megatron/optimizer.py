@@ -25,7 +25,7 @@ from zckpt.formats.megatron.names import is_expert
 from zckpt.formats.megatron.objects import OPTIMIZER, Common
 from zckpt.formats.torch_files.tensors import as_mapping, carried, read_scalars, with_scalars
 from zckpt.immutable import immutable
-from zckpt.state import Checkpoint, Parameter, ParamGroup, are_distinct, dict_of, list_of, number_of, without
+from zckpt.state import Checkpoint, Parameter, ParamGroup, are_distinct, dict_of, differ, list_of, number_of, without
 from zckpt.state.inventory import ANY, CARRIED, IMPLIED, REST, STATE, Rule
 from zckpt.torchfile import Tensor
 
@@ -166,7 +166,7 @@ def _by_rule(checkpoint: Checkpoint, groups: Sequence[ParamGroup], common: Commo
             decays = by_rule_decays(one) or (qk_norms_decay and bool(_QK_NORM.fullmatch(one.name)))
             fitting = fitting & decaying if decays else fitting - decaying
             ruled = True
-        if len(fitting) != 1:
+        if not fitting or differ([every[at] for at in fitting]):  # chunks of a model may have alike ones each
             return None
         found[min(fitting)].append(one.name)
     if ruled:
