@@ -109,7 +109,10 @@ def made(wrap: str, world_size: int, seed: int = 0) -> tuple[nn.Module, torch.op
         del net.frozen  # a unit of FSDP1 is trained as a whole, or not
         net.frozen = nn.Linear(6, 7, bias=False)
     model = placed(net, wrap, world_size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer: Any = torch.optim.AdamW
+    if "adagrad" in wrap:
+        optimizer = torch.optim.Adagrad  # has state from the beginning, also where a rank has no elements
+    optimizer = optimizer(model.parameters(), lr=0.01)
     return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
@@ -203,7 +206,7 @@ def _of_pieces(model: nn.Module, optimizer: torch.optim.Optimizer, known: dict[s
         for slot in slots:
             parts = [rank[name][slot] for rank in every if slot in rank[name]]
             shape = known[f"weight/{name}"].shape
-            whole = parts[0] if parts[0].dim() == 0 else parts[0] if parts[0].shape == shape else torch.cat(parts)
+            whole = max(parts) if parts[0].dim() == 0 else parts[0] if parts[0].shape == shape else torch.cat(parts)
             found[f"{slot}/{name}"] = (whole if whole.dim() == 0 else whole.reshape(shape)).clone()
     return found
 

@@ -17,7 +17,8 @@ from zckpt.operations.open import OpenedCheckpoint
 
 pytestmark = pytest.mark.interop
 
-WRAPS = [("fsdp2", 3), ("fsdp2 tp", 4), ("fsdp1", 3), ("fsdp1 mesh fine", 2), ("fsdp1 orig hsdp", 4)]
+WRAPS = [("fsdp2", 3), ("fsdp2 tp", 4), ("fsdp1", 3), ("fsdp1 mesh fine", 2), ("fsdp1 orig hsdp", 4),
+         ("fsdp1 orig adagrad", 3)]  # fmt: skip
 NIGHTLY = [("fsdp2", 1), ("fsdp2", 2), ("fsdp2 hsdp", 4), ("fsdp1", 1), ("fsdp2 columns", 3), ("fsdp2 alone", 2),
            ("fsdp1 mesh", 4), ("fsdp1 one", 2),
            ("fsdp1 fine", 2), ("fsdp1 hsdp", 4), ("fsdp1 hsdp groups", 4), ("fsdp1 orig", 3), ("fsdp1 orig", 1),

@@ -287,6 +287,7 @@ def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path], place: Place)
     """
     found = Optimizer(RankFiles([str(path) for path in paths]))
     there = found.files.there
+    later: list[tuple[int, TorchFile, Key, dict[str, object], RankReader]] = []
     for rank, file, reader, tree in _each(checkpoint, found.files, place, singles=True):
         if reader is None:
             continue
@@ -312,13 +313,18 @@ def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path], place: Place)
                     )
                 check_hyperparameters(found.groups, groups, rank)
             state = {label[number]: slots for number, slots in parsed.state.items()}
-            single = _add(found, rank, file, state, reader)
-        root, rules = as_mapping(node, file.path), _rules(single, first=first)
+            idle = {key: _idle(slots, reader) for key, slots in state.items()}
+            later += [(rank, file, key, its, reader) for key, its in idle.items() if its]
+            single = _add(found, rank, file, {key: without(its, *idle[key]) for key, its in state.items()}, reader)
+            idle_keys = [slot for its in idle.values() for slot in its]
+        root, rules = as_mapping(node, file.path), _rules(single, idle_keys, first=first)
         if looks_flattened(node):
             ends = tuple(f".{slot}" for slot in single)
             rules = (*rules_of("*"), *(Rule((key, REST), STATE if first else COPY, "single values", tensors=not first)
                      for key in map(str, root) if key.startswith(GROUPS_KEY) or key.endswith(ends)))  # fmt: skip
         add_part(checkpoint, file, "optimizer", rank, rules, place, tree)
+    for rank, file, key, slots, reader in later:  # of a parameter without any elements
+        _add(found, rank, file, {key: without(slots, *found.tensors[key], *found.values.get(key, {}))}, reader)
     for rank in found.files.lost[:1]:  # of flat parameters all ranks have as much
         for held in (held for slots in found.tensors.values() for held in slots.values()):
             one = held.first
@@ -328,9 +334,20 @@ def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path], place: Place)
     return found
 
 
-def _rules(single: Sequence[str], *, first: bool) -> tuple[Rule, ...]:
+def _idle(slots: Mapping[str, object], reader: RankReader) -> dict[str, object]:
+    """Return the single values of a rank that has no elements of a parameter: its step was never taken (Adagrad's)."""
+    held = {slot: reader.held(value) for slot, value in slots.items()}
+    if not any(one is not None and one.kind == PLAIN and one.shape == (0,) for one in held.values()):
+        return {}
+    return {slot: slots[slot] for slot, one in held.items() if one is None or one.shape == ()}
+
+
+def _rules(single: Sequence[str], idle: Sequence[str], *, first: bool) -> tuple[Rule, ...]:
     """Return the inventory's rules for a rank's file: what is one for all ranks is a copy of the first's."""
-    inside = rules_of("state", "*", "*")
+    inside = (
+        *rules_of("state", "*", "*"),
+        *(Rule(("state", "*", key), COPY, "of no element", tensors=True) for key in {*idle}),
+    )
     if first:
         return (*inside, *optimizer_rules())
     about = "found to be rank 0's"
