@@ -63,9 +63,12 @@ def test_other_words_for_verbs():
 @pytest.mark.parametrize("words", [
     [""], ["inspect", ""], ["inspect", "--json", ""], ["prune", "--keep-last", "1", "--delete", ""],
     ["convert", "--to=zckpt", SOURCE, ""], ["verify", "--", ""],
+    ["help", ""], ["show", SOURCE, ""], ["inspect", SOURCE, "--tag="], ["diff", SOURCE, SOURCE, "--tag-b", ""],
+    ["reshard", SOURCE, "x", "--world-size=1", "--stage-bounds", ""],
 ])  # fmt: skip
-def test_a_variable_that_is_not_set_is_not_the_current_directory(words):
+def test_a_variable_that_is_not_set_is_not_the_current_directory_nor_a_name(words):
     refused(2, words, words="it is empty: is a variable of the shell not set")
+    assert "see zckpt inspect --help" in refused(2, f"inspect {SOURCE} --tag", words="requires an argument")
 
 
 def test_the_help_for_a_format_has_what_that_format_takes_in_its_own_words():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from zckpt.cli.verbs import Near, Verb, chosen_format, flag
+from zckpt.cli.verbs import EMPTY, Near, Verb, chosen_format, flag
 from zckpt.errors import UsageError
 from zckpt.operations.options import Shared, options_of
 from zckpt.storage.remote import is_url
@@ -54,7 +54,7 @@ class Named(click.Path):
     ) -> str | bytes | os.PathLike[str]:
         """Return a Path."""
         if not value:
-            self.fail("it is empty: is a variable of the shell not set?", param, ctx)
+            self.fail(EMPTY, param, ctx)
         return super().convert(value, param, ctx)
 
 

@@ -186,6 +186,8 @@ OTHERWISE = {
 
 SHELLS = ("bash", "zsh", "fish")
 
+EMPTY = "it is empty: is a variable of the shell not set?"
+
 RARE = frozenset({
     "roots", "names", "tp_rules", "tag_b", "roots_b", "names_b", "tp_rules_b", "strip_prefix", "rename", "map",
     "map_config", "add_prefix", "memory", "executor", "direct", "weight_check", "checksums", "resume", "restart",
@@ -227,7 +229,10 @@ class Verb(click.Command):
         """Take what is given; all that is needed and is not there is named at once."""
         given = ctx.meta[_WORDS] = [*args]
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
+        except click.BadOptionUsage as error:
+            error.ctx = error.ctx or ctx  # so that it says of which verb
+            raise
         except click.MissingParameter:
             found, *_ = self.make_parser(ctx).parse_args(given)
             asked = {one.name or "": one for one in self.get_params(ctx) if one.required}
@@ -236,6 +241,10 @@ class Verb(click.Command):
                 raise
             names = [one.opts[0] if isinstance(one, click.Option) else one.make_metavar(ctx) for one in needed]
             raise click.UsageError(f"Missing {', '.join(names[:-1])} and {names[-1]}", ctx) from None
+        for one in self.get_params(ctx):
+            if ctx.params.get(one.name or "") == "" and "prefix" not in str(one.name):  # a prefix may be none
+                raise click.BadParameter(EMPTY, ctx, one)
+        return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options that most need; all of them with --help-all."""
@@ -285,6 +294,8 @@ class Verbs(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Take `help VERB` for `VERB --help`, and what is there and is no verb for what is to be inspected."""
+        if args[:2] == ["help", ""]:
+            raise click.BadParameter(EMPTY, ctx, param_hint="VERB")
         if args[:1] == ["help"]:
             args = [*args[1:2], "--help"]
         elif len(args) >= 1 and args[0][:1] != "-" and self.get_command(ctx, args[0]) is None:
