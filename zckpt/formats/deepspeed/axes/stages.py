@@ -47,7 +47,6 @@ UNSEEN = 3
 MOST_CASES = 512
 """With more ways in which tied layers could be used than this, a user has to say it."""
 
-SAY_IT = "say how the training distributes them: --partition-method, --stage-bounds, --pipeline-layers"
 
 Weights = Mapping[int | str, int]
 """Trained elements of each layer, and of each tied one by its key."""
@@ -195,7 +194,7 @@ class _Evidence:
         held = all(was.bounds[stage] <= layer < was.bounds[stage + 1] for layer, stage in self.stage.items())
         return held and all(was.of(f"{TIED}{key}.") == its for key, its in self.tied.items())
 
-    def cases(self, count: int) -> Iterator[list[Layer]]:
+    def cases(self, count: int, options: RecutOptions) -> Iterator[list[Layer]]:
         """Yield what that many layers may be: the ways in which they may use the tied ones.
 
         Each stage that has a tied layer and no file of it has one layer that uses it.
@@ -210,7 +209,7 @@ class _Evidence:
                     choices.append([layer for layer in range(low, high) if layer not in self.filed])
                     owners.append(key)
         if math.prod(map(len, choices)) > MOST_CASES:
-            raise _unsure("too many layers may use the tied ones")
+            raise _unsure("too many layers may use the tied ones", options)
         known = {layer: key for key in self.tied for layer in self.first_use.get(key, ())}
         for picked in itertools.product(*choices):
             if are_distinct(picked):
@@ -218,10 +217,13 @@ class _Evidence:
                 yield [Layer("", tied.get(number)) for number in range(count)]
 
 
-def _unsure(found: str) -> UnsupportedError:
+def _unsure(found: str, options: RecutOptions) -> UnsupportedError:
+    """Return the error that asks for what options do not say."""
+    asked = [("--partition-method or --stage-bounds", options.partition_method or options.stage_bounds),
+             ("--pipeline-layers", options.pipeline_layers)]  # fmt: skip
     return UnsupportedError(
         "the files do not say how to distribute the pipeline's layers over that many stages",
-        found=found, advice=SAY_IT,
+        found=found, advice=f"say how the training does: {' and '.join(flag for flag, said in asked if not said)}",
     )  # fmt: skip
 
 
@@ -240,7 +242,7 @@ def stages_of(
     seen = _evidence(origin, source)
     if count == 1 and bounds is None:
         if len(seen.tied) > 1 and seen.tied.keys() != seen.first_use.keys():
-            raise _unsure("several tied layers without files, in an order that is not known")
+            raise _unsure("several tied layers without files, in an order that is not known", options)
         return Stages((0, max(seen.least, 1)), {key: seen.first_use.get(key, [0]) for key in seen.tied})
     layers, method = _layers(origin, source, seen, options, path)
     if bounds is not None and bounds[-1] < seen.least:
@@ -260,17 +262,17 @@ def stages_of(
     is_said = bounds is not None or (layers is not None and method is not None)
     counts = range(seen.least, seen.least + UNSEEN + 1) if bounds is None else [bounds[-1]]
     found: dict[object, Stages] = {}
-    for case in (one for number in counts for one in seen.cases(number)) if layers is None else [layers]:
+    for case in (one for number in counts for one in seen.cases(number, options)) if layers is None else [layers]:
         for one in (UNIFORM, PARAMETERS) if way is None else [way]:
             if is_said or seen.fits(one, case):
                 dealt = _dealt(one, case, count, weights)
                 found.setdefault(tuple(tuple(dealt.of(name)) for name in names), dealt)
     once = [key for key in seen.tied if any(len(one.uses.get(key, ())) < 2 for one in found.values())]
     if layers is None and count > 1 and once:
-        raise _unsure(f"tied layer {once[0]}, with one known use")
+        raise _unsure(f"tied layer {once[0]}, with one known use", options)
     if len(found) != 1:
         several = " or ".join(sorted(map(str, found.values()))[:4])
-        raise _unsure(several or f"stages that are not by {method or f'{UNIFORM} or {PARAMETERS}'}")
+        raise _unsure(several or f"stages that are not by {method or f'{UNIFORM} or {PARAMETERS}'}", options)
     (stages,) = found.values()
     trained = (f"{TIED}{layer}." if isinstance(layer, str) else f"{layer}." for layer in seen.weights)
     empty = sorted(set(range(len(stages.bounds) - 1)).difference(*map(stages.of, trained)))
