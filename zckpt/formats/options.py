@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any, get_args, get_type_hints
@@ -96,7 +97,11 @@ def choose(kind: type | None, given: Mapping[str, object], what: str) -> Any:  #
         An option that does not apply to `what`, or a value that it cannot have.
     """
     known = {one.name: one for one in options_of(kind)}
-    chosen = {name: value for name, value in given.items() if value is not None}
+    chosen = {
+        name: os.fspath(value) if isinstance(value, os.PathLike) else value
+        for name, value in given.items()
+        if value is not None
+    }
     for name, value in chosen.items():
         if name not in known:
             flags = ", ".join(f"--{one.flag}" for one in known.values())
