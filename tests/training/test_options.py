@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import zckpt
 from tests.folders import names_in
@@ -487,6 +487,11 @@ def test_ranks_of_a_mesh_in_another_order_than_torch_cuts_by_are_refused(rank):
     if "preserve_rank_order" in signature(DeviceMesh).parameters:  # since torch 2.15
         zckpt.save("yes", model=(model := sharded(preserve_rank_order=True)))
         assert torch.equal(zckpt.open("yes").read("weight"), whole(model.weight))
+    (model := nn.Linear(4, 4)).weight = nn.Parameter(
+        DTensor.from_local(torch.ones(2, 4), DeviceMesh("cpu", [0, 1], _init_backend=False), [Shard(0)])
+    )
+    with refusing(UnsupportedError, "on a mesh without process groups"):
+        zckpt.save("no", model=model)
 
 
 @on_ranks(3)

@@ -253,7 +253,14 @@ def _share_of_dtensor(tensor: DTensor, name: str) -> Share | None:
     if coordinate is None:
         return None
     where = list(zip(coordinate, tensor.placements, strict=True))
-    if any(not one.is_replicate() and mesh.get_local_rank(dim) != at for dim, (at, one) in enumerate(where)):
+    try:
+        is_apart = any(not one.is_replicate() and mesh.get_local_rank(dim) != at for dim, (at, one) in enumerate(where))
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"{name} is on a mesh without process groups, so that nothing says how torch cuts it",
+            advice="make the mesh by init_device_mesh",
+        ) from error
+    if is_apart:
         raise UnsupportedError(
             f"{name} is on a mesh whose ranks are in another order than in its process groups, by which torch cuts it, "
             "so that elements are not where it says",
