@@ -566,14 +566,20 @@ class _Mapping:
 def sorted_names(positions: Mapping[str, int], templates: Sequence[Template]) -> list[str]:
     """Return names, which have positions, in the order of templates; those that none fits come after them."""
     blocks = list(_blocks(templates, 0))
+    every = [*zip(templates, blocks, strict=True)]
+    known = {one.text: numbers for one, numbers in reversed(every) if not one.indices}  # a map may name each tensor
+    general = [(one, numbers) for one, numbers in every if one.indices]
 
     def key(name: str) -> tuple[tuple[int, int], ...]:
-        for one, numbers in zip(templates, blocks, strict=True):
+        best = known.get(name)
+        for one, numbers in general:
+            if best is not None and best[0] < numbers[0]:
+                break
             match = one.pattern.fullmatch(name)
             if match is not None:
                 indices = [int(match[letter]) for letter in one.indices]
                 return tuple((0, part) for pair in zip(numbers, [*indices, 0], strict=True) for part in pair)
-        return ((1, positions[name]),)
+        return ((1, positions[name]),) if best is None else tuple((0, part) for part in (best[0], 0))
 
     return sorted(positions, key=key)
 
