@@ -418,6 +418,8 @@ def test_a_patch_to_another_base_is_refused(made):
     with refusing(zckpt.UsageError, "for another checkpoint"):
         zckpt.apply(other, "p", "out")
     assert not Path("out").exists()
+    with refusing(zckpt.UnsupportedError, "p: is a zckpt patch; `zckpt apply A p TARGET`"):
+        zckpt.open("p")
 
 
 def killed(words: list[str], delay: float) -> None:

@@ -17,6 +17,7 @@ from zckpt.formats.format import TAG, Format, Found, NearMiss, Search
 from zckpt.formats.registry import BUILT_IN, TRIED_LAST, BrokenPluginError, formats
 from zckpt.formats.units import is_named, latest_of, numbered, units
 from zckpt.storage.files import entries_of, is_file, leads_to_folder, read_head
+from zckpt.storage.packed.store import PATCH, is_store
 
 HEAD_NBYTES = 512
 
@@ -164,7 +165,11 @@ def is_archive(path: Path) -> bool:
 
 
 def _of_others(path: Path) -> NearMiss | None:
-    """Tell a directory of another program, by the names of what is in it and in its folders."""
+    """Tell a patch, or a directory of another program, by the names of what is in it and in its folders."""
+    if is_store(path, PATCH):
+        return NearMiss(
+            f"is a {PATCH}", f"`zckpt apply A {path.name} TARGET` makes a checkpoint of it and A", intact=True
+        )
     names: list[str] = []  # of files, and of folders' files
     for entry in _entries(path):
         names.append(entry.name)
