@@ -326,9 +326,9 @@ def _verified(*, source: Path, shared: dict[str, Any], **given: Any) -> _Shown: 
 @flag("--deep", help="Read every byte: checksums, NaN and Inf, all weights, padding, copies.")
 @click.option(
     "--against",
-    type=FILE,
+    type=PLACE,
     metavar="DIGESTS",
-    help="Compare with the digests that `zckpt fingerprint --write` stored.",
+    help="Compare with the digests that `zckpt fingerprint --write` stored: a file, or a checkpoint that has them.",
 )
 @flag("--watch", help="SOURCE is a run: verify each checkpoint as it appears, until there is a finding.")
 @click.option(

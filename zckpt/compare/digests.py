@@ -28,7 +28,7 @@ from zckpt.compare.weights import one_nan
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.cast import Array, cast
 from zckpt.engine.scan import SlotSet, scan
-from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 from zckpt.immutable import immutable
 from zckpt.state import MASTER, WEIGHT, Brief, Checkpoint, Slot, are_texts
 from zckpt.storage.files import read_whole
@@ -102,8 +102,12 @@ def bytes_of(found: Fingerprint) -> bytes:
 
 
 def read_digests(path: str | os.PathLike[str]) -> Fingerprint:
-    """Return the fingerprint that a file holds. Raises SourceError: the file cannot be read, or holds none."""
+    """Return the fingerprint that a file, or a checkpoint's directory, holds. Raises SourceError: there is none."""
     file = Path(path)
+    if file.is_dir():
+        file /= FILE_NAME
+        if not file.is_file():
+            raise SourceError("holds no digests", path=path, advice="record them with `zckpt fingerprint --write`")
     data = read_whole(str(file), most=MAXIMUM_NBYTES)
     try:
         stored = json.loads(data)

@@ -9,7 +9,9 @@ import pytest
 
 import zckpt
 from tests.damage import copy, set_element
+from tests.refusals import refusing
 from zckpt.compare.digests import FILE_NAME, Fingerprint, bytes_of, read_digests, root
+from zckpt.errors import SourceError
 from zckpt.operations.fingerprint import fingerprint
 from zckpt.operations.verify import verify
 
@@ -36,6 +38,16 @@ def test_every_format_agrees(recorded):
     run, digests = recorded
     zckpt.convert(run, "own", to="zckpt", world_size=3)
     assert verify("own", against=digests, deep=True).findings == []
+
+
+def test_a_checkpoint_has_its_digests_also_in_a_store(recorded):
+    run, digests = recorded[0] / "global_step5", recorded[1]
+    with refusing(SourceError, "holds no digests; record them"):
+        zckpt.verify(run, against=run)
+    digests.rename(run / FILE_NAME)
+    zckpt.pack(run, "store")
+    for a, b in ((run, Path("store", run.name)), (Path("store", run.name), run), (run, run)):
+        assert zckpt.verify(a, against=b).findings == []
 
 
 def test_change_that_nothing_else_shows_is_found(recorded):

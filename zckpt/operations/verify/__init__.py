@@ -59,7 +59,7 @@ def verify(
         Read every byte once: checksums, NaN and Inf, signs, all weights against their masters, padding, copies. Without
         it, only structure and a bounded sample of weights and masters are read.
     against : path-like, optional
-        Digests that `zckpt fingerprint` recorded; reads every slot.
+        Digests that `zckpt fingerprint` recorded: a file, or a checkpoint's directory that has them; reads every slot.
     **shared
 
     Returns
