@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.cli.console import FIXTURES
+from tests.damage import copy, edit, optimizer_file
 from tests.refusals import refusing
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's: its own kinds of tensors are beta, or to go
@@ -59,6 +62,26 @@ def test_a_dict_beside_a_model_is_none_of_its_tensors(torch_file):
     path = torch_file({"model": PLAIN, "mask": EYE.to_sparse(), "epoch": 3})
     assert zckpt.consolidate(path, "m.safetensors").num_tensors == 2
     assert "mask" in zckpt.open(path).metadata
+
+
+def test_no_state_of_an_optimizer_stands_for_a_weight(torch_file):
+    state, groups = {0: {"weight": EYE, "exp_avg": EYE}}, [{"params": [0], "lr": 0.1}]
+    path = torch_file({"model": {"a": EYE}, "optimizer": {"state": state, "param_groups": groups}})
+    with refusing(zckpt.UnsupportedError, "a slot is named 'weight', which has another meaning"):
+        zckpt.open(path)
+
+    def spoil(content) -> None:
+        for its in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            its["master"] = its["exp_avg"]
+
+    edit(optimizer_file(run := copy("s2_bf16_dp2"), 1), spoil)
+    with refusing(zckpt.UnsupportedError, "a slot is named 'master'"):
+        zckpt.open(run)
+    zckpt.consolidate(FIXTURES / "s2_bf16_dp2", "model", slots=["all"])
+    save_file({**load_file(file := Path("model/optimizer.safetensors")), "weight/fc1.weight": EYE}, file,
+              safe_open(file, "pt").metadata())  # fmt: skip
+    with refusing(zckpt.DamagedFileError, "weight/fc1.weight is no slot of an optimizer"):
+        zckpt.open("model")
 
 
 @pytest.mark.parametrize("kind", ["sparse", "quantised"])

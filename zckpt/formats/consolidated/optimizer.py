@@ -26,7 +26,7 @@ from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS
 from zckpt.formats.torch_files.optimizer import OPTIMIZER as OF
 from zckpt.formats.torch_files.tensors import description, refuse_trees
-from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot, are_texts, dict_of, stated, without
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Slot, are_texts, dict_of, stated, without
 from zckpt.state.inventory import STATE, Rule
 from zckpt.state.names import is_number
 from zckpt.torchfile import Renderer, node_of, put_back
@@ -124,8 +124,8 @@ def attach_optimizer(checkpoint: Checkpoint, path: Path) -> None:
         for key, slot in tensors.items():
             kind, _, name = key.partition("/")
             parameter = owners.get(name)
-            if parameter is None:
-                raise DamagedFileError(f"{key} belongs to no parameter", expected="SLOT/NAME of its param groups")
+            if parameter is None or kind in ("", WEIGHT):
+                raise DamagedFileError(f"{key} is no slot of an optimizer", expected="SLOT/NAME of its param groups")
             if name in checkpoint.unnamed:
                 parameter.shape = max(parameter.shape, slot.shape, key=lambda shape: (len(shape), shape))
             elif kind == MASTER and slot.shape != parameter.shape:

@@ -20,7 +20,7 @@ from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about
 from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.nested import filed_names, flattened
-from zckpt.formats.torch_files.tensors import as_mapping, by_name, scalars_in, slot_of, with_scalars
+from zckpt.formats.torch_files.tensors import as_mapping, by_name, refuse_taken, scalars_in, slot_of, with_scalars
 from zckpt.immutable import mutable
 from zckpt.state import MASTER, WEIGHT, Shape, Slot, are_sizes, are_texts, dict_of, without
 from zckpt.torchfile import Global, Object, Tensor, TorchFile, brief, plain, read_torchfile
@@ -317,6 +317,7 @@ def _optimizer(shard: Shard, file: TorchFile) -> OptimizerShard:
     masters: list[Tensor] = _items(z.get(key), key, Tensor, "tensors")
     states, groups, elastic = _base_state(z, stage, shard.path)
     held = {(i, str(key)): value for i in range(len(masters)) for key, value in states.get(i, {}).items()}
+    refuse_taken((key for _, key in held), MASTER)
     single = scalars_in(held, shard.path)
     tensors: list[dict[str, Tensor]] = [{} for _ in masters]
     scalars: list[dict[str, object]] = [{} for _ in masters]

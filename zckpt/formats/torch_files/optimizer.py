@@ -23,7 +23,7 @@ from zckpt.codes import HYPERPARAMETERS_DIFFER
 from zckpt.compare.logical import single
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about
 from zckpt.evidence import shown_shape
-from zckpt.formats.torch_files.tensors import TensorItem, with_scalars
+from zckpt.formats.torch_files.tensors import TensorItem, refuse_taken, with_scalars
 from zckpt.immutable import immutable
 from zckpt.state import MASTER, Shape, are_distinct, are_texts, dict_of, first_of, is_floating, list_of, without
 from zckpt.state.inventory import CARRIED, IMPLIED, STATE, Rule, exactly
@@ -275,6 +275,7 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = (), *, carries: b
                 )
             if not isinstance(number, int) or not isinstance(slots, dict):
                 raise DamagedFileError("state for a parameter that is in no group", found=brief(key))
+            refuse_taken(slots)
             state[number] = {str(slot): value for slot, value in slots.items()}
         if masters and len(masters) != len(labels):
             raise DamagedFileError(

@@ -7,13 +7,26 @@ bytes of a lazy view would come out as if they were its values.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
 from zckpt.immutable import immutable
-from zckpt.state import Checkpoint, Extent, Scalar, Shape, Slot, SourceFile, Span, are_texts, by_key, dict_of, nbytes_of
+from zckpt.state import (
+    WEIGHT,
+    Checkpoint,
+    Extent,
+    Scalar,
+    Shape,
+    Slot,
+    SourceFile,
+    Span,
+    are_texts,
+    by_key,
+    dict_of,
+    nbytes_of,
+)
 from zckpt.state.boxes import merge, total
 from zckpt.state.dtypes import is_floating, is_negatable, itemsize
 from zckpt.state.inventory import Rule
@@ -58,6 +71,13 @@ def slot_of(name: str, tensor: Tensor, path: str) -> Slot:
     if isinstance(tensor.storage, InPieces):
         return replace(tensor.storage.slot, name=name)
     return Slot(name, tensor.dtype, tensor.shape, (span_of(tensor, path),) if tensor.numel else ())
+
+
+def refuse_taken(keys: Iterable[object], *taken: str) -> None:
+    """Raise UnsupportedError if an optimizer's state has a key under which slots are of the model."""
+    for key in keys:
+        if key in (WEIGHT, *taken):
+            raise UnsupportedError(f"a slot is named {key!r}, which has another meaning")
 
 
 def span_of(tensor: Tensor, path: str, extent: Extent | None = None, *, first: int = 0) -> Span:

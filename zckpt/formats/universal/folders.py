@@ -29,7 +29,7 @@ from typing import Any
 
 from zckpt.codes import MISSING_FILE
 from zckpt.compare.logical import parameter_values
-from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError
+from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about
 from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.axes.auto_ep import FOLDING_KEY, SLICED_AS_WELL, expert_counts, holds_all
 from zckpt.formats.deepspeed.axes.gpt_model import known_rules
@@ -37,7 +37,7 @@ from zckpt.formats.deepspeed.axes.tp_rules import AVERAGED, REPLICATED, SLICED, 
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.values import implied, refuse_to_begin, weight_or_master
 from zckpt.formats.lost import stand_in, tensor_of
-from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of
+from zckpt.formats.torch_files.tensors import describe, read_scalars, refuse_taken, slot_of
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, value_node, view
 from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX
 from zckpt.immutable import immutable, mutable
@@ -135,8 +135,8 @@ def read_folder(folder: Path, reader: AlikeReader, known: dict[int, SourceFile],
         file = reader.read(folder / (stem + SUFFIX))
         found.files.append(describe(file, "optimizer", rules=_RULES, known=known))
         root, path, content = file.root, file.path, dict_of(file.root)
-        if stem in (WEIGHT, MASTER):
-            raise UnsupportedError(f"a slot is named {stem!r}, which has another meaning", path=path)
+        with about(path):
+            refuse_taken([stem], MASTER)
         if stem == STEP_STEM and isinstance(root, (int, float)):
             found.values[stem] = root
             continue
