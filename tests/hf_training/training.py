@@ -104,8 +104,9 @@ def build(kind: str, seed: int = 0) -> nn.Module:
 
 
 def train(
-    model: nn.Module, output: Path, *, resume: Path | None = None, steps: int = STEPS, batch: int = 2, **options: Any
-) -> tuple[list[float], Truth]:
+    model: nn.Module, output: Path, *, resume: Path | None = None, steps: int = STEPS, batch: int = 2,
+    optimizer: torch.optim.Optimizer | None = None, **options: Any,
+) -> tuple[list[float], Truth]:  # fmt: skip
     """Train, from a checkpoint if one is given; return the losses of all steps and the truth."""
     arguments = TrainingArguments(
         output_dir=str(output), max_steps=steps, per_device_train_batch_size=batch, learning_rate=1e-2,
@@ -113,7 +114,7 @@ def train(
         disable_tqdm=True, seed=3, **options,
     )  # fmt: skip
     truth = Truth()
-    trainer = Trainer(model=model, args=arguments, train_dataset=Texts(), callbacks=[truth])
+    trainer = Trainer(model, arguments, train_dataset=Texts(), callbacks=[truth], optimizers=(optimizer, None))
     trainer.remove_callback(transformers.PrinterCallback)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

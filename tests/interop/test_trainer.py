@@ -155,6 +155,18 @@ def test_the_trainer_resumes_with_the_losses_of_an_unbroken_run(kind, through, r
     assert losses == one.losses
 
 
+@pytest.mark.parametrize("through", some(["zckpt"], ["dcp", "fsdp-rank-files"]))
+def test_a_trainer_with_an_optimizer_of_its_own_has_its_groups_back(through, tmp_path):
+    def losses(output: Path, resume: Path | None = None) -> list[float]:
+        model = build("llama", seed=0 if resume is None else 9)
+        return train(model, output, resume=resume, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))[0]
+
+    expected, target = losses(tmp_path / "run"), tmp_path / f"checkpoint-{SAVED}"
+    zckpt.convert(tmp_path / "run" / target.name, tmp_path / "between", to=through)
+    zckpt.convert(tmp_path / "between", target, to="transformers-trainer")
+    assert losses(tmp_path, target) == expected
+
+
 def with_adapter(seed: int = 0) -> nn.Module:
     """Return a tiny model with an adapter; the Trainer's second param group, without weight decay, is empty."""
     torch.manual_seed(seed)

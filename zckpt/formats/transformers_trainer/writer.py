@@ -154,15 +154,16 @@ Members = list[list[str]]
 def as_the_trainer_has_them(checkpoint: Checkpoint, known: Architecture, notes: list[str]) -> Checkpoint:
     """Return a checkpoint with the two param groups that the Trainer has, one of which may be empty.
 
-    Groups that are the Trainer's stay as they are, as do those of a Trainer's directory: a program whose Trainer has
-    others (LLaMA-Factory's LoRA+, ms-swift, which drops an empty one) asks for as many. Others are parted and joined by
-    its rule, where those that come to be in one group have the same hyperparameters. `known`: of the model; `notes`:
-    gets what was done. Raises UnsupportedError: the Trainer's groups cannot be told, or have no hyperparameters that
-    hold for all in one.
+    Groups that are the Trainer's stay as they are, as do those of a Trainer's directory, also by way of another format
+    that says so: a Trainer with others (an optimizer of one's own, LLaMA-Factory's LoRA+, ms-swift, which drops an
+    empty one) asks for as many. Others are parted and joined by its rule, where those that come to be in one group have
+    the same hyperparameters. `known`: of the model; `notes`: gets what was done. Raises UnsupportedError: the Trainer's
+    groups cannot be told, or have no hyperparameters that hold for all in one.
     """
     groups = checkpoint.param_groups
     members = [list(group.parameters) for group in groups]
-    if checkpoint.format == FORMAT and "trainer_state" in checkpoint.metadata:
+    came_from = dict_of(checkpoint.details.get("origin")).get("format", checkpoint.format)
+    if came_from == FORMAT and "trainer_state" in checkpoint.metadata:
         _check_order(members, known)
         return checkpoint
     if len(groups) == 1 and not any(group_of(name, known) == UNDECAYED for name in members[0]):
