@@ -22,9 +22,11 @@ from tests.folders import names_in
 from tests.pairwise import some
 from tests.refusals import refusing
 from zckpt.errors import TargetError
-from zckpt.operations.pack import unpack
+from zckpt.formats.units import Unit
+from zckpt.operations.pack import packed_into, unpack
 from zckpt.storage.packed.index import RANGE, ROW, Filed, Index, read_index
 from zckpt.storage.packed.store import STORE, PackedStore, document, mounted_place
+from zckpt.storage.packed.write import writing
 
 MADE = {
     "step-1": "s2_bf16_dp2/global_step5",
@@ -150,6 +152,34 @@ def store_of(*files: Filed) -> None:
     """Make this directory a store of a checkpoint `c` with these files."""
     Path("store.json").write_bytes(document(STORE))
     Path("000001.index").write_bytes(Index("c", False, files, np.empty(0, ROW), np.empty(0, RANGE)).to_bytes())
+
+
+def test_a_model_is_packed_without_the_checkpoints_beside_it(tmp_path):
+    """A Trainer's final model lies around its checkpoints, of which more may come; links lead there."""
+    run, steps = tmp_path / "run", [f"checkpoint-{number}" for number in (4, 8)]
+    (run / "logs").mkdir(parents=True)
+    save_file({"w": np.ones(9, np.float32)}, run / "model.safetensors")
+    for name, target in (("best.json", "trainer_state.json"), ("last", "")):
+        (run / name).symlink_to(Path("checkpoint-4", target))
+    shutil.copytree(FIXTURES / "other/trainer_ds2_gpt2/checkpoint-4", run / steps[0])
+    with writing(old := tmp_path / "old") as into:  # as it was packed: with all that is in it
+        for path in (run, run / steps[0]):
+            packed_into(into, [(path.name, Unit(path, (path,)))], 3, None)
+        assert len(into.index(1).files) > 9
+    for step in steps:
+        if step != steps[0]:
+            shutil.copytree(run / steps[0], run / step)
+        assert zckpt.pack(run, tmp_path / "store").packed
+        zckpt.pack(run, old)
+    there = zckpt.history(run).checkpoints
+    own = [run / "best.json", *(one for one in run.rglob("*") if one.is_file() and not one.is_symlink())]
+    assert sum(one.nbytes for one in there) == sum(one.lstat().st_size for one in own) + len("checkpoint-4")
+    assert {one.name for one in zckpt.history(tmp_path / "store").checkpoints} == {"run", *steps}
+    unpack(tmp_path / "store/run", tmp_path / "again")
+    assert names_in(tmp_path / "again") == ["best.json", "last", "logs", "model.safetensors"]
+    assert (tmp_path / "again/best.json").read_bytes() == (run / "best.json").read_bytes()
+    kept = {one.checkpoint.name: one.why for one in zckpt.prune(run, keep_last=1, settle=0).checkpoints}
+    assert kept["."] == "its name has no step"
 
 
 def test_links_of_a_store_lead_nowhere_else():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -178,7 +178,7 @@ def look(
             text = fingerprint_of(first, **shared).text
     files: list[os.stat_result] = []
     try:
-        files.extend(about for _, about in files_of(unit.path))
+        files.extend(about for _, about in files_of(unit.path, around.inside))
     except SourceError as error:
         why = why or str(error)
     trackers, links = around.naming(unit.path)
@@ -202,9 +202,10 @@ def look(
     )
 
 
-def files_of(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
+def files_of(path: Path, apart: Collection[Path] = ()) -> Iterator[tuple[Path, os.stat_result]]:
     """Yield a file, or all files below a directory, with what the system says of each; of links, of themselves.
 
+    `apart`: what lies below and is none of it.
     Raises SourceError: one cannot be looked at. What has gone meanwhile is left out.
     """
     waiting = [path]
@@ -213,7 +214,8 @@ def files_of(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
         try:
             about = one.lstat()
             if stat.S_ISDIR(about.st_mode):
-                waiting += [one / name for name in os.listdir(one)]  # noqa: PTH208  # names are all that is needed
+                names = os.listdir(one)  # noqa: PTH208  # names are all that is needed
+                waiting += [below for name in names if (below := one / name) not in apart]
             else:
                 yield one, about
         except FileNotFoundError:
@@ -229,12 +231,14 @@ class Around:
     run: Path
     links: list[Path]
     left: list[Path]
+    inside: Collection[Path]
+    """The checkpoints below the run."""
 
     @classmethod
     def of(cls, run: Path, every: Iterable[Unit]) -> Around:
         """Look through a run, but not into its checkpoints."""
         inside = {one.path for one in every} - {run}
-        found = cls(run, [], [])
+        found = cls(run, [], [], inside)
         for at, folders, files in os.walk(run):
             for path in (Path(at, name) for name in sorted(folders + files)):
                 if LEFT.fullmatch(path.name):

@@ -263,7 +263,7 @@ def pack(
     }
     if dry_run:
         present = PackedStore(place).names()[0] if is_store(place) else {}
-        would = [PackedOne(called[one.path], nbytes_of(files_of(one.path)), 0) for one in every]
+        would = [PackedOne(called[one.path], nbytes_of(files_of(one.path, called)), 0) for one in every]
         return Packed(str(place), [one for one in would if one.name not in present], [*present], dry_run=True, notes=[])
     with writing(place) as into:
         done = packed_into(into, [(called[one.path], one) for one in every], full_every, shared["reporter"])
@@ -287,8 +287,19 @@ def _check_apart(new: Iterable[tuple[str, Unit]], known: Collection[str]) -> Non
             )  # fmt: skip
 
 
-def _are_packed(path: Path, files: Sequence[Filed], packed: Sequence[Filed]) -> bool:
-    """Tell whether a store has files as they are; of old it has a link where that leads to a file elsewhere."""
+def _are_packed(path: Path, files: Sequence[Filed], packed: Sequence[Filed], apart: Collection[Path]) -> bool:
+    """Tell whether a store has files as they are.
+
+    Of old it has a link where that leads to a file elsewhere, and checkpoints that lie in another twice.
+    """
+    others = [one.relative_to(path) for one in apart if path in one.parents]
+    below, above = set(others), {up for one in others for up in one.parents}
+    known = {one.name for one in files}
+    packed = tuple(
+        one
+        for one in packed
+        if one.name in known or not (Path(one.name) in above or below & {(at := Path(one.name)), *at.parents})
+    )
     links = {one.name: one for one in packed if one.kind == "link" and (path / one.name).is_symlink()}
     same = {name for name, one in links.items() if str((path / name).readlink()) == one.target}
     return packed == files or packed == tuple(links[one.name] if one.name in same else one for one in files)
@@ -302,9 +313,10 @@ def packed_into(
     for error in wrong.values():
         if not isinstance(error, DamagedFileError):  # of what is whole a checkpoint would be packed twice
             raise error
-    files = {name: files_of(unit.path) for name, unit in every}
+    apart = [unit.path for _, unit in every]
+    files = {name: files_of(unit.path, apart) for name, unit in every}
     for name, unit in every:
-        if name in names and not _are_packed(unit.path, files[name], store.index(names[name]).files):
+        if name in names and not _are_packed(unit.path, files[name], store.index(names[name]).files, apart):
             raise UsageError(
                 "the store already has another checkpoint with this name", path=unit.path,
                 expected="files with the packed sizes and times", advice="pack it into another store",
@@ -322,7 +334,7 @@ def packed_into(
             base = Known.of(names[last], states, path, store.index(names[last]).files)
         for number, (name, unit) in enumerate(new, max([*names.values(), *wrong, 0]) + 1):
             known = Known.of(number, _states(unit, notes), unit.path, files[name])
-            packing = Packing(store, chunks, number, unit.path, files[name], full_every - 1, progress.advance)
+            packing = Packing(store, chunks, number, unit.path, files[name], full_every - 1, progress.advance, apart)
             stored = packing.write(name, cuts_of(known, base), {})
             done.append(PackedOne(name, nbytes_of(files[name]), stored))
             chunks.named(number)

@@ -158,7 +158,8 @@ def prune(
             stays[best] = f"the best, by what the Trainer wrote into {one.record.name}"
     judged = []
     for one in seen:
-        why = _kept(one, top, settle) or stays.get(one.unit.path)
+        holds = any(one.unit.path in other.path.parents for other in every)
+        why = _kept(one, top, settle) or ("other checkpoints are in it" if holds else None) or stays.get(one.unit.path)
         if why is None and not one.record.sound:
             beside = [other for other in sound if other.unit.series == one.unit.series]
             why = _as_others(one, beside) if unsound else f"not sound, and --unsound is not given: {one.record.why}"

@@ -126,7 +126,7 @@ class _Run:
         for one in every:
             files = []
             with suppress(SourceError):  # of which looking at it will tell
-                files = [about for path, about in files_of(one.path) if path.name != FILE_NAME]
+                files = [about for path, about in files_of(one.path, around.inside) if path.name != FILE_NAME]
             state = (len(files), sum(f.st_size for f in files), max((f.st_mtime_ns for f in files), default=0))
             known, since = self._seen.get(one.path, (None, 0.0))
             if known != state:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,24 +99,29 @@ class _Made:
     stored: bytes | None
 
 
-def files_of(path: Path) -> tuple[Filed, ...]:
-    """Return all that a checkpoint is: the files, links and directories at or below a path.
+def files_of(path: Path, apart: Iterable[Path] = ()) -> tuple[Filed, ...]:
+    """Return all that a checkpoint is: the files, links and directories at or below a path; not other checkpoints.
 
-    A link to a file elsewhere is that file: Hugging Face's cache has nothing but such links, whose bytes would not be
-    in the store. Raises SourceError: it cannot be read, or something is neither.
+    `apart`: these. A link to a file elsewhere, or in one of these, is that file: Hugging Face's cache has nothing but
+    such links, whose bytes would not be in the store. Raises SourceError: it cannot be read, or something is neither.
     """
     if path.is_file():
         return (_filed(path.resolve(), path.name),)  # of a link, what it leads to, whose bytes are read
-    return tuple(_below(path, "", path.resolve()))
+    return tuple(_below(path, "", (root := path.resolve()), {one.resolve() for one in apart} - {root}))
 
 
-def _below(path: Path, front: str, root: Path) -> Iterator[Filed]:
+def _below(path: Path, front: str, root: Path, apart: Set[Path]) -> Iterator[Filed]:
     for entry in entries_of(path):
-        at = Path(entry.path)
-        is_elsewhere = at.is_symlink() and at.is_file() and not at.resolve().is_relative_to(root)
-        yield (one := _filed(at.resolve() if is_elsewhere else at, f"{front}{entry.name}"))
-        if one.kind == "folder":
-            yield from _below(at, f"{one.name}/", root)
+        at, here = Path(entry.path), root / front / entry.name
+        if here in apart:
+            continue
+        there = at.resolve() if at.is_symlink() and at.is_file() else here
+        is_elsewhere = not there.is_relative_to(root) or not apart.isdisjoint(there.parents)
+        one = _filed(there if is_elsewhere else at, f"{front}{entry.name}")
+        below = [*_below(at, f"{one.name}/", root, apart)] if one.kind == "folder" else []
+        if below or not any(here in other.parents for other in apart):  # what only leads to others is none of its
+            yield one
+            yield from below
 
 
 def _filed(path: Path, name: str) -> Filed:
@@ -222,6 +227,7 @@ class Packing:
     files: tuple[Filed, ...]
     deepest: int  # how deep a chunk may be that is predicted from another checkpoint
     advance: Callable[[int], None]  # hears of bytes that are done
+    apart: Collection[Path] = ()  # other checkpoints, which may lie in it
 
     def write(self, name: str, cuts: Callable[[str], Sequence[Cut]], details: dict[str, object]) -> int:
         """Pack a checkpoint; return what its chunks and its index take, in bytes.
@@ -345,7 +351,7 @@ class Packing:
             raise _changing(self.path) from error
 
     def _check_same(self) -> None:
-        if files_of(self.path) != self.files:
+        if files_of(self.path, self.apart) != self.files:
             raise _changing(self.path)
 
 
