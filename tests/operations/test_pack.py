@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 import zckpt
 from tests.cli.console import FIXTURES, command, environment, succeeded
+from tests.damage import flip
 from tests.folders import names_in
 from tests.pairwise import some
 from tests.refusals import refusing
@@ -378,6 +379,15 @@ def test_a_damaged_chunk_is_named_and_costs_the_checkpoints_that_need_it_only(ma
             assert contents(name) == contents(made / "run" / name)
     with refusing(zckpt.DamagedFileError, "are damaged"):
         unpack(copied / last, "out")
+
+
+def test_a_list_names_what_has_a_damaged_index(made, copied):
+    flip(copied / "000002.index", 100)
+    rewritten(copied, 3, ranges=np.array([(9, 0, 0, 1)], RANGE))
+    found = zckpt.history(copied).checkpoints
+    names = names_in(made / "run")
+    assert [one.name for one in found] == [*names[:1], *names[3:], "000002.index", "000003.index"]
+    assert all(not one.sound and "the index of a checkpoint" in str(one.why) for one in found[-2:])
 
 
 def rewritten(store: Path, number: int, **changed) -> None:

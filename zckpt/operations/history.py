@@ -24,6 +24,7 @@ from zckpt.operations.fingerprint import fingerprint as fingerprint_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.verify import Finding, Verification, verify
 from zckpt.state import Checkpoint, Document, Result, nbytes_of
+from zckpt.storage.stand_ins import DAMAGED
 
 SETTLE_S = 60.0
 """Seconds without a write after which a checkpoint is taken for finished, unless said otherwise."""
@@ -130,6 +131,12 @@ def history(source: Place, *, deep: bool = False, fingerprint: bool = False, **s
     every = units_of(run)
     around = Around.of(run, every)
     found = [look(one, around, deep=deep, fingerprint=fingerprint, **shared)[0] for one in every]
+    for error in DAMAGED.get(run, ()):
+        index = Path(str(error.path))
+        about = index.stat()
+        found.append(
+            Recorded(str(index), index.name, None, about.st_mtime, about.st_size, None, None, False, str(error))
+        )
     known = [one for one in found if one.fingerprint]
     found = [
         replace(one, equal=tuple(it.name for it in known if it is not one and it.fingerprint == one.fingerprint))

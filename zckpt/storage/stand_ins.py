@@ -20,6 +20,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
+from zckpt.errors import SourceError
+
 MARK = "zckpt-remote-"
 """How the names of directories begin that have files without bytes."""
 
@@ -46,6 +48,9 @@ class Distant(Protocol):
 
 FILES: dict[str, Distant] = {}
 """By their paths, those that this process can read."""
+
+DAMAGED: dict[Path, list[SourceError]] = {}
+"""By where a store of checkpoints is laid out, what is wrong with those of which nothing is there."""
 
 
 def place(path: str | os.PathLike[str]) -> Path:

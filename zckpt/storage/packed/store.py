@@ -28,7 +28,7 @@ from zckpt.storage.packed.chunks import AS_IT_IS, Bytes, Way, decode
 from zckpt.storage.packed.index import Index, damaged_index, read_index
 from zckpt.storage.recent import Recent
 from zckpt.storage.remote.mount import PACKED as SCHEME
-from zckpt.storage.stand_ins import FILES, Distant, InMemory, forget_all, stand_in, tree
+from zckpt.storage.stand_ins import DAMAGED, FILES, Distant, InMemory, forget_all, stand_in, tree
 
 DOCUMENT = "store.json"
 
@@ -288,7 +288,12 @@ class PackedMount:
         self.path = root / within if within else root
         try:
             for name in wanted:
-                self._add(root, name, names[name])
+                try:
+                    self._add(root, name, names[name])
+                except DamagedFileError as error:
+                    if within:
+                        raise
+                    wrong[names[name]] = error
             for name, data in () if within else store.beside():
                 stand_in(root / name, len(data))
                 self.files[str(root / name)] = FILES[str(root / name)] = InMemory(data)
@@ -301,7 +306,8 @@ class PackedMount:
             raise
         if not os.path.lexists(self.path):
             self.close()
-            raise SourceError("the store has no such file", path=store.path / within)
+            raise next(iter(wrong.values()), SourceError("the store has no such file", path=store.path / within))
+        DAMAGED[self.path] = [] if within else [*wrong.values()]
 
     def _add(self, root: Path, name: str, number: int) -> None:
         self.store.check_index(number)
@@ -329,6 +335,7 @@ class PackedMount:
 
     def close(self) -> None:
         """Remove the tree; nothing of it can be read any more."""
+        DAMAGED.pop(self.path, None)
         forget_all(self._tree, list(self.files))
         self.files.clear()
 
