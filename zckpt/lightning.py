@@ -16,12 +16,13 @@ Source: Lightning 2.6, `Strategy` and `_CheckpointConnector`.
 from __future__ import annotations
 
 import os
+import pathlib
 import sys
 import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 from zckpt.errors import MissingPackageError, UsageError, require_torch
 from zckpt.state import without
@@ -93,6 +94,15 @@ class _Removing:
         self._has_failed = True
         super().on_exception(exception)  # type: ignore[misc]  # Strategy's
 
+    def _make_way(self, place: Path) -> None:
+        """Replace a link (`save_last="link"`), not what it leads to, and have a directory where Lightning puts one."""
+        strategy, target = cast("Any", self), pathlib.Path(place)
+        if strategy.is_global_zero:
+            with suppress(OSError):  # which the save says, on all ranks
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if target.is_symlink():
+                    target.unlink()
+
     def _remove(self) -> None:
         while self._to_remove:
             super().remove_checkpoint(self._to_remove.pop(0))  # type: ignore[misc]  # Strategy's
@@ -156,8 +166,10 @@ class _Sharded(_Removing):
         self._finish()
         has_optimizers = "optimizer_states" in checkpoint
         place = place_of(strategy.broadcast(filepath))
-        if strategy.is_global_zero and not isinstance(place, str):
-            remove_leftovers(place.parent, OWNED)
+        if not isinstance(place, str):
+            self._make_way(place)
+            if strategy.is_global_zero:
+                remove_leftovers(place.parent, OWNED)
         model = [key for key, value in checkpoint.items() if value is self._stand_in and not value]
         rest = {**without(checkpoint, "optimizer_states", *model), MODEL: model}
         self._saving = save(
@@ -274,6 +286,7 @@ class DeepSpeedStrategy(_Removing, _strategies.DeepSpeedStrategy):  # type: igno
         self._saves.wait()
         self._to_remove = waiting
         self._remove()
+        self._make_way(self.broadcast(filepath))
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def teardown(self) -> None:

@@ -188,6 +188,29 @@ def test_a_checkpoint_stays_whose_successor_was_not_saved(rank, world_size, tmp_
 
 
 @pytest.mark.nightly
+@on_ranks(1, each=[(False,), (True,)], fresh=True)
+def test_a_checkpoint_takes_the_place_of_a_link_to_another(rank, world_size, async_, tmp_path):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from zckpt.lightning import SingleDeviceStrategy
+
+    directory = tmp_path / str(async_)  # which is not there when Lightning links
+    keeps = ModelCheckpoint(directory, filename="{step}", save_last="link", every_n_epochs=1)
+    strategy = SingleDeviceStrategy(device="cpu", async_=async_)
+    trainer = lightning_of(rank, world_size, strategy, max_epochs=1, callbacks=[keeps])
+    trainer.fit(module_of(world_size, "ddp"), torch.utils.data.DataLoader(Rows(), batch_size=BATCH))
+    last, linked = directory / "last.ckpt", directory / "step=2.ckpt"
+    before = zckpt.fingerprint(linked).text
+    assert last.is_symlink()
+    assert zckpt.fingerprint(last).text == before
+    trainer.lightning_module.net[0].weight.data.zero_()
+    trainer.save_checkpoint(last)
+    trainer.strategy.teardown()
+    assert not last.is_symlink()
+    assert zckpt.fingerprint(last).text != before == zckpt.fingerprint(linked).text
+
+
+@pytest.mark.nightly
 @on_ranks(2, fresh=True)
 def test_lightning_takes_what_other_programs_saved_and_says_what_it_cannot_keep(rank, world_size, tmp_path):
     from zckpt.lightning import DDPStrategy
