@@ -15,6 +15,7 @@ import zckpt
 from tests.damage import edit
 from tests.engine.test_plan import each_once, hole_of, run
 from tests.formats.holding import converted
+from tests.formats.test_megatron import GROUP, optimizer, write
 from tests.formats.test_megatron_legacy import ITERATION, KINDS, MODEL, OTHER
 from tests.refusals import refusing
 from tests.truth import assert_slots_equal
@@ -117,13 +118,26 @@ def test_another_format_becomes_legacy_files():
     assert "decoder.layers.0.input_layernorm.weight" in read_torchfile(files_in("one")[0]).root["model"]
 
 
-def test_layers_that_lie_apart_are_those_that_the_arguments_say():
-    run = Path(shutil.copytree(OTHER / "mcore_bf16_moe_freq" / "ckpt", "run"))
-    (common,) = run.glob("iter_*/common.pt")
-    edit(common, lambda content: setattr(content["args"], "transformer_impl", "local"))
-    zckpt.convert(run, "out", to="megatron", ckpt_format="torch", verify=True, expert_parallel_size=1)
-    model = read_torchfile(files_in("out")[0]).root["model"]
-    assert {"decoder.layers.0.input_layernorm.weight", "decoder.layers.1.pre_mlp_layernorm.weight"} <= model.keys()
+@pytest.mark.parametrize("cut", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+@pytest.mark.parametrize("frozen", ["norm", "output_layer"])
+def test_what_is_written_of_a_model_that_is_partly_frozen_is_read(frozen, cut):
+    layer = {"self_attention.linear_qkv.layer_norm_weight": (4,), "self_attention.linear_qkv.weight": (12, 4),
+             "self_attention.linear_proj.weight": (4, 4), "mlp.linear_fc1.layer_norm_weight": (4,),
+             "mlp.linear_fc1.weight": (8, 4), "mlp.linear_fc2.weight": (4, 8)}  # fmt: skip
+    shapes = {"embedding.word_embeddings.weight": (6, 4), "output_layer.weight": (6, 4),
+              **{f"decoder.layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}}  # fmt: skip
+    tensors = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    state = {f"optimizer.state.param.{name}": one.float() for name, one in tensors.items() if frozen not in name}
+    groups, said = optimizer(GROUP, {**GROUP, "wd_mult": 0.0}), argparse.Namespace(transformer_impl="local")
+    source = write(Path("source"), {**tensors, **state}, optimizer=groups, args=said)
+    zckpt.convert(source, "out", to="megatron", ckpt_format="torch", verify=True, **cut)
+    assert "decoder.layers.0.input_layernorm.weight" in read_torchfile(files_in("out")[0]).root["model"]
+    opened = zckpt.open("out")
+    assert [name for name, one in opened.parameters.items() if one.frozen] == [
+        name for name in opened.parameters if frozen in name
+    ]
+    zckpt.reshard("out", "alone", world_size=1, verify=True, **ALONE)
+    assert not zckpt.diff(source, "alone").changed
 
 
 def files_in(run, name=MODEL) -> list[Path]:

@@ -40,6 +40,7 @@ from zckpt.formats.megatron.objects import (
     VERSION,
     Arguments,
     Common,
+    Own,
     read_own,
     restore_own,
     settle,
@@ -388,7 +389,7 @@ def read(place: Place) -> Checkpoint:
     for one in ranks:
         with about(one.file.path):
             one.names = [numbering.names(one, chunk) for chunk in range(len(one.chunks))]
-            _read_rank(one)
+            _read_rank(one, own)
             tied = one.arguments.get(UNTIED) is False or own.ranks.get("tied") == 1
             model.gather(one, sizes["ep"], tied=tied)
     _check_groups(ranks)
@@ -432,11 +433,15 @@ def _is_buffer(name: str, one: Tensor | Parameter) -> bool:
     return not is_floating(one.dtype) or BUFFERS.fullmatch(name) is not None
 
 
-def _read_rank(one: Rank) -> None:
-    """Find what a rank has. Names of chunks begin with the number of the chunk, where there are several."""
+def _read_rank(one: Rank, said: Own) -> None:
+    """Find what a rank has. Names of chunks begin with the number of the chunk, where there are several.
+
+    `said`: by zckpt's own file, which lists what is trained.
+    """
     path, own = one.file.path, one.checkpoint
     chunks: list[list[str]] = []
     shared: list[str] = []
+    trained = {name for group in said.groups or () for name in group}
     # The copy of an embedding for further tokens has its own name; the output layer beside it is shared with none.
     further = any(FURTHER.fullmatch(name) for chunk in one.chunks for name in chunk)
     for at, chunk in enumerate(one.chunks):
@@ -446,10 +451,11 @@ def _read_rank(one: Rank) -> None:
                 continue
             label, is_buffer = _label_of(at, name), _is_buffer(name, value)
             own.place(label, slot_of(WEIGHT, value, path), trained=not is_buffer)
-            if is_buffer:
+            whole = one.names[at][name]
+            first = name_of_one(TIED.get(whole, whole) if said.ranks.get("tied") else whole, 0)
+            if is_buffer or (trained and said.names.get(first, first) not in trained):
                 continue
             chunks[-1].append(label)
-            whole = one.names[at][name]
             if whole in TIED.values() or (whole in TIED and not further):
                 shared.append(label)
         one.rules.append(Rule((one.keys[at], REST), IMPLIED, "modules without their own state"))
