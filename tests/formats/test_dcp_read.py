@@ -159,6 +159,13 @@ def test_what_lies_beside_is_carried():
     assert torchsave.metadata == {"step": 5, "note": "x"}
 
 
+def test_accelerates_folders_had_another_name_before_0_25():
+    older, newer = copied("accel_fsdp2_dp2"), source("accel_fsdp2_dp2")
+    (older / "pytorch_model_fsdp_0").rename(older / "pytorch_model_0")
+    assert zckpt.diff(older, newer).equal
+    assert not zckpt.open(older).unnamed
+
+
 def test_file_that_is_not_named_is_told():
     path = copied("dcp_fsdp2_dp2")
     (path / "__6_0.distcp").touch()  # of a rank that had nothing to save, as where a lower one saves what all have

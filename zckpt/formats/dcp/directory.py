@@ -4,7 +4,8 @@ DIR/.metadata, __R_N.distcp                               one folder holds all
 DIR/.metadata, __R_N.distcp, meta.pt                      Lightning: the rest of its dict is in `meta.pt`
 DIR/.metadata, __R_N.distcp, zckpt.pt                     zckpt: what the dict has no place for
 DIR/{pytorch_model_fsdp_0,optimizer_0}/.metadata ...      Accelerate and the Trainer: a folder for each, and the rest;
-                                                          further models have further numbers
+                                                          further models have further numbers; pytorch_model_0
+                                                          is Accelerate's before 0.25
 DIR/shard-R-model-N-of-M.safetensors, optimizer/.metadata transformers: its model, and `save_optimizer_distributed`
 DIR/model_and_optim/.metadata ..., train/rankR.pt         OLMo-core, others by other names (`INNER`): one folder holds
                                                           all of these, and values lie around it
@@ -48,7 +49,7 @@ INNER = ("weights", "trainer", "dcp", SEVERAL, "policy")
 MODEL = "model"
 
 _OWN = re.compile(r"\.metadata|zckpt\.pt|__(0|[1-9][0-9]*)_(0|[1-9][0-9]*)\.distcp")
-_FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_([0-9]{1,4})")
+_FOLDER = re.compile(r"(?:pytorch_model(?:_fsdp)?|optimizer)_([0-9]{1,4})")  # without `_fsdp` up to 0.24
 _RANK = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp")
 _OPTIMIZER = re.compile(".*optim.*|training_state")
 

@@ -47,7 +47,7 @@ MAX_TEXT_NBYTES = 1 << 16
 
 _RANK_FILE = re.compile(r"(model|optim|extra_state)_world_size_([0-9]{1,7})_rank_([0-9]{1,7})\.pt")
 _ACCELERATE = (
-    (MODEL, re.compile(r"pytorch_model_fsdp(?:_([0-9]{1,4}))?_rank([0-9]{1,7})\.bin")),
+    (MODEL, re.compile(r"pytorch_model(?:_fsdp)?(?:_([0-9]{1,4}))?_rank([0-9]{1,7})\.bin")),
     (OPTIMIZER, re.compile(r"optimizer_([0-9]{1,4})_rank([0-9]{1,7})\.bin")),
 )
 STEP = re.compile(r"global_step_([0-9]{1,18})")

@@ -56,7 +56,7 @@ _MODULE = re.compile(r"([0-9]+)_\w+")
 _OPTIMIZER = re.compile(r"optimizer(?:_([1-9][0-9]{0,3}))?\.(pt|bin)")
 _OF_A_LOOP = re.compile(r"optim(?:izer)?\.(?:pt|pth|bin|ckpt)")
 _FURTHER = re.compile(r"(model|pytorch_model|pytorch_model_fsdp)_([1-9][0-9]{0,3})\.(safetensors|bin)")
-_DCP_FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_[0-9]+")
+_DCP_FOLDER = re.compile(r"(?:pytorch_model(?:_fsdp)?|optimizer)_[0-9]+")
 
 
 @immutable
