@@ -286,3 +286,74 @@ def test_scales_of_a_cache_are_left_out_and_named():
     assert "attn.k_scale, attn.v_scale: scales of a cache in FP8" in done.stderr
     assert sorted(load_file("m/model.safetensors")) == ["norm.weight", "q.weight"]
     assert sorted(load_file(source / "model.safetensors")) == sorted([*tensors, "norm.weight"])
+
+
+def test_groups_of_modules_that_are_packed_or_cut_otherwise():
+    """What each weight has is told by its shape, where that fits one group alone; modelopt's grids have four sizes."""
+    bits, blocks = {"a": 3, "b": 8}, {"c": (16, 32), "d": (32, 16)}
+    tensors, wanted = {}, {}
+    for name, count in bits.items():
+        codes, scale = torch.randint(1 << count, (64, 96)), torch.rand(64, 3) + 0.1
+        shape = torch.tensor([64, 96])
+        tensors |= {f"{name}.weight_packed": packed(codes, count, 1), f"{name}.weight_scale": scale,
+                    f"{name}.weight_shape": shape}  # fmt: skip
+        wanted[f"{name}.weight"] = (codes - (1 << count - 1)) * scale.repeat_interleave(32, 1)
+    for name, (rows, columns) in blocks.items():
+        codes, scale = torch.randn(64, 64).to(FP8), torch.rand(64 // rows, 1, 64 // columns, 1) + 0.1
+        tensors |= {f"{name}.weight": codes, f"{name}.weight_scale": scale if name == "c" else scale[:, 0, :, 0]}
+        grid = scale[:, 0, :, 0].repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        wanted[f"{name}.weight"] = codes.float() * grid
+    told = [{"num_bits": one} for one in bits.values()] + [{"block_structure": [*one]} for one in blocks.values()]
+    groups = {str(number): {"weights": one} for number, one in enumerate(told)}
+    source = made("s", tensors, quant_method="compressed-tensors", config_groups=groups)
+    found = floats(source, "m")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    tensors = {"c.weight": torch.randn(40, 40).to(FP8), "c.weight_scale": torch.ones(2, 2)}
+    groups["2"], groups["3"] = ({"weights": {"block_structure": one}} for one in ([24, 24], [32, 32]))
+    source = made("t", tensors, quant_method="compressed-tensors", config_groups=groups)
+    refused(source, zckpt.UnsupportedError, "its scales may be of several blocks")
+
+
+def test_experts_of_deepseek_v4():
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    codes = torch.randint(-128, 128, (1200, 48), dtype=torch.int8)
+    scale = (2.0 ** torch.randint(-9, 3, (1200, 3))).to(torch.float8_e8m0fnu)
+    source = made("s", {"w1.weight": codes, "w1.scale": scale}, quant_method="fp8", scale_fmt="ue8m0")
+    wanted = fp8.Fp8Dequantize(None)._dequantize_one(codes, scale, torch.float32)
+    found = floats(source, "m")
+    assert list(found) == ["w1.weight"]
+    assert torch.equal(found["w1.weight"], wanted)
+
+
+@pytest.mark.parametrize(
+    ("more", "settings", "words"),
+    [
+        ({"q.pre_quant_scale": torch.ones(50)}, {}, r"q\.pre_quant_scale: changes what a layer computes with"),
+        ({}, {"location": "input"}, "transform_config r3: changes what"),
+        ({}, {"location": ["odd"]}, "transform_config r3: changes what"),
+        ({}, {"location": "weight_input"}, None),
+    ],
+)
+def test_weights_whose_inputs_are_scaled_or_rotated_are_refused(more, settings, words):
+    """A plain model would compute something else."""
+    tensors = {"q.weight": torch.randn(6, 50).to(FP8), "q.weight_scale": torch.rand(6, 1), **more}
+    transforms = {"config_groups": {"r3": {"apply": [settings]}}} if settings else {}
+    source = made("s", tensors, quant_method="compressed-tensors", transform_config=transforms)
+    if words is None:
+        assert list(floats(source, "m")) == ["q.weight"]
+    else:
+        refused(source, zckpt.UnsupportedError, words)
+
+
+@pytest.mark.parametrize(
+    ("codes", "scale"),
+    [("q.weight._data", "q.weight._scale"), ("q.weight._data._data", "q.weight._scale"),
+     ("q._weight_qdata", "q._weight_scale")],
+)  # fmt: skip
+def test_codes_of_quanto_and_torchao_are_no_numbers(codes, scale):
+    kind = torch.uint8 if codes.endswith("_data._data") else FP8
+    source = made("s", {codes: torch.ones(8, 8).to(kind), scale: torch.ones(8, 1)})
+    with refusing(zckpt.UnsupportedError, "low-bit codes, which only mean something with their scales"):
+        zckpt.consolidate(source, "m", dtype="bfloat16")
+    refused(source, zckpt.UnsupportedError, "of a kind that zckpt cannot dequantise")

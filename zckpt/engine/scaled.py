@@ -267,7 +267,7 @@ def of_fp4(
     """
     codes, scale, *whole = arrays
     table = _pairs_of_fp4(scale.dtype.name, whole[0].tobytes() if whole else b"", dtype, into.dtype.name, divides)
-    index = _index(codes.reshape(-1, block // 2), scale.reshape(-1, 1)).reshape(-1)
+    index = _index(codes.view(np.uint8).reshape(-1, block // 2), scale.reshape(-1, 1)).reshape(-1)
     np.take(table, index, out=into.view(table.dtype), mode="wrap")
 
 

@@ -4,6 +4,8 @@ FP8           NAME.weight or NAME, of float8, and NAME.weight_scale_inv, .weight
 MXFP4, NVFP4  NAME_blocks, NAME_scales; NAME.weight of uint8, .weight_scale and .weight_scale_2
 in integers   NAME.weight_packed and .weight_scale; NAME.qweight and .scales; NAME.weight and .SCB (int8)
 bitsandbytes  NAME.weight of uint8, and NAME.weight.absmax, .quant_state.*
+quanto        NAME.weight._data, or of less than 8 bits NAME.weight._data._data, and NAME.weight._scale
+torchao       NAME._weight_qdata and ._weight_scale
 
 Or any of these where the model's config.json has a quantization_config, and other files that say so.
 """
@@ -24,7 +26,9 @@ from zckpt.storage.files import read_json
 _SCALE = re.compile(
     r"(?P<of>.*?)[._](?:weight_)?(?:scales?(?:_inv|_\d)?|scale_weight|absmax|SCB|quant_state\..*)", re.DOTALL
 )
-_CODES = re.compile(r"(?P<of>.*?)(?:\.(?:weight|qweight|weight_packed)|_blocks)", re.DOTALL)
+_CODES = re.compile(
+    r"(?P<of>.*?)(?:\.(?:weight|qweight|weight_packed)|_blocks|(?<=\.)_(?:weight_q)?data(?:\._data)?)", re.DOTALL
+)
 _KNOWN = re.compile(
     r"(?:.*\.)?(?:weight|qweight|qzeros|weight_packed|weight_zero_point)|.*_(?:blocks|scales)", re.DOTALL
 )

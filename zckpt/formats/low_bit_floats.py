@@ -32,7 +32,7 @@ from zckpt.engine.scaled import Part, alone, coded, matrices, whole
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
 from zckpt.formats.adapters import MAXIMUM_CONFIG_NBYTES
 from zckpt.formats.low_bit import codes_in, settings_of
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, dict_of, first_of, without
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, are_sizes, dict_of, first_of, without
 from zckpt.state.dtypes import is_floating
 from zckpt.state.views import transpose
 from zckpt.storage.files import Sources, json_object
@@ -41,6 +41,7 @@ from zckpt.torchfile import MAX_ELEMENTS
 _BESIDE = (
     "weight_scale_inv", "weight_scale", "scale_weight", "weight_scale_2", "weight_global_scale", "weight_shape",
     "input_scale", "activation_scale", "input_global_scale", "input_scale_ub", "SCB", "weight_format",
+    "input_zero_point", "output_zero_point",
 )  # fmt: skip
 """What modules have besides codes, and plain ones have not."""
 
@@ -57,12 +58,30 @@ Plain = tuple[str, Slot]
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
-_CACHE = re.compile(r"(?:.*\.)?(?:[qkv]|kv|prob|output)_scale", re.DOTALL)
+_CACHE = re.compile(r"(?:.*\.)?(?:[qkv]|kv|prob|output)_(?:scale|zero_point)", re.DOTALL)
 
 
 def cache_scales(checkpoint: Checkpoint) -> list[str]:
     """Return the scales of a cache of keys and values in FP8, which go with codes, and no plain model has."""
-    return [one.name for one in checkpoint.tensors() if _CACHE.fullmatch(one.name) and one.numel == 1]
+    found = [one for one in checkpoint.tensors() if _CACHE.fullmatch(one.name)]
+    return [one.name for one in found if one.numel == 1 or one.shape[1:] == (1, 1)]  # of each head
+
+
+def _refuse_what_inputs_get(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedError if a layer's inputs are scaled (AWQ, SmoothQuant) or rotated before its weight is used."""
+    found = [one.name for one in checkpoint.tensors() if one.name.endswith((".act.scales", ".pre_quant_scale"))]
+    groups = dict_of(dict_of(settings_of(checkpoint)[1].get("transform_config")).get("config_groups"))
+    for name, group in groups.items():
+        applied = group.get("apply") if isinstance(group, dict) else None
+        places = [dict_of(one).get("location") for one in applied] if isinstance(applied, list) else [None]
+        found += [f"transform_config {name}" for one in places if one not in ("weight_input", "weight_output")][:1]
+    if found:
+        raise UnsupportedError(
+            f"{listed(found)}: changes what a layer computes with, which no plain model does",
+            path=checkpoint.named,
+            expected="codes and scales alone",
+            advice="dequantise it with the program that made it",
+        )
 
 
 def weights_as_floats(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
@@ -74,6 +93,7 @@ def weights_as_floats(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
     codes = codes_in(checkpoint)
     if not codes:
         return checkpoint
+    _refuse_what_inputs_get(checkpoint)
     work = _Model(checkpoint)
     made = {name: work.as_it_lies(work.floats(name)) for name in codes}
     work.used.update(cache_scales(checkpoint))
@@ -169,7 +189,7 @@ class _Model:
             f"{name}_scale",
             *(of + one for one in ("scale_weight", "scale", "qscale_weight")),
         )
-        scale = first_of(map(self.get, names))
+        scale = None if name in names else first_of(map(self.get, names))
         integers = slot.dtype == "int8" and self.settings.get("quant_method") == "compressed-tensors"
         if scale is None or not (integers or slot.dtype.startswith("float8_e")) or len(slot.shape) < 2:
             return None
@@ -200,19 +220,19 @@ class _Model:
             return rows, columns
         if scale.shape in ((*stack, rows, 1), (rows,)):
             return 1, columns
-        stated = self.settings.get("weight_block_size") or [128, 128]
-        for group in self._groups():
-            stated = group.get("block_structure") or stated
-        if isinstance(stated, list) and len(stated) == 2 and all(type(one) is int and one > 0 for one in stated):
-            expected = (*stack, -(-rows // stated[0]), -(-columns // stated[1]))
-            if scale.shape == expected:
-                return stated[0], stated[1]
-        if scale.shape[:-1] == (*stack, rows) and scale.numel and not columns % scale.shape[-1]:
+        every = [one for group in self._groups() if (one := group.get("block_structure"))]
+        every = every or [self.settings.get("weight_block_size") or [128, 128]]
+        of_modelopt = len(scale.shape) == len(shape) + 2 and scale.shape[-3::2] == (1, 1)
+        grid = scale.shape[-4::2] if of_modelopt else scale.shape
+        pairs = {(one[0], one[1]) for one in every if isinstance(one, list) and are_sizes(one) and len(one) == 2}
+        fitting = {one for one in pairs if all(one) and grid == (*stack, -(-rows // one[0]), -(-columns // one[1]))}
+        if len(fitting) == 1:
+            return fitting.pop()
+        if not fitting and scale.shape[:-1] == (*stack, rows) and scale.numel and not columns % scale.shape[-1]:
             return 1, columns // scale.shape[-1]
-        raise DamagedFileError(
-            f"{name}: its scales do not fit any blocks", path=self.path, expected=f"one scale for each {stated} of "
-                f"{shape}",
-            found=scale.shape,
+        raise (UnsupportedError if fitting else DamagedFileError)(
+            f"{name}: its scales {'may be of several' if fitting else 'do not fit any'} blocks", path=self.path,
+            expected=f"one scale for each {' or '.join(map(str, every))} of {shape}", found=scale.shape,
         )  # fmt: skip
 
     def _groups(self) -> list[Mapping[str, Any]]:
@@ -244,13 +264,9 @@ class _Model:
         return name.removesuffix("_blocks"), self._made(shape, function, "float32")
 
     def _fp4(self, name: str, of: str, slot: Slot) -> Plain | None:
-        scale = self.get(f"{of}weight_scale")
-        if (
-            scale is None
-            or slot.dtype != "uint8"
-            or len(slot.shape) != 2
-            or not name.endswith((".weight", ".weight_packed"))
-        ):
+        beside = {"uint8": ("weight_scale",), "int8": ("scale", "weight_scale_inv")}.get(slot.dtype, ())  # DeepSeek's
+        scale = first_of(self.get(of + one) for one in beside)
+        if scale is None or len(slot.shape) != 2 or not name.endswith((".weight", ".weight_packed")):
             return None
         packed = name.endswith("_packed")
         shape = slot.shape[0], 2 * slot.shape[1]
@@ -258,30 +274,32 @@ class _Model:
         size = 32 if once is None else 16
         if scale.shape != (shape[0], shape[1] // size) or shape[1] % size:
             return None
-        if (once is None) != (scale.dtype == "uint8") or (
+        if (once is None) != (scale.dtype in ("uint8", "float8_e8m0fnu")) or (
             once is not None and (scale.dtype != "float8_e4m3fn" or once.numel != 1)
         ):
             return None
         dtype = "bfloat16" if packed else "float32"
         divides = None if once is None else packed
-        parts = Part(slot, width=slot.shape[1], dtype="uint8"), Part(scale, width=scale.shape[1], dtype=scale.dtype)
+        parts = tuple(Part(one, width=one.shape[1], dtype=one.dtype) for one in (slot, scale))
         values = partial(scaled.of_fp4, block=size, dtype=dtype, divides=divides)
         function = matrices(shape, parts, values, shared=() if once is None else (whole(once),))
         return f"{of}weight", self._made(shape, function, dtype)
 
     def _words(self, name: str, of: str, slot: Slot) -> Plain | None:
         scale, stated = self.get(f"{of}weight_scale"), self.get(f"{of}weight_shape")
-        bits = {int(n) if type(n := one.get("num_bits")) is int else 0 for one in self._groups()}
-        if scale is None or stated is None or slot.dtype != "int32" or len(bits) != 1:
+        if scale is None or stated is None or slot.dtype != "int32":
             return None
-        count, is_said = bits.pop(), (stated.shape, stated.dtype[:3]) == ((2,), "int")
+        is_said = (stated.shape, stated.dtype[:3]) == ((2,), "int")
         if not is_said or not scale.numel or len(scale.shape) != 2 or scale.dtype not in _FLOATS:
             return None
         if f"{of}weight_g_idx" in self.slots or not name.endswith("weight_packed"):
             return None
         rows, columns = (int(one) for one in _read(stated))
-        if not 1 <= count <= 8 or slot.shape != (rows, -(-columns * count // 32)) or scale.shape[0] != rows:
+        bits = {n for one in self._groups() if type(n := one.get("num_bits")) is int and 1 <= n <= 8}
+        bits = {n for n in bits if slot.shape == (rows, -(-columns * n // 32))}
+        if len(bits) != 1 or scale.shape[0] != rows:
             return None
+        [count] = bits
         groups, zero = scale.shape[-1], self.get(f"{of}weight_zero_point")
         wanted = "int32", (-(-rows * count // 32), groups)
         if columns % groups or (zero is not None and (zero.dtype, zero.shape) != wanted):
@@ -302,8 +320,6 @@ class _Model:
         if offset is None or name != f"{of}qweight" or scale is None or zero is None or scale.dtype not in _FLOATS:
             return None
         if bits not in ((4,) if method == "awq" else (2, 3, 4, 8)) or told.get("dynamic"):
-            return None
-        if any(one.endswith(".act.scales") for one in self.slots):  # of AWQ: no plain model has these
             return None
         if len(scale.shape) != 2 or not slot.numel:
             return None
