@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.cli.console import run
-from tests.folders import write_model
+from tests.folders import names_in, write_model
 from tests.pairwise import each
 from tests.refusals import refusing
 
@@ -357,3 +358,16 @@ def test_codes_of_quanto_and_torchao_are_no_numbers(codes, scale):
     with refusing(zckpt.UnsupportedError, "low-bit codes, which only mean something with their scales"):
         zckpt.consolidate(source, "m", dtype="bfloat16")
     refused(source, zckpt.UnsupportedError, "of a kind that zckpt cannot dequantise")
+
+
+def test_what_says_how_codes_are_made_goes_with_them():
+    tensors = {"q.weight": torch.randn(6, 50).to(FP8), "q.weight_scale": torch.ones(6, 1)}
+    source = made("s", tensors, quant_method="modelopt")
+    save_file(tensors, source / "model.safetensors", {"q.weight": "of a class"})
+    (source / "hf_quant_config.json").write_text("{}")
+    zckpt.consolidate(source, "m")
+    zckpt.consolidate(source, "f", dequantize=True)
+    with safe_open("m/model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "q.weight": "of a class"}
+    assert names_in("m") == ["config.json", "hf_quant_config.json", "model.safetensors"]
+    assert names_in("f") == ["config.json", "model.safetensors"]

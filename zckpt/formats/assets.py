@@ -20,6 +20,9 @@ from zckpt.storage.files import entries_of, files_in, read_head
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model."
+OF_CODES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "quanto_qmap.json")
+"""Files that say how weights are quantised."""
+
 FOLDERS = ("", "huggingface")
 
 MAXIMUM_CONFIG_NBYTES = 1 << 20
@@ -100,4 +103,4 @@ def copies_of(assets: dict[str, Path]) -> list[TargetFile]:
 
 def _assets_in(directory: Path) -> dict[str, Path]:
     every = files_in(directory) if directory.is_dir() else []
-    return {name: directory / name for name in every if _NAMES.fullmatch(name)}
+    return {name: directory / name for name in every if name in OF_CODES or _NAMES.fullmatch(name)}

@@ -22,7 +22,7 @@ from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.evidence.solver import NAMES_ADVICE
 from zckpt.formats import open_checkpoint
 from zckpt.formats.adapters import MAXIMUM_CONFIG_NBYTES, has_live_adapter, names_in_files, of_modules
-from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter, stem_of
+from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, OF_CODES, copies_of, find_assets, is_adapter, stem_of
 from zckpt.formats.consolidated.model import Tensors, model_tensors, optimizer_slots
 from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_hyperparameters
 from zckpt.formats.floats import dequantized
@@ -385,6 +385,9 @@ def lay_out(
         told = json_object(assets[CONFIG_NAME], "configuration", most=MAXIMUM_CONFIG_NBYTES)
         tensors, quantisation = in_block_fp8(tensors, block_of(chosen.quantize), told, checkpoint.source)
         settings = {**(settings or {}), "quantization_config": quantisation}
+    if dtype or chosen.quantize is not None:
+        assets = without(assets, *OF_CODES)
+        copied = [one for one in copied if one.name not in OF_CODES]
     if CONFIG_NAME in assets and (dtype or settings):
         from zckpt.formats.low_bit_floats import plain_config
 
@@ -409,11 +412,13 @@ def _model_files(
 
         return [torch_writer.lay_out(name, model_tree(checkpoint, tensors))]
     entries = [safetensors_layout.Entry(own, *one) for own, one in tensors.items()]
+    of_files = checkpoint.metadata if checkpoint.format == "safetensors" else {}
+    texts = {key: text for key, text in of_files.items() if isinstance(text, str) and key != "param_groups"}
     if kind == SAFETENSORS:
-        return [safetensors_layout.lay_out(name, entries)]
+        return [safetensors_layout.lay_out(name, entries, texts)]
     if is_adapter(tensors, assets):
-        return [safetensors_layout.lay_out(ADAPTER_NAME, entries)]
-    return safetensors_layout.lay_out_directory(entries, chosen.max_shard_size, stem=stem_of(assets))
+        return [safetensors_layout.lay_out(ADAPTER_NAME, entries, texts)]
+    return safetensors_layout.lay_out_directory(entries, chosen.max_shard_size, stem=stem_of(assets), metadata=texts)
 
 
 def _optimizer_file(checkpoint: Checkpoint, chosen: Chosen) -> TargetFile:

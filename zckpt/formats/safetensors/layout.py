@@ -118,13 +118,14 @@ def lay_out_directory(
     *,
     indexed: bool = False,
     stem: str = "model",
+    metadata: Mapping[str, str] | None = None,
 ) -> list[TargetFile]:
     """Return the files of a directory in Hugging Face's layout: one, or shards of at most `maximum` bytes and an index.
 
     A tensor larger than that has a shard to itself. Errors are those of `lay_out`.
 
     `maximum`: bytes; `indexed`: whether one file is a shard, too, and has an index; `stem`: what the files' names begin
-    with.
+    with; `metadata`: texts that each file's header has.
     """
     check_names([entry.name for entry in entries])
     shards: list[list[Entry]] = [[]]
@@ -136,12 +137,12 @@ def lay_out_directory(
         shards[-1].append(entry)
         nbytes += entry.nbytes
     if len(shards) == 1 and not indexed:
-        return [lay_out(f"{stem}.safetensors", shards[0])]
+        return [lay_out(f"{stem}.safetensors", shards[0], metadata)]
     names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     index = {
         "metadata": {"total_size": nbytes_of(entries)},
         "weight_map": {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard},
     }
     text = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
-    files = [lay_out(name, shard) for name, shard in zip(names, shards, strict=True)]
+    files = [lay_out(name, shard, metadata) for name, shard in zip(names, shards, strict=True)]
     return [*files, TargetFile.of(f"{stem}.safetensors.index.json", text)]
