@@ -183,6 +183,19 @@ def test_a_model_is_packed_without_the_checkpoints_beside_it(tmp_path):
     assert kept["."] == "its name has no step"
 
 
+def test_a_store_in_its_run_is_no_checkpoint_of_it():
+    for name, fixture in (("step4", "s2_bf16_dp2/global_step5"), ("checkpoint-4", MADE["step-6"])):
+        run = Path(f"{name[0]}-run")
+        shutil.copytree(FIXTURES / fixture, run / name)
+        save_file(
+            {"w": np.ones(9, np.float32)}, run / "model.safetensors"
+        )  # the run itself is a checkpoint, or this is
+        (run / "latest").write_text(name)
+        assert zckpt.pack(run, run / "store").packed
+        assert not zckpt.pack(run, run / "store").packed
+        assert len(zckpt.history(run).checkpoints) == len(zckpt.history(run / "store").checkpoints) == 2
+
+
 def test_links_of_a_store_lead_nowhere_else():
     """Not by way of other links, either; and what only looks so is read."""
     links = {

@@ -203,6 +203,16 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _folders(path: Path) -> list[Path]:
-    """Return the directories in one, but links, and hidden ones: what is being written has such a name."""
+    """Return the directories in one, but links, stores, and hidden ones: what is being written has such a name."""
     entries = entries_of(path, lenient=True)
-    return [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
+    some = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
+    return [one for one in some if not _is_store(one)]
+
+
+def _is_store(path: Path) -> bool:
+    """Tell whether a directory is a store of checkpoints; what that needs is loaded where it is likely."""
+    if not (path / "store.json").exists():
+        return False
+    from zckpt.storage.packed.store import is_store
+
+    return is_store(path)

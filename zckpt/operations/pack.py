@@ -263,7 +263,7 @@ def pack(
     }
     if dry_run:
         present = PackedStore(place).names()[0] if is_store(place) else {}
-        would = [PackedOne(called[one.path], nbytes_of(files_of(one.path, called)), 0) for one in every]
+        would = [PackedOne(called[one.path], nbytes_of(files_of(one.path, [*called, place])), 0) for one in every]
         return Packed(str(place), [one for one in would if one.name not in present], [*present], dry_run=True, notes=[])
     with writing(place) as into:
         done = packed_into(into, [(called[one.path], one) for one in every], full_every, shared["reporter"])
@@ -313,7 +313,7 @@ def packed_into(
     for error in wrong.values():
         if not isinstance(error, DamagedFileError):  # of what is whole a checkpoint would be packed twice
             raise error
-    apart = [unit.path for _, unit in every]
+    apart = [store.path, *(unit.path for _, unit in every)]
     files = {name: files_of(unit.path, apart) for name, unit in every}
     for name, unit in every:
         if name in names and not _are_packed(unit.path, files[name], store.index(names[name]).files, apart):
