@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import math
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -336,6 +338,21 @@ def test_what_is_saved_converts_to_other_formats(at, to, saved):
     assert {p.name for p in mine.tensors()} == {p.name for p in its.tensors()}
     for parameter in its.parameters.values():
         assert_same_slots(mine, its, parameter.name)
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_values_that_other_libraries_make_are_found(stock):
+    """A scheduler's None and numpy's array; not an object, beside which all else is."""
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.1, 1.0, cycle_momentum=False).state_dict()
+    assert None in scheduler.values()
+    rest = {"array": np.arange(3), "last": deque([1], 2), **({"object": Path("x")} if stock else {})}
+    state = {"model": {"w": torch.ones(2)}, "scheduler": scheduler, "rest": rest}
+    dcp.save(state, **({"checkpoint_id": "saved"} if stock else {"storage_writer": zckpt.dcp.Writer("saved")}))
+    found = {"model": {"w": torch.zeros(2)}, "scheduler": dict.fromkeys(scheduler, 7), "rest": {"array": 7, "last": 7}}
+    dcp.load(found, storage_reader=zckpt.dcp.Reader("saved"))
+    assert found["scheduler"] == scheduler
+    assert (found["rest"]["array"].tolist(), found["rest"]["last"]) == ([0, 1, 2], deque([1], 2))
 
 
 def test_a_whole_checkpoint_becomes_a_torch_file():

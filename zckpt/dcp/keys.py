@@ -28,9 +28,10 @@ from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE
 from zckpt.formats.dcp.write_items import items
 from zckpt.formats.torch_files.content import OPTIMIZER_KEYS, STATE_DICT_KEYS
 from zckpt.formats.torch_files.optimizer import split_key
-from zckpt.formats.torch_files.writer import SlotTensor
+from zckpt.formats.torch_files.writer import SlotTensor, is_readable
 from zckpt.immutable import immutable
 from zckpt.operations.open import OpenedCheckpoint
+from zckpt.optim.values import is_made, value_of
 from zckpt.state import MASTER, WEIGHT, Parameter, ParamGroup, Slot, number_of
 from zckpt.state.names import bare_names, is_number, plain_name, without_wrappers
 from zckpt.state.views import zeros
@@ -102,16 +103,18 @@ class Keys(dict[str, StorageEntry]):
 
         # All that there is, under the keys that were told, or the most usual ones.
         roots = {"model": self._models[0], "optimizer": self._optimizers[0]}
-        for item in items(checkpoint):
+        for item in items(checkpoint, readable=False):
             root = roots.get(str(item.path[0])) if len(item.path) > 1 else None
             key, path, value = item.key, item.path, item.value
             if root is not None:
                 key = f"{root}{'.'.join(map(str, path[1:]))}"
                 path = (*root.split(".")[:-1], *path[1:])
-            elif value is None:
-                continue
+            elif isinstance(value, SlotTensor):
+                self._beside[key] = Elements((value.slot,))
+            elif is_readable(value) or is_made(value_of(value)):
+                self._beside[key] = Value(value)
             else:
-                self._beside[key] = Elements((value.slot,)) if isinstance(value, SlotTensor) else Value(value)
+                continue
             with suppress(UsageError):  # of parameters without names
                 if (entry := self.get(key)) is not None:
                     self[key], self.paths[key] = entry, path

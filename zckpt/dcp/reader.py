@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -235,7 +236,7 @@ class Reader(StorageReader):
                 continue
             if isinstance(known, Scalar) and not isinstance(current, (bool, int, float)):
                 value = torch.tensor(known.value, dtype=getattr(torch, known.dtype), device="cpu")
-            containers = (Mapping, list, tuple, set, frozenset)
+            containers = (Mapping, list, tuple, set, frozenset, deque)
             if not all(isinstance(one, (*containers, *PLAIN)) for one in each(value, inside)):
                 continue  # of a class of which nothing is made without running code of others; the program's own stays
             data = io.BytesIO()

@@ -59,12 +59,12 @@ class Item:
 NESTED, FLAT = "nested", "flat"
 
 
-def items(checkpoint: Checkpoint, dtype: str = "keep", keys: str = NESTED) -> list[Item]:
+def items(checkpoint: Checkpoint, dtype: str = "keep", keys: str = NESTED, *, readable: bool = True) -> list[Item]:
     """Return all leaves of the state dict, in its order.
 
     Trained parameters of the model are written as `dtype`; "keep": as they are. `keys`: NESTED or FLAT. Values besides
     the model and the optimizer are left out where a program that does not know zckpt, or the library that made them,
-    could not read them.
+    could not read them, if all must be `readable`.
 
     Raises UnsupportedError: state that no single parameter can hold, or names that make one key of two leaves.
     """
@@ -86,7 +86,7 @@ def items(checkpoint: Checkpoint, dtype: str = "keep", keys: str = NESTED) -> li
     others |= without(checkpoint.metadata, *(of_modules_alone if modules.keys() <= model.keys() else ()))
     for key, value in others.items():
         is_named = keys == NESTED or not isinstance(node_of(value), TENSORS)  # else it would be one of the model's
-        if key not in root and is_readable(value) and is_named:
+        if key not in root and is_readable(value, strictly=readable) and is_named:
             more = list(_opened((key,), value, None))
             new = {item.key for item in more}
             if len(new) == len(more) and not new & found.keys():

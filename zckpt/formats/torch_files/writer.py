@@ -68,8 +68,11 @@ MAXIMUM_NODES = 100_000
 """Of one value besides the model and the optimizer: a file may repeat one part of a tree in itself without end."""
 
 
-def is_readable(value: object) -> bool:
-    """Tell whether torch by itself can read a value, and whether it is a tree of reasonable size."""
+def is_readable(value: object, *, strictly: bool = True) -> bool:
+    """Tell whether torch by itself can read a value, and whether it is a tree of reasonable size.
+
+    `strictly`: otherwise there may be anything in it but a tensor of a subclass.
+    """
     waiting: list[tuple[int, object]] = [(0, value)]
     budget = MAXIMUM_NODES
     while waiting:
@@ -84,7 +87,7 @@ def is_readable(value: object) -> bool:
             below: list[object] = list(node.values())
         elif type(node) in (list, tuple):
             below = list(node)  # type: ignore[call-overload]
-        elif type(node) in VALUES:
+        elif type(node) in VALUES or (not strictly and type(node) is not Tensor):
             continue
         elif type(node) is Tensor:
             if node.subclass is not None or node.metadata or node.state is not None or node.hooks:
