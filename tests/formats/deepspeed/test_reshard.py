@@ -294,6 +294,19 @@ def test_the_clients_own_keys_stay_as_they_are(world_size, options):
     assert plain(new["nested"]["set"]) == plain(old["nested"]["set"])
 
 
+@pytest.mark.parametrize("name", ["s1_bf16_dp2", "s2_bf16_dp2"])
+def test_frozen_parameters_of_files_without_lists_arrive_at_stage_3(name):
+    """DeepSpeed 0.8 lists neither these nor tied ones, and ZeRO-3 has the former nowhere else."""
+    tag = copy(name)
+    keys = ("frozen_param_shapes", "frozen_param_fragments", "shared_params")
+    edit(model_file(tag), lambda content: [content.pop(key) for key in keys])
+    found = zckpt.open(cut(tag.parent, "cut", 3, stage=3))
+    truth = Truth(FIXTURES / name)
+    assert {one for one, p in found.parameters.items() if p.frozen} == set(truth.frozen)
+    for one in truth.frozen:
+        assert_same(found.read(one), truth.weights[one], one)
+
+
 def test_client_keys_that_are_numbers_and_sparse_tensors_arrive():
     tag = copy("s2_fp32_dp2")
     edit(model_file(tag), lambda content: content.update({7: torch.ones(2), "mask": torch.eye(3).to_sparse()}))

@@ -83,6 +83,8 @@ def model_tree(target: Target, mp: Rank, rank: int) -> object:
     if target.stages is not None:
         written["num_experts"] = numbers_of_experts(mp.parameters)
     content = restated(source.file, dict_of(source.file.root), written)  # keys that are no texts, too
+    if lists and target.stage == 3:  # where values of frozen parameters are; no file had lists of these before 2023
+        content |= {key: written[key] for key in ("frozen_param_shapes", "frozen_param_fragments")}
     if mp.unpartitioned is not None:
         content["optimizer"] = stage0_optimizer(mp, mp.unpartitioned)
     arguments = arguments_in(source.content)
