@@ -124,6 +124,21 @@ def test_what_cannot_be_resumed_is_told_by_its_reason(source, options, words):
     assert not words or any(words in one for one in found.why)
 
 
+@pytest.mark.parametrize(
+    ("source", "ranks", "words"),
+    [
+        ("mcore_bf16_buckets_tp2_dp2", 4, ""),  # `dp_reshardable`: Megatron-Core 0.16.1 loaded such with 1, 3 and 4
+        ("mcore_bf16_buckets_tp2_dp2", 64, "it was saved by 2 ranks"),
+        ("mcore08_buckets_pp2", 4, "it was saved by 1 ranks"),
+        ("mcore_bf16_moe_freq", 64, ""),
+    ],
+)
+def test_megatron_takes_its_buckets_at_other_data_parallel_ranks_or_not(source, ranks, words):
+    found = zckpt.resume_check(FIXTURES / "other" / source / "ckpt", program="megatron", world_size=ranks)
+    assert (found.verdict == "no") == bool(words)
+    assert not words or words in found.why[0]
+
+
 def test_what_a_universal_checkpoint_does_not_bring_back_is_named():
     found = zckpt.resume_check(FIXTURES / "universal" / "s3_bf16_dp2", program="deepspeed", world_size=3)
     assert lost(found) == {"frozen weights", "buffers", "param groups"}

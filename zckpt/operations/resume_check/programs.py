@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -445,9 +445,18 @@ FSDP2 = Program(
 # Megatron
 
 
-def _buckets(facts: Facts) -> str | None:
+BUCKETS_ALIKE = 40
+"""Data-parallel ranks up to which buckets of gradients end at the same parameters, unless their size is given."""
+
+
+def _sharding(facts: Facts) -> object:
     one = facts.checkpoint
-    is_cut = one.details.get("optimizer sharding") == "dp_reshardable" and one.format_version != "legacy"
+    return one.details.get("optimizer sharding") if str(one.format_version).startswith("torch_dist") else ""
+
+
+def _buckets(facts: Facts) -> str | None:
+    kind, most = _sharding(facts), max(facts.ranks, facts.saved_ranks)
+    is_cut = kind == "fully_sharded_bucket_space" or (kind == "dp_reshardable" and most > BUCKETS_ALIKE)
     return same_ranks(facts) if is_cut else None
 
 
@@ -458,18 +467,25 @@ def _version(facts: Facts) -> str | None:
     return None if version.startswith(("torch_dist", "legacy")) else f"of files of {version} this is not known"
 
 
+_MEGATRON = Way(
+    mark=of_format("megatron"),
+    call='--load "{run}"',
+    given="the same tensor- and pipeline-parallel sizes, {ranks} data-parallel ranks",
+    needs=(_buckets,),
+    doubts=(_version,),
+    takes=CORE | {SCHEDULER: "opt_param_scheduler", RANDOM: ANY, SCALE: ANY, OTHER: ANY},
+)
+
 MEGATRON = Program(
     title="Megatron-Core",
     looks_for="iter_NNNNNNN with .metadata and common.pt, or mp_rank_XX/model_optim_rng.pt",
     ways=(
-        Way(
-            mark=of_format("megatron"),
-            call='--load "{run}"',
-            given="the same tensor- and pipeline-parallel sizes, {ranks} data-parallel ranks",
-            needs=(_buckets,),
-            doubts=(_version,),
-            takes=CORE | {SCHEDULER: "opt_param_scheduler", RANDOM: ANY, SCALE: ANY, OTHER: ANY},
+        replace(
+            _MEGATRON,
+            mark=lambda facts: _sharding(facts) in ("fully_reshardable", "fully_sharded_model_space"),
+            given="any tensor-, pipeline- and data-parallel sizes",
         ),
+        _MEGATRON,
     ),
     holds=(has_optimizer,),
     makes=(Make(to="megatron", sized=True, of=("megatron",)), Make(to="megatron", of=("megatron",))),
