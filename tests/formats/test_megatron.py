@@ -386,13 +386,18 @@ def test_masters_without_their_upper_halves_are_whole(flattened, tmp_path):
     weight = ((words >> 16) + (lower < 0)).to(torch.int16).view(torch.bfloat16)
     assert not torch.equal(weight, master.bfloat16())
     stored = lower.reshape(2, 4, 1, 80) if flattened else lower
-    source = write(tmp_path / "run", {FC2: weight, f"optimizer.state.param.{FC2}": stored}, optimizer=optimizer(GROUP))
+    tensors = {FC2: weight, f"optimizer.state.param.{FC2}": stored}
+    source = write(tmp_path / "run", tensors, optimizer=optimizer(GROUP), args=Namespace(transformer_impl="local"))
     assert zckpt.verify(source, deep=True).findings == []
     for to in ("megatron", "zckpt", "dcp"):
         zckpt.convert(source, tmp_path / to, to=to, verify=True)
         opened = zckpt.open(tmp_path / to)
         read = [opened.read(f"decoder.layers.{i}.mlp.linear_fc2.weight", "master") for i in range(2)]
         assert torch.equal(torch.stack(read), master)
+    for options in ({"optimizer": "flattened"}, {"ckpt_format": "torch"}):
+        with refusing(UnsupportedError, "is computed .* and this target cuts it; write torch_dist, then this target"):
+            zckpt.convert(source, tmp_path / "cut", to="megatron", **options)
+        zckpt.convert(tmp_path / "megatron", tmp_path / next(iter(options)), to="megatron", verify=True, **options)
 
 
 def test_flat_buffers_are_left_out_and_nothing_is_written():

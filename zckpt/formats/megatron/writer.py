@@ -32,6 +32,7 @@ from dataclasses import field
 from pathlib import Path
 
 from zckpt.compare.logical import parameter_values, single
+from zckpt.engine.computed import Computed
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.evidence import refuse_ungrouped, refuse_unnamed
@@ -165,6 +166,11 @@ class Source:
             said = arguments_of(checkpoint.metadata.get(ARGUMENTS)).get("use_distributed_optimizer")
             is_plain = said is False if isinstance(said, bool) else checkpoint.param_groups and not distributed
             kind = PLAIN if is_plain else DISTRIBUTED
+        masters = (one.name for one in trained.values() if isinstance(one.master, Computed))
+        computed = first_of([*masters, *(name for name, (slot, _) in tensors.items() if isinstance(slot, Computed))])
+        if computed and (kind == FLATTENED or getattr(options, "ckpt_format", "torch") == "torch"):
+            raise UnsupportedError(f"{computed} is computed from what the files have, and this target cuts it",
+                                   advice="write torch_dist, then this target from that")  # fmt: skip
         chosen = first_of([getattr(options, ITERATION, None), checkpoint.step])
         if chosen is None and trained:
             raise UsageError("SOURCE does not state its iteration", expected="--iteration N")
