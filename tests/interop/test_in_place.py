@@ -58,6 +58,7 @@ FORMS = [
     ("s1_bf16_dp2_bf16opt", {"world_size": 3}),
     ("s3_bf16_dp2", {"stage": 1, "bf16_optimizer": True, "world_size": 3}),
     ("s2_bf16_dp2_elastic", {"elastic": False, "world_size": 1}),
+    ("s2_fp16_dp2", {"stage": 0, "world_size": 1}),
 ]
 OTHERS = [
     ("s2_bf16_dp2_rr", {"stage": 1, "world_size": 3}),

@@ -94,8 +94,9 @@ class DeepSpeedState(OfMembers):
         theirs = plain(node.state) if isinstance(node, Object) else of_stage0(self.source.metadata)
         ours = self.optimizer.state_dict() if own is None else vars(own)  # stage 0 keeps no object
         if isinstance(theirs, Mapping) and theirs.get("dynamic") and "last_overflow_iter" in ours:
-            known = {key: value for key, value in theirs.items() if isinstance(value, (int, float))}
-            yield "loss scaler", known, {**ours, "dynamic": True}
+            ours = {**ours, "dynamic": True}
+            numbers = {key: value for key, value in theirs.items() if isinstance(value, (int, float))}
+            yield "loss scaler", {key: one for key, one in numbers.items() if own is not None or key in ours}, ours
 
 
 def _held(optimizer: Any) -> Held:
