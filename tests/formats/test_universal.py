@@ -401,6 +401,22 @@ def test_files_that_hold_something_else_are_refused(content, tmp_path):
         zckpt.open(target)
 
 
+def test_a_universal_checkpoint_without_hyperparameters_is_read(tmp_path):
+    """DeepSpeed up to 0.14.0 converts neither these nor steps."""
+    target = sample(tmp_path)
+    edit(target / "zero/optimizer_state.pt", lambda content: content.pop("param_groups"))
+    for path in target.rglob("step.pt"):
+        path.unlink()
+    found, truth = zckpt.open(target), Truth(FIXTURES / "s2_bf16_dp4")
+    assert_state(found, truth)
+    assert [group.parameters for group in found.param_groups] == truth.facts["order"]
+    assert [(group.hyperparameters, group.state) for group in found.param_groups] == [({}, {})] * 3
+    assert any("no hyperparameters and no steps" in warning for warning in found.warnings)
+    zckpt.convert(target, tmp_path / "z", to="zckpt", verify=True)
+    with refusing(UnsupportedError, "holds no hyperparameters"):
+        zckpt.convert(target, tmp_path / "d", to="deepspeed", world_size=2)
+
+
 def test_names_in_a_file_do_not_lead_out_of_the_directory(tmp_path):
     elsewhere = {"../../elsewhere": torch.Size([1])}
     target = changed("s2_bf16_dp4", tmp_path, lambda content: content["param_shapes"].__setitem__(2, elsewhere))

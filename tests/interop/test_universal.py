@@ -256,3 +256,17 @@ def test_files_of_fixtures_are_those_of_the_converter(name, tmp_path):
     theirs = converted_by_deepspeed(FIXTURES / name / "global_step5", tmp_path / "theirs")
     (theirs / "zero/optimizer_state.pt").unlink()
     assert_same_files(written(FIXTURES / name, tmp_path) / "step_u", theirs, flat=False)
+
+
+@pytest.mark.parametrize("name", ["tp2_s1_bf16_dp2", "tp2_s2_fp32_dp2", "tp2_s3_bf16_dp2"])
+def test_slices_of_weights_beside_whole_masters_are_put_together(name, tmp_path):
+    """The converter copies the model files of tensor-parallel ranks as they are."""
+    theirs = converted_by_deepspeed(FIXTURES / name / "global_step5", tmp_path / "theirs")
+    assert zckpt.verify(theirs, deep=True).sound
+    found, source = zckpt.open(theirs), zckpt.open(FIXTURES / name)
+    assert {one: p.slots.keys() for one, p in found.parameters.items()} == {
+        one: p.slots.keys() for one, p in source.parameters.items()
+    }
+    assert_same_state(found, source)
+    zckpt.convert(theirs, tmp_path / "cut", to="deepspeed", world_size=2, tensor_parallel_size=2, verify=True)
+    assert_same_state(zckpt.open(tmp_path / "cut"), source, means_are_rounded=True)

@@ -204,7 +204,7 @@ def comparable(parameter: Parameter) -> bool:
         and weight is not None
         and is_floating(weight.dtype)
         and itemsize(master.dtype) >= itemsize(weight.dtype)
-        and not master.replicas
+        and not (master.replicas or weight.replicas)
         and bool(master.spans or not master.numel)
     )
 

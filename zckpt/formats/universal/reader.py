@@ -21,10 +21,13 @@ from zckpt.evidence import note_not_used
 from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.axes.auto_ep import KEY as LAYERS_KEY
 from zckpt.formats.deepspeed.axes.auto_ep import router_names
-from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY
+from zckpt.formats.deepspeed.axes.gpt_model import known_rules
+from zckpt.formats.deepspeed.axes.tensor_parallel import merge
+from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY, Rules
 from zckpt.formats.deepspeed.directory import MODEL, shards_in
 from zckpt.formats.deepspeed.layouts.layout import complete_aliases, optimizer_order, tied_names
 from zckpt.formats.deepspeed.layouts.per_parameter import FrozenPadding, frozen_weight
+from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.ranks import missing_files, missing_ranks
 from zckpt.formats.deepspeed.reader import keep_models
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, Shapes, read_models, section
@@ -108,6 +111,7 @@ def read(directory: Path, *, names: GivenNames = None) -> Checkpoint:
         reading.place_groups()
         reading.place_untrained()
         reading.place_trained()
+        reading.join_weights()
         reading.note_copies()
         reading.give_state()
         reading.carry()
@@ -188,11 +192,6 @@ class _Reading:
         """
         path, inner = self.file.path, section(self.content, "optimizer_state_dict")
         stored = first_of(one.get("param_groups") for one in (self.content, inner))
-        if not isinstance(stored, list) or not all(isinstance(group, dict) for group in stored):
-            raise DamagedFileError("unreadable param_groups", expected="a list of dicts",
-                                   found=type(stored).__name__)  # fmt: skip
-        groups = [with_file(self.file, with_scalars(group, path)) for group in stored]
-        members = [[n for n in list_of(group.pop("params", None)) if type(n) is int] for group in groups]
         shapes: list[Shapes] = []  # of each group (of ZeRO-3: sub-group), in the order of the flat buffers
         for model in self.firsts:
             if model.param_shapes is None:
@@ -201,6 +200,14 @@ class _Reading:
             shapes += [{} for _ in model.param_shapes[len(shapes) :]]
             for its, own in zip(shapes, model.param_shapes, strict=False):
                 its.update(own)
+        if stored is None and "group_paddings" in self.content:
+            stored = [{} for _ in shapes]
+            self.checkpoint.warnings.append(f"{path}: no hyperparameters and no steps, as from DeepSpeed up to 0.14.0")
+        if not isinstance(stored, list) or not all(isinstance(group, dict) for group in stored):
+            raise DamagedFileError("unreadable param_groups", expected="a list of dicts",
+                                   found=type(stored).__name__)  # fmt: skip
+        groups = [with_file(self.file, with_scalars(group, path)) for group in stored]
+        members = [[n for n in list_of(group.pop("params", None)) if type(n) is int] for group in groups]
         if len(shapes) != len(groups):  # ZeRO-3's sub-groups: a group's `params` are their numbers
             if sorted(number for numbers in members for number in numbers) != list(range(len(shapes))):
                 raise LayoutError("param_shapes and the optimizer have different numbers of groups",
@@ -327,6 +334,28 @@ class _Reading:
         for key in (MASTER, *(key for key in stored.tensors if key != MASTER)):
             slots[key] = stored.tensors[key].slot(key, shape)
         return Parameter(name, shape, holders[0][1].dtype if holders else self.first.dtype, slots)
+
+    def join_weights(self) -> None:
+        """Give trained parameters the weights of which each tensor-parallel rank's model file has a slice."""
+        checkpoint, known, model = self.checkpoint, self.checkpoint.parameters, self.first
+        names = [name for name in self.shapes if 1 < len(self.module.get(name, ())) == len(self.ranks)]
+        shapes = {name: self.shapes[name] for name in names}
+        info = known_rules(model.content, shapes, model.path) if names and not self.parameterwise else None
+        if info is None:
+            return
+        ranks = [Rank(one.path, checkpoint.format) for one in self.firsts]
+        for one, rank in zip(self.firsts, ranks, strict=True):
+            for name in names:
+                rank.parameters[name] = Parameter.of(name, slot_of(WEIGHT, one.module[name], one.path))
+        merged = merge(ranks, Rules(info, model.path))
+        for name in names:
+            whole = merged.parameters[name]
+            if whole.shape != known[name].shape:
+                raise LayoutError(f"{name} has two shapes", path=model.path, expected=known[name].shape,
+                                  found=f"slices of {whole.shape}")  # fmt: skip
+            known[name].slots = {**whole.slots, **known[name].slots}
+        checkpoint.duplicates += merged.duplicates
+        checkpoint.padding_spans += merged.padding_spans
 
     def _check_complete(self, held: Sequence[Held]) -> None:
         """Raise if a parameter has some of the files of another: of one in its group, or in a group of the same form.
