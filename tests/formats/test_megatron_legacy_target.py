@@ -140,6 +140,17 @@ def test_what_is_written_of_a_model_that_is_partly_frozen_is_read(frozen, cut):
     assert not zckpt.diff(source, "alone").changed
 
 
+def test_experts_are_cut_as_the_rest_which_is_said_where_they_were_not():
+    experts = "mlp.experts.experts.0"
+    shapes = {"self_attention.linear_proj.weight": (4, 4), "mlp.router.weight": (1, 4),
+              f"{experts}.linear_fc1.weight": (8, 4), f"{experts}.linear_fc2.weight": (4, 8)}  # fmt: skip
+    tensors = {f"decoder.layers.0.{name}": torch.randn(shape) for name, shape in shapes.items()}
+    source = write(Path("source"), tensors, args=argparse.Namespace(expert_tensor_parallel_size=1))
+    notes = [zckpt.convert(source, str(tp), to="megatron", ckpt_format="torch", tensor_parallel_size=tp).notes
+             for tp in (1, 2)]  # fmt: skip
+    assert [any("experts are cut for" in one for one in its) for its in notes] == [False, True]
+
+
 def files_in(run, name=MODEL) -> list[Path]:
     return sorted(Path(run).glob(f"iter_*/mp*/{name}"))
 

@@ -33,7 +33,7 @@ from zckpt.formats.megatron.directory import FILE, FOLDER, OPTIMIZER_FILE
 from zckpt.formats.megatron.fused import ONE
 from zckpt.formats.megatron.legacy import APART, BOUNDS, CHUNKS, EXPERTS, FUSED, LAYERS, NUMBERED, ORDER, UNTIED
 from zckpt.formats.megatron.local import GRADIENTS
-from zckpt.formats.megatron.names import BLOCK, LOCAL, TIED, Name, filed_names, live_names
+from zckpt.formats.megatron.names import BLOCK, LOCAL, TIED, Name, filed_names, is_expert, live_names
 from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, ROWS, Arguments, states_by
 from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, STATES, STEP
 from zckpt.formats.megatron.stages import (
@@ -54,7 +54,7 @@ from zckpt.immutable import immutable
 from zckpt.state import MASTER, Checkpoint, Slot, Topology, by_key, dict_of, size_of, stated
 from zckpt.torchfile import DType
 
-RNG = "rng_state"
+RNG, EXPERT_CUT = "rng_state", "expert_tensor_parallel_size"
 
 _MODULE = re.compile(r"((?:.*\.)?(?:linear_\w+|output_layer|eh_proj|query_key_value|dense\w*))\.weight[0-9]*")
 _CHUNK = re.compile(r"model([0-9]+)\.(.+)")
@@ -163,7 +163,7 @@ def sizes_of(target: Target, arguments: Arguments) -> dict[str, object]:
         "virtual_pipeline_model_parallel_size": target.chunks if target.chunks > 1 else None,
         "num_layers_per_virtual_pipeline_stage": target.bounds[1] - target.bounds[0] if target.chunks > 1 else None,
         "expert_model_parallel_size": top.ep,
-        "expert_tensor_parallel_size": top.tp,
+        EXPERT_CUT: top.tp,
         "data_parallel_size": top.dp,
         "world_size": top.dp * top.tp * top.pp * (size_of(arguments, "context_parallel_size") or 1),
         **stated({"padded_vocab_size": target.rows}),
@@ -237,7 +237,11 @@ def lay_out(job: Job) -> TargetFiles:
     ranks = list(_ranks(model))
     tree = source.common_tree({key for key, value in checkpoint.metadata.items() if shards_of(value)})
     if ARGUMENTS in tree:
-        tree[ARGUMENTS] = arguments_with(tree[ARGUMENTS], sizes_of(target, arguments_of(tree[ARGUMENTS])))
+        said = arguments_of(tree[ARGUMENTS])
+        if said.get(EXPERT_CUT) not in (None, top.tp) and any(map(is_expert, model.given)):
+            source.notes.append(f"experts are cut for {top.tp} tensor-parallel ranks, as the rest, and SOURCE's for "
+                f"{said[EXPERT_CUT]}: start Megatron-LM with --expert-tensor-parallel-size {top.tp}")  # fmt: skip
+        tree[ARGUMENTS] = arguments_with(tree[ARGUMENTS], sizes_of(target, said))
     its_own = _of_ranks(checkpoint, ranks, target)
     if RNG in checkpoint.metadata and its_own is None:
         source.notes.append("random states belong to other ranks, and are kept in zckpt.pt: start Megatron-LM with "
