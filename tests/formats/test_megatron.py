@@ -413,6 +413,18 @@ def test_flat_buffers_are_left_out_and_nothing_is_written():
     assert zckpt.open("model.safetensors").parameters.keys() == opened.parameters.keys()
 
 
+def test_buffers_of_the_lower_halves_of_masters_say_so():
+    source = OTHER / "mcore_bf16_buckets_tp2_dp2" / "ckpt"
+    [folder] = source.glob("iter_*")
+    tensors = {}
+    _load_state_dict(tensors, dcp.FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    halves = {key: one.view(torch.int32).to(torch.int16) for key, one in tensors.items() if key.endswith(".param")}
+    write(Path("run"), tensors | halves, **torch.load(folder / "common.pt", weights_only=False))
+    [said] = zckpt.open("run").warnings
+    assert said.endswith("masters are lower halves alone (store_param_remainders), which fit any weights "
+                         "(only its own program goes on with it)")  # fmt: skip
+
+
 def test_master_of_another_place_is_noticed_and_nothing_is_written():
     """As megatron-core 0.16.1 writes it where a rank has two padded buckets: shifted, and the rest zero."""
     torch.manual_seed(1)

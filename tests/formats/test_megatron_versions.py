@@ -23,7 +23,7 @@ from zckpt.errors import (
     UnsupportedError,
 )
 from zckpt.formats.account import take_inventory
-from zckpt.formats.megatron.buckets import between, unproven
+from zckpt.formats.megatron.buckets import between
 from zckpt.formats.megatron.cut import Cut, cut_of
 from zckpt.formats.megatron.stages import order_of, orders
 from zckpt.state import Extent, Slot, Span
@@ -191,11 +191,6 @@ def test_state_of_grouped_experts_that_fits_neither_way_is_refused():
     set_weight(run, "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight", b"\x00\x41")
     with refusing(UnsupportedError, r"is GroupedMLP's, transposed.*in none"):
         zckpt.open(run)
-
-
-def test_lower_halves_of_masters_prove_nothing():
-    one = {"a": Slot("master", "int16", (0,), ())}
-    assert "is only the lower half" in str(unproven(one, one))
 
 
 def test_gaps_of_a_line_are_between_its_ranges():

@@ -26,7 +26,7 @@ from zckpt.errors import DamagedFileError, UnsupportedError, listed
 from zckpt.formats.megatron.objects import Arguments
 from zckpt.formats.torch_files.tensors import as_mapping, slot_of
 from zckpt.immutable import immutable, mutable
-from zckpt.state import MASTER, PaddingSpan, Shape, Slot, is_floating, itemsize, list_of, size_of
+from zckpt.state import MASTER, PaddingSpan, Shape, Slot, itemsize, list_of, size_of
 from zckpt.state.boxes import SpanIndex, without
 from zckpt.state.inventory import ANY, IMPLIED, Rule
 from zckpt.state.views import narrow, reshape
@@ -235,8 +235,6 @@ def unproven(masters: Mapping[str, Slot], weights: Mapping[str, Slot]) -> str | 
     with Sources() as sources:
         for name, master in masters.items():
             weight = weights[name]
-            if not is_floating(master.dtype):
-                return f"that of {name} is only the lower half, which fits any weight (store_param_remainders)"
             for start in range(0, master.numel, BLOCK_NUMEL):
                 extent = master.flat(start, min(BLOCK_NUMEL, master.numel - start))
                 wrong = not_rounded(read_extent(master, extent, sources), read_extent(weight, extent, sources))

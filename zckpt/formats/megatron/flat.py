@@ -45,7 +45,7 @@ from zckpt.formats.megatron.optimizer import HYPERPARAMETERS, SCALER, loss_scale
 from zckpt.formats.megatron.stages import FURTHER, Chunks, Dealt, Sliced, expert_counts, on_expert_rank, orders
 from zckpt.formats.torch_files.tensors import TensorItem, carried
 from zckpt.immutable import immutable, mutable
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot, by_key, dict_of, size_of
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot, by_key, dict_of, is_floating, size_of
 from zckpt.state.inventory import ANY, CARRIED, COPY, IMPLIED, LEFT_OUT, REST, UNNAMED_STATE, Rule
 from zckpt.state.inventory import STATE as AS_STATE
 from zckpt.state.views import concat
@@ -60,6 +60,8 @@ _OBJECT = re.compile(_GROUP + r"(\w+)/shard_.*")
 GROUPS, STATE, SIZES, UNPADDED_SIZES = (
     "optimizer", "param_state", "per_bucket_numel", "per_bucket_numel_unpadded"
 )  # fmt: skip
+
+ADVICE = "save it as fully_reshardable with the program that wrote it"
 
 Place = tuple[int, int]
 """An optimizer of a chain, and a model-parallel rank."""
@@ -129,7 +131,7 @@ def with_flat(
     except SourceError as error:
         checkpoint.warnings.append(
             f"the optimizer's state is in {len(items) + len(known.of(STATE))} flat buffers without names, which "
-            f"could not be read: {error.message} (save it as fully_reshardable with the program that wrote it)"
+            f"could not be read: {error.message} ({error.advice or ADVICE})"
         )
         keys = (*items, *(key for key in objects if _OBJECT.fullmatch(key)))
         unread = [Rule((text_of(key), REST), LEFT_OUT, UNNAMED_STATE, tensors=True) for key in keys]
@@ -185,6 +187,9 @@ def _buffers(items: Mapping[str, TensorItem], objects: Objects) -> Buffers:
         match = _BUCKET.fullmatch(key)
         if match is None or len(item.shape) != 1:
             raise UnsupportedError(f"{key[:120]} is not a bucket")
+        if match[6] == PARAM and not is_floating(item.dtype):
+            raise UnsupportedError("masters are lower halves alone (store_param_remainders), which fit any weights",
+                                   advice="only its own program goes on with it")  # fmt: skip
         own = buckets.setdefault((int(match[1] or 0), int(match[2]), int(match[3])), {})
         own.setdefault(int(match[5]), (match[4], {}))[1][MASTER if match[6] == PARAM else match[6]] = item
     found: Buffers = {}
