@@ -99,6 +99,23 @@ def test_from_store_to_store(s3, served):
     assert zckpt.diff(s3.directory / "to/dcp", SOURCE).equal
 
 
+@pytest.mark.parametrize("name", ["r*", "r[ab]", "r?"])
+def test_names_are_no_patterns(name):
+    """fsspec takes them for such where it removes and moves: of another run, whose name fits, too."""
+    import fsspec
+
+    fs = fsspec.filesystem("memory")
+    for other in ("ra", ".ra.zckpt-partial", ".ra.safetensors.zckpt-partial"):
+        fs.pipe_file(f"/odd/{other}/file", b"theirs")
+    for _ in range(2):
+        zckpt.reshard(SOURCE, f"memory://odd/{name}", world_size=1, overwrite=True)
+        zckpt.consolidate(SOURCE, f"memory://odd/{name}.safetensors", overwrite=True)
+    assert zckpt.diff(SOURCE, f"memory://odd/{name}").equal
+    assert zckpt.open(f"memory://odd/{name}.safetensors").parameters
+    assert len([one for one in fs.find("/odd") if one.endswith("/file")]) == 3
+    fs.rm("/odd", recursive=True)
+
+
 def test_memory():
     import fsspec
 

@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from glob import escape
 from typing import Any, ClassVar, TypeVar
 
 from zckpt.storage.remote.addresses import Address
@@ -104,7 +105,16 @@ class FsspecStore(Store):
 
     def remove_folder(self, key: str) -> None:
         """Remove what is below a directory, and it; or a file."""
-        self._asked(lambda fs: fs.exists(key) and fs.rm(key, recursive=True))
+
+        def removed(fs: Any) -> None:  # noqa: ANN401
+            if fs.exists(key) and escape(key) == key:
+                fs.rm(key, recursive=True)
+            elif fs.exists(key):  # `rm` may take it for a pattern, and remove what fits
+                every = fs.find(key, withdirs=True, detail=True)
+                for name in sorted(every, reverse=True):
+                    (fs.rmdir if every[name]["type"] == "directory" else fs.rm_file)(name)
+
+        self._asked(removed)
 
     def below(self, key: str) -> list[str]:
         """Return the files below a directory."""
@@ -147,10 +157,16 @@ class FsspecStore(Store):
 
     def move(self, one: str, other: str) -> None:
         """Let something have another name, in the place of what has it. Not `attempt`ed."""
+        from fsspec import AbstractFileSystem
+
         fs = self.client
         if fs.exists(other):
-            fs.rm(other)
-        fs.mv(one, other)
+            fs.rm_file(other)
+        if escape(one) == one or type(fs).cp_file is AbstractFileSystem.cp_file:  # the latter has a `mv` of its own
+            fs.mv(one, other)
+        else:  # which `mv` may take for a pattern
+            fs.cp_file(one, other)
+            fs.rm_file(one)
 
 
 class SftpStore(FsspecStore):
