@@ -513,6 +513,9 @@ def test_the_command_line_packs_unpacks_patches_and_applies(made):
     succeeded("apply s/step-1 p two")
     assert contents("two") == contents(made / "run/step-2")
     succeeded("inspect s/step-2")
+    shutil.copytree("one", odd := Path("step\n1"))
+    for words in (("pack", odd, "o", "--dry-run"), ("pack", odd, "o"), ("unpack", Path("o", odd), "back\n1")):
+        assert "\n1" not in succeeded(*words).stdout
 
 
 def test_a_first_pack_that_a_disk_ends_leaves_nothing(monkeypatch):

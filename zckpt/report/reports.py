@@ -395,6 +395,7 @@ SHOWN_DIFFERENCES = 6
 
 def packed(document: Document) -> str:
     """Return the document of `pack` as text."""
+    document = printable(document)
     what = f"{count(len(document['packed']), 'checkpoint')}, {size(document['nbytes'])},"
     if document["dry_run"]:
         would = [(one["name"], size(one["nbytes"])) for one in document["packed"]]
@@ -412,12 +413,14 @@ def packed(document: Document) -> str:
 
 def unpacked(document: Document) -> str:
     """Return the document of `unpack` as text."""
+    document = printable(document)
     done = "would write" if document["dry_run"] else "wrote"
     return f"{done} {count(document['files'], 'file')}, {size(document['nbytes'])}, to {document['target']}"
 
 
 def patched(document: Document) -> str:
     """Return the document of `patch` as text."""
+    document = printable(document)
     kept = document["stored_nbytes"], document["nbytes"]
     some = listed(document["differences"], most=SHOWN_DIFFERENCES)
     differ = f"{count(document['changed'], 'tensor')} changed, {document['equal']} equal"
