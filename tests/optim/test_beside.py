@@ -660,6 +660,7 @@ def test_what_ranks_have_shares_of_is_refused_by_name():
         ("redundancy", lambda model: ZeroRedundancyOptimizer(model.named_parameters(), Many), "keeps sides, type"),
         ("turning", lambda model: ZeroRedundancyOptimizer(model.named_parameters(), Turning, lr=0.1), "keeps turn"),
         ("zero", lambda model: ZeroOptimizer(model.named_parameters(), Turning, lr=0.1), "keeps turn"),
+        ("lbfgs", lambda model: ZeroRedundancyOptimizer(model.named_parameters(), Once, max_iter=1), "keeps old_dirs"),
         ("fsdp", MAKE["ahead"], "each rank would have its own"),
     ):
         model = net()

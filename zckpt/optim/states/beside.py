@@ -190,7 +190,8 @@ def declared(optimizer: Optimizer) -> Declared:
             continue
         for key, value in values.items():
             goes_by_name = isinstance(key, str) and key not in (WEIGHT, MASTER)  # which a slot's name can be
-            is_usual = goes_by_name and (isinstance(value, torch.Tensor) or _is_plain(value))
+            is_plain = _is_plain(value) and value != []  # which LBFGS will fill with tensors
+            is_usual = goes_by_name and (isinstance(value, torch.Tensor) or is_plain)
             where = found.state if is_usual else found.odd
             where.setdefault(numbers[number], {})[key] = value
     odd = [
