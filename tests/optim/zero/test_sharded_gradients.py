@@ -54,6 +54,8 @@ def test_clipping_of_torch_by_norm(attached, options, norm_type):
     model, net, twin, ours = prepared(attached, **options)
     for step in range(2):
         ours.backward(loss_of(model, step))
+        trained = [one for one in net.parameters() if one.requires_grad]
+        torch.autograd.grad(loss_of(net, 9), trained, allow_unused=True)  # puts nothing into `grad`
         mine = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type=norm_type)
         twin.gradients(losses(step))
         its = torch.nn.utils.clip_grad_norm_(twin.model.parameters(), 0.05, norm_type=norm_type)

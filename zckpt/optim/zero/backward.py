@@ -248,6 +248,8 @@ class BackwardOptimizer(FlatOptimizer):
 
         def before_gradient(parameter: weakref.ref[torch.Tensor], _: torch.Tensor) -> None:
             optimizer, its = this(), parameter()
+            if its is not None and isinstance(its.grad, ShardedGradient) and not _accumulates(its):
+                return
             if optimizer is not None:
                 optimizer._sharded.take_out()
             if its is not None and isinstance(its.grad, ShardedGradient):  # of an optimizer that is no more
@@ -515,6 +517,15 @@ class BackwardOptimizer(FlatOptimizer):
         for member in self._reducer.members:
             member.parameter.grad = None
         return missing
+
+
+def _accumulates(parameter: torch.Tensor) -> bool:
+    """Tell whether the backward that runs puts a gradient into `grad`; `torch.autograd.grad` does not."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # what torch says of a leaf whose gradient is returned
+        return False
 
 
 def _on_bucket(optimizer, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # see GradBucket
