@@ -85,7 +85,9 @@ def test_what_is_damaged_deep_within_counts_unless_every_byte_is_read():
     assert why(deep=True)["global_step1"] == "the last"
 
 
-@pytest.mark.parametrize("tracker", ["latest", "latest_checkpointed_iteration.txt", "link", "link into", "trainer"])
+@pytest.mark.parametrize(
+    "tracker", ["latest", "latest_checkpointed_iteration.txt", "link", "link into", "another's link", "trainer"]
+)
 def test_what_is_named_stays(tracker):
     at = steps(1, 2, 3)
     if tracker == "latest":
@@ -95,6 +97,9 @@ def test_what_is_named_stays(tracker):
     elif tracker == "link":
         (at / "exports").mkdir()
         (at / "exports/good").symlink_to("../global_step1")
+    elif tracker == "another's link":
+        (shard := at / "global_step3/mp_rank_00_model_states.pt").unlink()
+        shard.symlink_to(Path("../global_step1", shard.name))
     elif tracker == "link into":
         (at / "weights.pt").symlink_to("global_step1/mp_rank_00_model_states.pt")
     else:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import os
 import re
+import stat
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -146,6 +148,9 @@ def prune(
         )
     every = units_of(top)
     around = Around.of(top, every)
+    for unit in every:
+        with suppress(SourceError):  # of which looking at it will tell
+            around.links.extend(path for path, about in files_of(unit.path) if stat.S_ISLNK(about.st_mode))
     looked = ((one, look(one, around, deep=deep)) for one in every)
     seen = [_Seen(one, record, states) for one, (record, _, states) in looked]
     sound = [one for one in seen if one.record.sound and one.unit.number is not None]
