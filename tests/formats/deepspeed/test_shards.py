@@ -33,7 +33,7 @@ from tests.formats.deepspeed.shards import (
 )
 from tests.pairwise import each, some
 from tests.refusals import refusing
-from tests.truth import Truth, assert_consolidated, assert_state
+from tests.truth import Truth, assert_consolidated, assert_same, assert_state
 from zckpt import LayoutError, ShardError, SourceError, UnsupportedError, WeightMismatchError, ZckptError
 from zckpt.torchfile import plain
 
@@ -414,6 +414,15 @@ def test_experts_of_which_old_versions_list_only_the_first_are_told_apart_from_d
     edit(model_file(tag), lambda content: content.pop("param_shapes"))
     edit_all(tag, of_optimizer(as_before), "*zero_pp_rank_*")
     refused(UnsupportedError, tag, "DeepSpeed up to 0.14.0", "load it with DeepSpeed 0.14.5 or newer")
+    for path in tag.glob("*zero_pp_rank_*"):
+        path.unlink()
+    torch.save({"optimizer": None}, tag / "expp_rank_0_mp_rank_00_optim_states.pt")
+    edit(model_file(tag), lambda content: content.pop("ds_config"))
+    refused(ShardError, tag, "no optimizer state, as beside ZeRO's files, but there are none", "for the weights alone")
+    (tag / "expp_rank_0_mp_rank_00_optim_states.pt").unlink()
+    found, truth = zckpt.open(tag), Truth(FIXTURES / name)
+    for parameter, value in truth.weights.items():
+        assert_same(found.read(parameter), value, parameter)
 
 
 def test_wrong_mapping_under_round_robin_is_what_deepspeed_writes():

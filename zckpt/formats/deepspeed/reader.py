@@ -148,13 +148,23 @@ class _Files:
         )
         leftovers = {shard.path: "another writer's, of the same as the first's" for shard in directory.further}
         self.checkpoint = Checkpoint(str(directory.path), "deepspeed", leftovers=leftovers)
-        for shard, file in self.of_experts if self.optimizers else ():
-            if not isinstance(file.root, dict) or any(value is not None for value in file.root.values()):
+        for shard, file in self.of_experts:
+            is_empty = isinstance(file.root, dict) and all(value is None for value in file.root.values())
+            if self.optimizers and not is_empty:
                 raise UnsupportedError(
                     "holds optimizer state although ZeRO's files have all of it",
                     path=shard.path,
                     expected="{'optimizer': None}",
                     advice="if it is left over from a run without ZeRO, move it away",
+                )
+            if is_empty and not self.optimizers:
+                raise ShardError(
+                    "holds no optimizer state, as beside ZeRO's files, but there are none",
+                    path=shard.path,
+                    expected="a file zero_pp_rank_*_optim_states.pt of each rank",
+                    advice="give the directory that holds them with --root; for the weights alone, move "
+                    "*optim_states.pt away",
+                    code=MISSING_FILE,
                 )
         for model in self.models:
             if not isinstance(model.content.get("module"), dict) and not self.layers:

@@ -288,7 +288,8 @@ def flat_groups(model: ModelShard, members: Sequence[OptimizerShard], held: Weig
                     path=first.path,
                     expected=f"param_slice_mappings of {there} elements",
                     found=mapped,
-                    advice="load it with DeepSpeed 0.14.5 or newer, which can, and save it again",
+                    advice="load it with DeepSpeed 0.14.5 or newer, which can, and save it again; for the weights "
+                    "alone, move *optim_states.pt away",
                 )
             for name, numel in numels.items():
                 if name not in known or math.prod(known[name]) != numel:
