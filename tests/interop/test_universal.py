@@ -19,6 +19,7 @@ import torch
 
 import zckpt
 from tests.cli.console import FIXTURES
+from tests.damage import edit
 from tests.deepspeed_engine import Spec, resume
 from tests.deepspeed_engine.catalogue import odd_client_state
 from tests.deepspeed_engine.universal import converted_by_deepspeed, resume_universal
@@ -30,6 +31,7 @@ from tests.interop.test_reshard_pipeline import TWO
 from tests.logical import assert_same_state
 from tests.pairwise import some
 from tests.plans import write_directory
+from tests.refusals import refusing
 from tests.truth import bits
 from zckpt.engine.plan import plan
 from zckpt.formats.universal import directory as universal_directory
@@ -270,3 +272,13 @@ def test_slices_of_weights_beside_whole_masters_are_put_together(name, tmp_path)
     assert_same_state(found, source)
     zckpt.convert(theirs, tmp_path / "cut", to="deepspeed", world_size=2, tensor_parallel_size=2, verify=True)
     assert_same_state(zckpt.open(tmp_path / "cut"), source, means_are_rounded=True)
+
+
+def test_slices_that_were_put_together_without_regard_to_their_parts_are_refused(tmp_path):
+    """DeepSpeed up to 0.14.0 does not know `parameter_with_sub_params`, and puts whole slices one after the other."""
+    theirs = converted_by_deepspeed(FIXTURES / "tp2_s2_fp32_dp2" / "global_step5", tmp_path / "theirs")
+    for name in ("fp32", "exp_avg", "exp_avg_sq"):
+        path = theirs / f"zero/layer.query_key_value.weight/{name}.pt"
+        edit(path, lambda content: [content.pop("sub_param_shape"), content.update(cat_dim=0)])
+    with refusing(zckpt.UnsupportedError, "slices of layer.query_key_value.weight were put together without regard"):
+        zckpt.open(theirs)

@@ -64,9 +64,11 @@ Values = dict[str, object]
 EXPERT_KEY = "is_expert_param"
 COUNT_KEY = "ep_num_experts"
 
+PART_KEYS = ("sub_param_shape", "param_n_sub_params")
+"""Of a tensor that was put together from slices of its parts."""
+
 _RULES = (
-    *implied("how the tensor is sliced", "cat_dim", "vocab_tensor", EXPERT_KEY, COUNT_KEY, "sub_param_shape",
-             "param_n_sub_params"),
+    *implied("how the tensor is sliced", "cat_dim", "vocab_tensor", EXPERT_KEY, COUNT_KEY, *PART_KEYS),
     Rule((), STATE, "the step"),
     Rule(("param",), STATE, "the step"),
 )  # fmt: skip
@@ -82,6 +84,7 @@ class Stored:
     flat: bool
     padding_stripped: bool
     experts: int | None = None
+    has_parts: bool = False
 
     def slot(self, name: str, shape: Shape) -> Slot:
         """Return the tensor as a slot of a parameter.
@@ -158,7 +161,8 @@ def read_folder(folder: Path, reader: AlikeReader, known: dict[int, SourceFile],
             experts = tensor.shape[0]
         stripped = content.get("vocab_tensor") is True
         key = MASTER if stem == MASTER_STEM else stem
-        found.tensors[key] = Stored(tensor, path, isinstance(root, Tensor), stripped, experts)
+        found.tensors[key] = Stored(tensor, path, isinstance(root, Tensor), stripped, experts,
+                                    has_parts=not content.keys().isdisjoint(PART_KEYS))  # fmt: skip
     return found
 
 

@@ -11,19 +11,20 @@ Param groups have their hyperparameters from the optimizer's file, and their nam
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, SLOT_MISSING
-from zckpt.errors import DamagedFileError, LayoutError, ShardError, about, listed
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, about, listed
 from zckpt.evidence import note_not_used
 from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.axes.auto_ep import KEY as LAYERS_KEY
 from zckpt.formats.deepspeed.axes.auto_ep import router_names
 from zckpt.formats.deepspeed.axes.gpt_model import known_rules
 from zckpt.formats.deepspeed.axes.tensor_parallel import merge
-from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY, Rules
+from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY, SUB, TWO, Rules
 from zckpt.formats.deepspeed.directory import MODEL, shards_in
 from zckpt.formats.deepspeed.layouts.layout import complete_aliases, optimizer_order, tied_names
 from zckpt.formats.deepspeed.layouts.per_parameter import FrozenPadding, frozen_weight
@@ -46,7 +47,7 @@ from zckpt.formats.remainder import KEY, remainder_rules, restore
 from zckpt.formats.torch_files.optimizer import optimizer_rules
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe, slot_of, with_file, with_scalars
 from zckpt.formats.universal.directory import FOLDER, MASTER_STEM, OPTIMIZER_NAME, STEP_STEM, SUFFIX
-from zckpt.formats.universal.folders import StoredFolder, Values, read_folder
+from zckpt.formats.universal.folders import PART_KEYS, StoredFolder, Values, read_folder
 from zckpt.formats.universal.writer import OWN_KEYS, STRUCTURE, shared
 from zckpt.state import (
     MASTER,
@@ -72,7 +73,7 @@ from zckpt.state import (
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.state.views import narrow
 from zckpt.storage.files import folders_in
-from zckpt.torchfile import Digests, Object, Tensor, TorchFile, plain, read_torchfile
+from zckpt.torchfile import Digests, Object, Tensor, TorchFile, node_of, plain, read_torchfile
 
 OPTIMIZER_RULES = (
     *optimizer_rules(),
@@ -162,6 +163,7 @@ class _Reading:
         self.module = by_key((n, (model, tensor)) for model in self.firsts for n, tensor in model.module.items())
         self.shapes: Shapes = {}
         self.values: dict[str, Values] = {}
+        self.of_parts = self._of_parts() if len(self.ranks) > 1 else set[str]()
         self.checkpoint = Checkpoint(str(directory), "universal")
         self._reader, self._known = AlikeReader(), dict[int, SourceFile]()
 
@@ -319,6 +321,12 @@ class _Reading:
                     expected=f"{shape} on each rank", found=whole,
                 )  # fmt: skip
             shape = whole
+        elif name in self.of_parts and not (master.flat or master.has_parts):
+            raise UnsupportedError(
+                f"slices of {name} were put together without regard to its parts, of which this DeepSpeed did not know",
+                path=master.path, expected=f"a file with {' or '.join(PART_KEYS)}",
+                advice="convert the run again with a newer DeepSpeed, or with zckpt",
+            )  # fmt: skip
         elif not master.flat and (len(self.ranks) > 1 or master.padding_stripped):
             shape = master.tensor.shape
         holders = self.module.get(name, ())
@@ -334,6 +342,14 @@ class _Reading:
         for key in (MASTER, *(key for key in stored.tensors if key != MASTER)):
             slots[key] = stored.tensors[key].slot(key, shape)
         return Parameter(name, shape, holders[0][1].dtype if holders else self.first.dtype, slots)
+
+    def _of_parts(self) -> set[str]:
+        """Return parameters that several ranks have slices of, and whose rule names parts, each sliced by itself."""
+        counts = Counter(name for one in self.firsts for name in one.trained)
+        info = plain(node_of(self.first.content.get(INFO_KEY)))
+        rules = Rules(info if isinstance(info, dict) else {}, self.first.path)
+        several = [name for name, count in counts.items() if count > 1 and rules.mapped(name) is None]
+        return {name for name in several if rules.named(name).kind in (SUB, TWO)}
 
     def join_weights(self) -> None:
         """Give trained parameters the weights of which each tensor-parallel rank's model file has a slice."""
