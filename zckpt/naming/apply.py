@@ -266,7 +266,10 @@ class Joined:
         slots = [one.slots[key] for one in self._parts]
         first = slots[0]
         if any(isinstance(slot, Computed) for slot in slots):
-            raise self._not_arranged(key, "write it without the map, then map the result")
+            raise self._not_arranged(
+                key,
+                "write it without the map first (`zckpt consolidate` to x.safetensors), then map or load the result",
+            )
         if all(not slot.shape for slot in slots) and self._parts[0].shape:
             self._value(key, slots)
             return first
