@@ -346,26 +346,24 @@ class _Reading:
     def _of_parts(self) -> set[str]:
         """Return parameters that several ranks have slices of, and whose rule names parts, each sliced by itself."""
         counts = Counter(name for one in self.firsts for name in one.trained)
-        info = plain(node_of(self.first.content.get(INFO_KEY)))
-        rules = Rules(info if isinstance(info, dict) else {}, self.first.path)
+        rules = Rules(dict_of(plain(node_of(self.first.content.get(INFO_KEY)))), self.first.path)
         several = [name for name, count in counts.items() if count > 1 and rules.mapped(name) is None]
         return {name for name in several if rules.named(name).kind in (SUB, TWO)}
 
     def join_weights(self) -> None:
         """Give trained parameters the weights of which each tensor-parallel rank's model file has a slice."""
         checkpoint, known, model = self.checkpoint, self.checkpoint.parameters, self.first
-        names = [name for name in self.shapes if 1 < len(self.module.get(name, ())) == len(self.ranks)]
-        shapes = {name: self.shapes[name] for name in names}
-        info = known_rules(model.content, shapes, model.path) if names and not self.parameterwise else None
+        of_all = (name for name in self.shapes if 1 < len(self.module.get(name, ())) == len(self.ranks))
+        shapes = {name: self.shapes[name] for name in of_all if not self.parameterwise}
+        info = known_rules(model.content, shapes, model.path) if shapes else None
         if info is None:
             return
         ranks = [Rank(one.path, checkpoint.format) for one in self.firsts]
         for one, rank in zip(self.firsts, ranks, strict=True):
-            for name in names:
+            for name in shapes:
                 rank.parameters[name] = Parameter.of(name, slot_of(WEIGHT, one.module[name], one.path))
         merged = merge(ranks, Rules(info, model.path))
-        for name in names:
-            whole = merged.parameters[name]
+        for name, whole in merged.parameters.items():
             if whole.shape != known[name].shape:
                 raise LayoutError(f"{name} has two shapes", path=model.path, expected=known[name].shape,
                                   found=f"slices of {whole.shape}")  # fmt: skip
