@@ -139,9 +139,8 @@ def cut_of(name: str, shapes: Shapes, *, said: object = None) -> Cut:
             return Cut(0, 1 + gated)
         if module in DOWN:
             front = name.removesuffix(f"{module}.{last}")
-            behind = shapes.get(f"{front}{DOWN[module]}.weight", (0, 0))
-            is_cut = shapes[name][0] < behind[-1] or f"{front}kv_layernorm.weight" in shapes
-            return Cut(0) if is_cut else KEPT
+            columns = shapes.get(f"{front}{DOWN[module]}.weight", (0,))[-1]
+            return Cut(0) if shapes[name][0] < columns or f"{front}kv_layernorm.weight" in shapes else KEPT
         if module in ROWS:
             return Cut(0)
         if module in COLUMNS:

@@ -152,8 +152,9 @@ def _by_rule(checkpoint: Checkpoint, groups: Sequence[ParamGroup], common: Commo
     of_experts = {at for at, its in enumerate(every) if factor(its, EXPERTS)}
     decaying = {at for at, its in enumerate(every) if factor(its, WEIGHT_DECAY) != 0}
     rate = common.arguments.get("decoupled_lr", ())  # since 0.16 the groups have it, and are not marked
-    rates = [number_of(its.get("max_lr", "")) for its in every]
-    decoupled = {at for at, its in enumerate(every) if factor(its, DECOUPLED) or rates[at] == rate}
+    decoupled = {
+        at for at, its in enumerate(every) if factor(its, DECOUPLED) or number_of(its.get("max_lr", "")) == rate
+    }
     of_adam = {at for at, its in enumerate(every) if "betas" in its}
     others = set(range(len(groups))) - of_experts
     qk_norms_decay = common.arguments.get("apply_wd_to_qk_layernorm") is True

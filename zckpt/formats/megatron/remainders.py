@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 REMAINDER = "int16"
 
-HALVES = "lower halves of masters, whose upper ones are the weights"
-
 
 @immutable
 class _Halves:
@@ -41,7 +39,7 @@ class _Halves:
     def compute(self, inputs: Inputs, start: int, numel: int, dtype: str) -> Array:  # noqa: ARG002
         upper, lower = (read() for read in inputs)
         words = upper.view(np.uint16).astype(np.uint32) - (lower < 0)
-        found: Array = ((words << 16) | lower.view(np.uint16)).astype(np.uint32, copy=False).view(np.float32)
+        found: Array = ((words << 16) | lower.view(np.uint16)).view(np.float32)
         return found
 
 

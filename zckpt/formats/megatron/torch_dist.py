@@ -32,7 +32,7 @@ from zckpt.formats.megatron.keys import Stored, is_of_one_layer, stored
 from zckpt.formats.megatron.names import in_order
 from zckpt.formats.megatron.objects import FLAT, Common, carry_objects, read_own, restore_own, settle, topology_of
 from zckpt.formats.megatron.optimizer import attach, keep_common
-from zckpt.formats.megatron.remainders import HALVES, REMAINDER, whole
+from zckpt.formats.megatron.remainders import REMAINDER, whole
 from zckpt.formats.torch_files.tensors import TensorItem, as_mapping, by_name, describe
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot, without
 from zckpt.state.inventory import IMPLIED, REST, Claim, Rule
@@ -121,7 +121,8 @@ def _add_tensors(checkpoint: Checkpoint, slots: Slots, given: Mapping[str, str])
         pieces = {slot: read_as(slot, is_turned) for slot, keys in its.items() if keys}
         if any(its.dtype == REMAINDER for its in pieces.get(MASTER, {}).values()):
             pieces[MASTER] = {at: whole(its, pieces[WEIGHT][at]) for at, its in pieces[MASTER].items()}
-            rules = [Rule((slots[MASTER][key].key, REST), IMPLIED, HALVES, tensors=True) for key in its[MASTER]]
+            halves = "lower halves of masters, whose upper ones are the weights"
+            rules = [Rule((slots[MASTER][key].key, REST), IMPLIED, halves, tensors=True) for key in its[MASTER]]
             for file in checkpoint.files:
                 file.rules = (*file.rules, *rules)
         for index, weight in pieces[WEIGHT].items():

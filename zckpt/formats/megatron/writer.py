@@ -107,7 +107,6 @@ Content = dict[object, object]
 FACTORS = {WEIGHT_DECAY: 1.0, "lr_mult": 1.0, EXPERTS: False, DECOUPLED: False}
 """By what Megatron-Core tells groups, and what each is in a group that says nothing of it."""
 
-
 RATES = ("max_lr", "min_lr")
 """By what it tells some of its own apart since 0.16, too."""
 
@@ -310,8 +309,7 @@ def _groups(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: lis
     for group in groups:
         for name in group.parameters or ([""] if own else []):  # a group of nothing is one, too
             values = dict(group.hyperparameters)
-            said = {key: factor(values, key) for key in FACTORS}
-            factors = {**FACTORS, **stated(said)}
+            factors = FACTORS | stated({key: factor(values, key) for key in FACTORS})
             for key, value in factors.items():
                 if not isinstance(number_of(value), (int, float)):
                     raise UnsupportedError("Megatron tells param groups by numbers", expected=f"{key} as a number",

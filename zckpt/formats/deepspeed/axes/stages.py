@@ -47,7 +47,6 @@ UNSEEN = 3
 MOST_CASES = 512
 """With more ways in which tied layers could be used than this, a user has to say it."""
 
-
 Weights = Mapping[int | str, int]
 """Trained elements of each layer, and of each tied one by its key."""
 
