@@ -72,9 +72,10 @@ def _refuse_what_inputs_get(checkpoint: Checkpoint) -> None:
     found = [one.name for one in checkpoint.tensors() if one.name.endswith((".act.scales", ".pre_quant_scale"))]
     groups = dict_of(dict_of(settings_of(checkpoint)[1].get("transform_config")).get("config_groups"))
     for name, group in groups.items():
-        applied = group.get("apply") if isinstance(group, dict) else None
+        applied = dict_of(group).get("apply")
         places = [dict_of(one).get("location") for one in applied] if isinstance(applied, list) else [None]
-        found += [f"transform_config {name}" for one in places if one not in ("weight_input", "weight_output")][:1]
+        if any(one not in ("weight_input", "weight_output") for one in places):
+            found.append(f"transform_config {name}")
     if found:
         raise UnsupportedError(
             f"{listed(found)}: changes what a layer computes with, which no plain model does",
