@@ -162,8 +162,7 @@ def as_the_trainer_has_them(checkpoint: Checkpoint, known: Architecture, notes: 
     """
     groups = checkpoint.param_groups
     members = [list(group.parameters) for group in groups]
-    came_from = dict_of(checkpoint.details.get("origin")).get("format", checkpoint.format)
-    if came_from == FORMAT and "trainer_state" in checkpoint.metadata:
+    if checkpoint.converted_from.get("format", checkpoint.format) == FORMAT and "trainer_state" in checkpoint.metadata:
         _check_order(members, known)
         return checkpoint
     if len(groups) == 1 and not any(group_of(name, known) == UNDECAYED for name in members[0]):
