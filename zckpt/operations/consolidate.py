@@ -370,7 +370,6 @@ def lay_out(
             expected="the model's own names",
             advice=f"{how}; or write everything unchanged to x.safetensors",
         )
-    copied = copies_of(assets)
     types = Counter(type_ for slot, type_ in tensors.values() if isinstance(slot, Computed))
     dtype = types.most_common(1)[0][0] if types and chosen.dequantize else None
     if chosen.quantize is not None:
@@ -387,7 +386,7 @@ def lay_out(
         settings = {**(settings or {}), "quantization_config": quantisation}
     if dtype or chosen.quantize is not None:
         assets = without(assets, *OF_CODES)
-        copied = [one for one in copied if one.name not in OF_CODES]
+    copied = copies_of(assets)
     if CONFIG_NAME in assets and (dtype or settings):
         from zckpt.formats.low_bit_floats import plain_config
 
