@@ -87,14 +87,14 @@ def is_readable(value: object, *, strictly: bool = True) -> bool:
             below: list[object] = list(node.values())
         elif type(node) in (list, tuple):
             below = list(node)  # type: ignore[call-overload]
-        elif type(node) in VALUES or (not strictly and type(node) is not Tensor):
-            continue
         elif type(node) is Tensor:
             if node.subclass is not None or node.metadata or node.state is not None or node.hooks:
                 return False  # it is more than its elements
             continue
-        else:
+        elif strictly and type(node) not in VALUES:
             return False
+        else:
+            continue
         if len(below) > budget:
             return False
         waiting.extend((depth + 1, one) for one in below)
