@@ -67,24 +67,6 @@ def cache_scales(checkpoint: Checkpoint) -> list[str]:
     return [one.name for one in found if one.numel == 1 or one.shape[1:] == (1, 1)]  # of each head
 
 
-def _refuse_what_inputs_get(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedError if a layer's inputs are scaled (AWQ, SmoothQuant) or rotated before its weight is used."""
-    found = [one.name for one in checkpoint.tensors() if one.name.endswith((".act.scales", ".pre_quant_scale"))]
-    groups = dict_of(dict_of(settings_of(checkpoint)[1].get("transform_config")).get("config_groups"))
-    for name, group in groups.items():
-        applied = dict_of(group).get("apply")
-        places = [dict_of(one).get("location") for one in applied] if isinstance(applied, list) else [None]
-        if any(one not in ("weight_input", "weight_output") for one in places):
-            found.append(f"transform_config {name}")
-    if found:
-        raise UnsupportedError(
-            f"{listed(found)}: changes what a layer computes with, which no plain model does",
-            path=checkpoint.named,
-            expected="codes and scales alone",
-            advice="dequantise it with the program that made it",
-        )
-
-
 def weights_as_floats(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
     """Return a checkpoint with numbers in the place of codes, under the names that a plain model has.
 
@@ -94,8 +76,8 @@ def weights_as_floats(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
     codes = codes_in(checkpoint)
     if not codes:
         return checkpoint
-    _refuse_what_inputs_get(checkpoint)
     work = _Model(checkpoint)
+    work.refuse_what_inputs_get()
     made = {name: work.as_it_lies(work.floats(name)) for name in codes}
     work.used.update(cache_scales(checkpoint))
     unknown = [name for name, found in made.items() if found is None and name not in work.used]
@@ -152,6 +134,23 @@ class _Model:
         self.used: set[str] = set()
         is_of_gpt2 = any(one.get("model_type") in _OF_CONV1D for one in (config, *map(dict_of, config.values())))
         self.has_conv1d = is_of_gpt2 and self.settings.get("quant_method") in ("bitsandbytes", "gptq")
+
+    def refuse_what_inputs_get(self) -> None:
+        """Raise UnsupportedError if inputs of a layer are scaled (AWQ, SmoothQuant) or rotated before it is applied."""
+        found = [name for name in self.slots if name.endswith((".act.scales", ".pre_quant_scale"))]
+        groups = dict_of(dict_of(self.settings.get("transform_config")).get("config_groups"))
+        for name, group in groups.items():
+            applied = dict_of(group).get("apply")
+            places = [dict_of(one).get("location") for one in applied] if isinstance(applied, list) else [None]
+            if any(one not in ("weight_input", "weight_output") for one in places):
+                found.append(f"transform_config {name}")
+        if found:
+            raise UnsupportedError(
+                f"{listed(found)}: changes what a layer computes with, which no plain model does",
+                path=self.path,
+                expected="codes and scales alone",
+                advice="dequantise it with the program that made it",
+            )
 
     def as_it_lies(self, plain: Plain | None) -> Plain | None:
         """Return numbers as the plain model has them: transformers' Conv1D as (in, out), of codes as (out, in)."""
@@ -225,8 +224,8 @@ class _Model:
         every = every or [self.settings.get("weight_block_size") or [128, 128]]
         of_modelopt = len(scale.shape) == len(shape) + 2 and scale.shape[-3::2] == (1, 1)
         grid = scale.shape[-4::2] if of_modelopt else scale.shape
-        pairs = {(one[0], one[1]) for one in every if isinstance(one, list) and are_sizes(one) and len(one) == 2}
-        fitting = {one for one in pairs if all(one) and grid == (*stack, -(-rows // one[0]), -(-columns // one[1]))}
+        pairs = (one for one in every if isinstance(one, list) and len(one) == 2 and are_sizes(one) and all(one))
+        fitting = {(high, wide) for high, wide in pairs if grid == (*stack, -(-rows // high), -(-columns // wide))}
         if len(fitting) == 1:
             return fitting.pop()
         if not fitting and scale.shape[:-1] == (*stack, rows) and scale.numel and not columns % scale.shape[-1]:
@@ -272,12 +271,10 @@ class _Model:
         packed = name.endswith("_packed")
         shape = slot.shape[0], 2 * slot.shape[1]
         once = self.get(f"{of}weight_global_scale" if packed else f"{of}weight_scale_2")
-        size = 32 if once is None else 16
+        size, types = (32, ("uint8", "float8_e8m0fnu")) if once is None else (16, ("float8_e4m3fn",))
         if scale.shape != (shape[0], shape[1] // size) or shape[1] % size:
             return None
-        if (once is None) != (scale.dtype in ("uint8", "float8_e8m0fnu")) or (
-            once is not None and (scale.dtype != "float8_e4m3fn" or once.numel != 1)
-        ):
+        if scale.dtype not in types or (once is not None and once.numel != 1):
             return None
         dtype = "bfloat16" if packed else "float32"
         divides = None if once is None else packed
@@ -296,8 +293,8 @@ class _Model:
         if f"{of}weight_g_idx" in self.slots or not name.endswith("weight_packed"):
             return None
         rows, columns = (int(one) for one in _read(stated))
-        bits = {n for one in self._groups() if type(n := one.get("num_bits")) is int and 1 <= n <= 8}
-        bits = {n for n in bits if slot.shape == (rows, -(-columns * n // 32))}
+        stated_bits = (n for one in self._groups() if type(n := one.get("num_bits")) is int and 1 <= n <= 8)
+        bits = {n for n in stated_bits if slot.shape == (rows, -(-columns * n // 32))}
         if len(bits) != 1 or scale.shape[0] != rows:
             return None
         [count] = bits
