@@ -183,6 +183,20 @@ def test_a_model_is_packed_without_the_checkpoints_beside_it(tmp_path):
     assert kept["."] == "its name has no step"
 
 
+def test_a_link_within_a_checkpoint_beside_a_model_stays_one():
+    """But one that leads from the model into another checkpoint, which may be a file, is what it leads to."""
+    for name in ("model", "checkpoint-4/model", "others/step-1", "others/step-2"):
+        Path("run", name).parent.mkdir(parents=True, exist_ok=True)
+        save_file({"w": np.ones(9, np.float32)}, f"run/{name}.safetensors")
+    Path("run/checkpoint-4/same").symlink_to("model.safetensors")
+    Path("run/best").symlink_to("others/step-2.safetensors")
+    assert zckpt.pack("run", "s").packed[0].name == "run"
+    for name in ("run/best", "checkpoint-4/same"):
+        unpack(f"s/{name.split('/')[0]}", Path(name).parent.name + "-again")
+    assert Path("checkpoint-4-again/same").readlink() == Path("model.safetensors")
+    assert not Path("run-again/best").is_symlink() and Path("run-again/best").exists()
+
+
 def test_a_store_in_its_run_is_no_checkpoint_of_it():
     for name, fixture in (("step4", "s2_bf16_dp2/global_step5"), ("checkpoint-4", MADE["step-6"])):
         run = Path(f"{name[0]}-run")

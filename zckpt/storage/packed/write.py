@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,21 +107,24 @@ def files_of(path: Path, apart: Iterable[Path] = ()) -> tuple[Filed, ...]:
     """
     if path.is_file():
         return (_filed(path.resolve(), path.name),)  # of a link, what it leads to, whose bytes are read
-    return tuple(_below(path, "", (root := path.resolve()), {one.resolve() for one in apart} - {root}))
+    root = path.resolve()
+    others = {one for one in map(Path.resolve, apart) if root in one.parents}
+    above = {up for one in others for up in one.parents}
 
+    def below(folder: Path, front: str) -> Iterator[Filed]:
+        for entry in entries_of(folder):
+            at, here = Path(entry.path), root / front / entry.name
+            if here in others:
+                continue
+            there = at.resolve() if at.is_symlink() and at.is_file() else here
+            is_elsewhere = not there.is_relative_to(root) or not others.isdisjoint((there, *there.parents))
+            one = _filed(there if is_elsewhere else at, f"{front}{entry.name}")
+            inner = [*below(at, f"{one.name}/")] if one.kind == "folder" else []
+            if inner or here not in above:  # what only leads to others is none of its
+                yield one
+                yield from inner
 
-def _below(path: Path, front: str, root: Path, apart: Set[Path]) -> Iterator[Filed]:
-    for entry in entries_of(path):
-        at, here = Path(entry.path), root / front / entry.name
-        if here in apart:
-            continue
-        there = at.resolve() if at.is_symlink() and at.is_file() else here
-        is_elsewhere = not there.is_relative_to(root) or not apart.isdisjoint(there.parents)
-        one = _filed(there if is_elsewhere else at, f"{front}{entry.name}")
-        below = [*_below(at, f"{one.name}/", root, apart)] if one.kind == "folder" else []
-        if below or not any(here in other.parents for other in apart):  # what only leads to others is none of its
-            yield one
-            yield from below
+    return tuple(below(path, ""))
 
 
 def _filed(path: Path, name: str) -> Filed:
