@@ -107,6 +107,14 @@ def test_what_is_named_stays(tracker):
     assert gone() == {"global_step2"}
 
 
+def test_links_are_named_once_where_a_model_lies_around_its_checkpoints():
+    at = steps(4, 8, source=TRAINER, stem="checkpoint-")
+    shutil.copy(at / "checkpoint-8/model.safetensors", at)
+    (at / "best").symlink_to("checkpoint-4")
+    (at / "checkpoint-8/link").symlink_to("../checkpoint-4/model.safetensors")
+    assert why()["checkpoint-4"] == "named by best, checkpoint-8/link"
+
+
 @pytest.mark.parametrize(
     "kind", ["symbolic", "hard", "new", "notes", "empty file", "another checkpoint", "unread tensors"]
 )

@@ -148,9 +148,10 @@ def prune(
         )
     every = units_of(top)
     around = Around.of(top, every)
-    for unit in every:
+    for one in sorted(around.inside):
         with suppress(SourceError):  # of which looking at it will tell
-            around.links.extend(path for path, about in files_of(unit.path) if stat.S_ISLNK(about.st_mode))
+            inner = files_of(one, around.inside)
+            around.links.extend(path for path, about in inner if stat.S_ISLNK(about.st_mode))
     looked = ((one, look(one, around, deep=deep)) for one in every)
     seen = [_Seen(one, record, states) for one, (record, _, states) in looked]
     sound = [one for one in seen if one.record.sound and one.unit.number is not None]
@@ -161,10 +162,10 @@ def prune(
         if named is not None:  # the Trainer loads it at the end
             best = one.unit.path.parent / Path(named).name
             stays[best] = f"the best, by what the Trainer wrote into {one.record.name}"
+    stays |= {above: "other checkpoints are in it" for one in every for above in one.path.parents}
     judged = []
     for one in seen:
-        holds = any(one.unit.path in other.path.parents for other in every)
-        why = _kept(one, top, settle) or ("other checkpoints are in it" if holds else None) or stays.get(one.unit.path)
+        why = _kept(one, top, settle) or stays.get(one.unit.path)
         if why is None and not one.record.sound:
             beside = [other for other in sound if other.unit.series == one.unit.series]
             why = _as_others(one, beside) if unsound else f"not sound, and --unsound is not given: {one.record.why}"
