@@ -159,7 +159,8 @@ def old(*arguments: str) -> Callable[[Path], object]:
 def unpacked(out: Path) -> Iterator[tuple[str, Path]]:
     """What stores give back: yield each checkpoint's name, and where it is until the next one."""
     from zckpt.operations.pack import unpack
-    from zckpt.storage.packed.store import PackedStore, is_store
+    from zckpt.storage.packed import is_store
+    from zckpt.storage.packed.store import PackedStore
 
     for store in filter(is_store, out.rglob("sto*")):
         names, wrong = PackedStore(store).names()

@@ -25,8 +25,9 @@ from tests.refusals import refusing
 from zckpt.errors import TargetError
 from zckpt.formats.units import Unit
 from zckpt.operations.pack import packed_into, unpack
+from zckpt.storage.packed import STORE, is_store
 from zckpt.storage.packed.index import RANGE, ROW, Filed, Index, read_index
-from zckpt.storage.packed.store import STORE, PackedStore, document, mounted_place
+from zckpt.storage.packed.store import PackedStore, document, mounted_place
 from zckpt.storage.packed.write import writing
 
 MADE = {
@@ -209,6 +210,17 @@ def test_a_store_in_its_run_is_no_checkpoint_of_it():
         assert zckpt.pack(run, run / "store").packed
         assert not zckpt.pack(run, run / "store").packed
         assert len(zckpt.history(run).checkpoints) == len(zckpt.history(run / "store").checkpoints) == 2
+
+
+def test_what_cannot_be_looked_at_is_no_store(monkeypatch):
+    """A folder of another user in a run, say: formats say then what is wrong."""
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", denied)
+        assert not is_store("run/closed")
 
 
 def test_links_of_a_store_lead_nowhere_else():

@@ -17,7 +17,7 @@ from zckpt.formats.format import TAG, Format, Found, NearMiss, Search
 from zckpt.formats.registry import BUILT_IN, TRIED_LAST, BrokenPluginError, formats
 from zckpt.formats.units import is_named, latest_of, numbered, units
 from zckpt.storage.files import entries_of, is_file, leads_to_folder, read_head
-from zckpt.storage.packed.store import PATCH, is_store
+from zckpt.storage.packed import PATCH, is_store
 
 HEAD_NBYTES = 512
 

@@ -28,6 +28,7 @@ from zckpt.formats.suffixes import TORCH_SUFFIXES
 from zckpt.immutable import immutable
 from zckpt.state.names import is_number
 from zckpt.storage.files import entries_of
+from zckpt.storage.packed import is_store
 
 _WORDS = "checkpoint|ckpt|chkpt|(?:global_?)?steps?|iter(?:ation)?s?|epoch|ba(?:tch)?|update"
 _STEP = re.compile(rf"(?:.*[^a-z])?(?:{_WORDS})[-_=. ]?([0-9]{{1,18}})(?![0-9]).*|([0-9]{{1,18}})(?:\.\w+)?", re.I)
@@ -206,13 +207,4 @@ def _folders(path: Path) -> list[Path]:
     """Return the directories in one, but links, stores, and hidden ones: what is being written has such a name."""
     entries = entries_of(path, lenient=True)
     some = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
-    return [one for one in some if not _is_store(one)]
-
-
-def _is_store(path: Path) -> bool:
-    """Tell whether a directory is a store of checkpoints; what that needs is loaded where it is likely."""
-    if not (path / "store.json").exists():
-        return False
-    from zckpt.storage.packed.store import is_store
-
-    return is_store(path)
+    return [one for one in some if not is_store(one)]

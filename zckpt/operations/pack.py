@@ -42,9 +42,10 @@ from zckpt.storage.ahead import ahead
 from zckpt.storage.durable import written
 from zckpt.storage.files import by_name
 from zckpt.storage.ownership import Owned, check_target
+from zckpt.storage.packed import is_store
 from zckpt.storage.packed.chunks import AS_IT_IS, CHUNK_NBYTES, TO_BFLOAT16, TO_FLOAT16
 from zckpt.storage.packed.index import Filed, is_inside
-from zckpt.storage.packed.store import GIVEN, PackedMount, PackedStore, is_store, place_in
+from zckpt.storage.packed.store import GIVEN, PackedMount, PackedStore, place_in
 from zckpt.storage.packed.write import DEEPEST, Cut, Packing, Prediction, Range, files_of, writing
 from zckpt.storage.packed.write import Known as Chunks
 from zckpt.storage.remote import is_url

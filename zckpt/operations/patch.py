@@ -30,8 +30,9 @@ from zckpt.state import Checkpoint, Result, Slot, itemsize, nbytes_of
 from zckpt.storage.durable import written
 from zckpt.storage.files import Sources
 from zckpt.storage.ownership import Owned, called, check_target
+from zckpt.storage.packed import PATCH
 from zckpt.storage.packed.chunks import Bytes
-from zckpt.storage.packed.store import GIVEN, PATCH, PackedStore
+from zckpt.storage.packed.store import GIVEN, PackedStore
 from zckpt.storage.packed.write import Packing, files_of, writing
 from zckpt.storage.stand_ins import place
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 from zckpt.errors import UsageError, ZckptError, shown, stands_for_urls
 from zckpt.state import Checkpoint
+from zckpt.storage.packed import is_store
 from zckpt.storage.remote import is_url
 
 Result = TypeVar("Result")
@@ -112,18 +113,14 @@ def _is_elsewhere(value: object) -> bool:
 
 
 def _is_packed(value: str | os.PathLike[str]) -> bool:
-    """Tell whether a path is of a store of checkpoints, or in one; what that needs is loaded where it is likely."""
+    """Tell whether a path is of a store of checkpoints, or in one."""
     path = os.path.abspath(value)  # noqa: PTH100  # pathlib follows links
     try:
         while not os.path.lexists(path) and (above := os.path.dirname(path)) != path:  # noqa: PTH120
             path = above
     except ValueError:
         return False
-    if not os.path.exists(os.path.join(path, "store.json")):  # noqa: PTH110, PTH118
-        return False
-    from zckpt.storage.packed.store import place_in
-
-    return place_in(value) is not None
+    return is_store(path)
 
 
 @contextmanager

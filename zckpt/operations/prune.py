@@ -30,7 +30,7 @@ from zckpt.state import Checkpoint, Document, Result, as_float, by_key
 from zckpt.storage.durable import finish_removals, remove
 from zckpt.storage.files import is_file
 from zckpt.storage.ownership import REMOVED
-from zckpt.storage.packed.store import is_store
+from zckpt.storage.packed import is_store
 from zckpt.storage.remote import is_url
 
 SHOWN = 3
@@ -148,10 +148,10 @@ def prune(
         )
     every = units_of(top)
     around = Around.of(top, every)
-    for one in sorted(around.inside):
+    for path in sorted(around.inside):
         with suppress(SourceError):  # of which looking at it will tell
-            inner = files_of(one, around.inside)
-            around.links.extend(path for path, about in inner if stat.S_ISLNK(about.st_mode))
+            inner = files_of(path, around.inside)
+            around.links.extend(link for link, about in inner if stat.S_ISLNK(about.st_mode))
     looked = ((one, look(one, around, deep=deep)) for one in every)
     seen = [_Seen(one, record, states) for one, (record, _, states) in looked]
     sound = [one for one in seen if one.record.sound and one.unit.number is not None]

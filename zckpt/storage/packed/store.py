@@ -24,16 +24,12 @@ import zstandard
 from zckpt.codes import CHECKSUM
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError, UsageError, show_as_stored
 from zckpt.storage.files import is_file, json_object, opened
+from zckpt.storage.packed import DOCUMENT, STORE, is_store
 from zckpt.storage.packed.chunks import AS_IT_IS, Bytes, Way, decode
 from zckpt.storage.packed.index import Index, damaged_index, read_index
 from zckpt.storage.recent import Recent
 from zckpt.storage.remote.mount import PACKED as SCHEME
 from zckpt.storage.stand_ins import DAMAGED, FILES, Distant, InMemory, forget_all, stand_in, tree
-
-DOCUMENT = "store.json"
-
-STORE, PATCH = "zckpt store", "zckpt patch"
-"""What `DOCUMENT` says that a directory is."""
 
 VERSION = 1
 
@@ -52,17 +48,6 @@ Given = Callable[[int, int, int], Bytes]
 def document(kind: str) -> bytes:
     """Return what `DOCUMENT` holds."""
     return json.dumps({"zckpt": kind, "version": VERSION}).encode() + b"\n"
-
-
-def is_store(path: str | os.PathLike[str], kind: str = STORE) -> bool:
-    """Tell whether a directory is a store, or a patch; of any version."""
-    file = os.path.join(path, DOCUMENT)  # noqa: PTH118  # asked of every path that a verb gets
-    if not is_file(file):
-        return False
-    try:
-        return json_object(file, "store", most=1 << 16).get("zckpt") == kind
-    except SourceError:
-        return False
 
 
 class PackedStore:

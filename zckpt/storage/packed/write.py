@@ -24,9 +24,10 @@ from zckpt.storage.ahead import ahead
 from zckpt.storage.disk import sync
 from zckpt.storage.durable import written
 from zckpt.storage.files import entries_of, opened, unreadable
+from zckpt.storage.packed import DOCUMENT, STORE
 from zckpt.storage.packed.chunks import AS_IT_IS, CHUNK_NBYTES, XOR, ZEROS, Bytes, Way, encode, is_zero
 from zckpt.storage.packed.index import RANGE, ROW, Filed, Index
-from zckpt.storage.packed.store import DOCUMENT, GIVEN, STORE, PackedStore, document
+from zckpt.storage.packed.store import GIVEN, PackedStore, document
 from zckpt.storage.room import write_errors
 
 LEAST_PREDICTED = 64
