@@ -214,11 +214,11 @@ class Workers:
         finally:
             self.is_ending = True
             running = [future for _, future in queue if not future.cancel()]
-            if running and not self.are_here:
-                hurry(self._pool)
+            if queue and not self.are_here:
+                tell(self._pool, "end")
             wait(running)
             if queue and not self.are_here:
-                settled(self._pool)
+                tell(self._pool, "settle")
 
     def _errors(self) -> AbstractContextManager[None]:
         return nullcontext() if self.are_here else worker_errors(self._pool)
@@ -414,18 +414,11 @@ def workers_of(executor: Executor) -> int:
     return os.cpu_count() or 1
 
 
-def hurry(executor: Executor) -> None:
-    """Let tasks that nobody waits for end soon, where an executor can tell its workers."""
-    end = getattr(executor, "end", None)
-    if end is not None:
-        end()
-
-
-def settled(executor: Executor) -> None:
-    """Wait until no worker runs what was cancelled, where an executor does not wait by itself."""
-    settle = getattr(executor, "settle", None)
-    if settle is not None:
-        settle()
+def tell(executor: Executor, what: str) -> None:
+    """Let an executor `end` what nobody waits for, or `settle`, where it can: see `zckpt.executors`."""
+    function = getattr(executor, what, None)
+    if function is not None:
+        function()
 
 
 @contextmanager

@@ -8,8 +8,8 @@
     torchrun                    on_ranks   under torchrun, all ranks
 
 Each is a `concurrent.futures.Executor` with `workers`, how many tasks it runs at once; `lost`, what it raises when
-workers are gone; and `settle`, where cancelled tasks may still run. What a task is, `engine` knows alone. Packages are
-imported when they are asked for.
+workers are gone; `end`, where workers can be told that nobody waits for what they run; and `settle`, where cancelled
+tasks may still run. What a task is, `engine` knows alone. Packages are imported when they are asked for.
 
 `using` connects to one. Where one program is started on every rank, `launch` makes the first one the driver, and the
 others its workers.

@@ -12,8 +12,6 @@ Result = TypeVar("Result")
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
-Errors = type[Exception] | tuple[type[Exception], ...]
-
 Answer = tuple[bool, Any]
 """Whether a call succeeded, and its result or its error."""
 
@@ -27,11 +25,11 @@ class AskingExecutor(Executor):
         What a worker is.
     asks : sequence of callable
         For each worker: sends it a call, and returns its answer.
-    gone : type, or tuple of them
+    *gone : type
         Of the errors that they raise when the worker is lost; then all calls fail.
     """
 
-    def __init__(self, what: str, asks: Sequence[Callable[[Call], Answer]], gone: Errors) -> None:
+    def __init__(self, what: str, asks: Sequence[Callable[[Call], Answer]], *gone: type[Exception]) -> None:
         self.workers = len(asks)
         self.broken: BrokenExecutor | None = None
         self._what, self._gone = what, gone

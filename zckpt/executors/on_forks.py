@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from mmap import mmap
 from multiprocessing import get_context
@@ -33,16 +32,8 @@ PR_SET_PDEATHSIG = 1
 """Of prctl(2)."""
 
 
-def can_fork() -> bool:
-    """Tell whether a fork is as good as this process: it has the one thread of it that forks, and no other."""
-    try:
-        return len(os.listdir("/proc/self/task")) == 1  # noqa: PTH208
-    except OSError:  # not Linux
-        return False
-
-
 class Forks(AskingExecutor):
-    """As many processes as this machine has cores, within a range. Raises OSError: there can be none."""
+    """As many processes as this machine has cores, within a range. Raises WorkerError: there can be none."""
 
     def __init__(self) -> None:
         context, self._is_ending = get_context("fork"), mmap(-1, 1)
@@ -50,6 +41,8 @@ class Forks(AskingExecutor):
         asks: list[Callable[[Call], Answer]] = []
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
+            if not _is_single_threaded():
+                raise OSError("not Linux, or this process has other threads")  # noqa: TRY301
             for _ in range(min(max(os.cpu_count() or 1, FORKS[0]), FORKS[-1])):
                 ours, others = context.Pipe()
                 process = context.Process(target=_work, args=(others, os.getpid(), self._is_ending), daemon=True)
@@ -57,12 +50,13 @@ class Forks(AskingExecutor):
                 others.close()
                 self._processes.append(process)
                 asks.append(partial(_asked, ours))
-        except OSError:
+        except OSError as error:
             self._kill()
-            raise
+            advice = "use --executor=threads"
+            raise WorkerError("no processes can be forked", found=str(error), advice=advice) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        super().__init__("process", asks, (EOFError, OSError))
+        super().__init__("process", asks, EOFError, OSError)
 
     def end(self) -> None:
         """Let tasks that run end before their next batch."""
@@ -82,6 +76,14 @@ class Forks(AskingExecutor):
             process.kill()
         for process in self._processes:
             process.join()
+
+
+def _is_single_threaded() -> bool:
+    """Tell whether a fork is as good as this process: it has the one thread of it that forks, and no other."""
+    try:
+        return len(os.listdir("/proc/self/task")) == 1  # noqa: PTH208
+    except OSError:  # not Linux
+        return False
 
 
 def _asked(connection: Connection, call: Call) -> Answer:
@@ -104,16 +106,3 @@ def _work(connection: Connection, parent: int, is_ending: mmap) -> None:
     WANTED.set(lambda: not is_ending[0])
     while True:
         connection.send(answer(connection.recv()))
-
-
-@contextmanager
-def forks() -> Iterator[Forks]:
-    """Yield processes that are forked now, and end with the context. Raises WorkerError: there can be none."""
-    try:
-        if not can_fork():
-            raise OSError("not Linux, or this process has other threads")  # noqa: TRY301
-        pool = Forks()
-    except OSError as error:
-        raise WorkerError("no processes can be forked", found=str(error), advice="use --executor=threads") from error
-    with pool:
-        yield pool

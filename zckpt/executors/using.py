@@ -63,9 +63,9 @@ def _executor(given: Executor | str) -> AbstractContextManager[Executor | None]:
     if driven is not None and driven[0] == given:
         return nullcontext(driven[1])
     if given == PROCESSES:
-        from zckpt.executors.on_forks import forks
+        from zckpt.executors.on_forks import Forks
 
-        return forks()
+        return Forks()
     if given == RAY:
         from zckpt.executors.on_ray import RayExecutor
 
