@@ -186,6 +186,22 @@ def test_down_projections_of_latent_attention_are_cut_as_their_layers_say(down, 
     assert cut_of(f"{front}linear_q_down_proj.weight", {**shapes, **({f"{front}{norm}": (8,)} if norm else {})}) == cut
 
 
+def test_whole_down_projections_of_ranks_are_copies_whatever_norms_there_are(tmp_path):
+    """ModelOpt's layers have norms apart, as Megatron-Core's own, and whole down projections, as Transformer Engine."""
+    front = "decoder.layers.0.self_attention."
+    sizes = {"linear_q_down_proj": (8, 16), "q_layernorm": (8,), "linear_q_up_proj": (12, 8), "kv_layernorm": (4,),
+             "linear_kv_down_proj": (6, 16), "linear_kv_up_proj": (10, 4)}  # fmt: skip
+    whole = {f"{front}{name}.weight": torch.rand(shape) for name, shape in sizes.items()}
+    for rank in range(2):
+        file = tmp_path / f"iter_0000001/mp_rank_{rank:02}/model_optim_rng.pt"
+        file.parent.mkdir(parents=True)
+        own = {name: one.chunk(2)[rank] if "_up_proj" in name else one for name, one in whole.items()}
+        torch.save({"model": own, "checkpoint_version": 3.0, "iteration": 1}, file)
+    found = zckpt.open(tmp_path / "iter_0000001")
+    for name, one in whole.items():
+        assert torch.equal(found.read(name), one)
+
+
 def test_state_of_grouped_experts_that_fits_neither_way_is_refused():
     run = run_of("mcore12_grouped_ep2")
     set_weight(run, "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight", b"\x00\x41")

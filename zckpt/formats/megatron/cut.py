@@ -5,7 +5,7 @@ rows            linear_qkv, linear_q, linear_kv, linear_fc1, word_embeddings, ou
 rows, in two    linear_fc1 of a gated unit: each rank has some of the gates, then as many of the others
 columns         linear_proj, linear_fc2: each rank has some inputs; their biases are whole
 whole           norms, routers, position embeddings
-either          down projections of latent attention: whole with Transformer Engine, and rows without
+either          down projections of latent attention: whole with Transformer Engine or ModelOpt, and rows without
 
 Before Megatron-Core: query_key_value, dense, dense_h_to_4h, dense_4h_to_h, key_value, query.
 
@@ -107,7 +107,7 @@ def check_alike(one: Slot, other: Slot, message: str) -> None:
         raise LayoutError(message, expected=f"{other.dtype} {other.shape}", found=f"{one.dtype} {one.shape}")
 
 
-def cut_of(name: str, shapes: Shapes, *, said: object = None) -> Cut:
+def cut_of(name: str, shapes: Shapes, *, said: object = None, of_slices: bool = False) -> Cut:
     """Return how a parameter is cut, of which more than one rank has a slice.
 
     Parameters
@@ -117,6 +117,8 @@ def cut_of(name: str, shapes: Shapes, *, said: object = None) -> Cut:
         Of all parameters, or of a rank's slices of them.
     said : object
         Whether the program says that its units are gated, where shapes do not tell; what is no bool says nothing.
+    of_slices : bool
+        Whether shapes are of a rank's slices.
 
     Raises
     ------
@@ -140,7 +142,9 @@ def cut_of(name: str, shapes: Shapes, *, said: object = None) -> Cut:
         if module in DOWN:
             front = name.removesuffix(f"{module}.{last}")
             columns = shapes.get(f"{front}{DOWN[module]}.weight", (0,))[-1]
-            return Cut(0) if shapes[name][0] < columns or f"{front}kv_layernorm.weight" in shapes else KEPT
+            # Layers of Megatron-Core's own have norms apart; so have those of ModelOpt, whose ranks have the whole.
+            is_local = not of_slices and f"{front}kv_layernorm.weight" in shapes
+            return Cut(0) if shapes[name][0] < columns or is_local else KEPT
         if module in ROWS:
             return Cut(0)
         if module in COLUMNS:

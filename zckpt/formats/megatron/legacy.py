@@ -342,7 +342,7 @@ class Model:
                 raise LayoutError(f"{name} is not on all tensor-parallel ranks", expected=f"{self.ranks} ranks",
                                   found=len(copy))  # fmt: skip
         if self.ranks > 1 and kind == "parameter":
-            rule = cut_of(name, shapes, said=self.first.arguments.get("swiglu"))
+            rule = cut_of(name, shapes, said=self.first.arguments.get("swiglu"), of_slices=True)
             if self.said.get(name, rule.dimension) != rule.dimension:
                 raise LayoutError(f"the masters of {name} say that it is cut differently",
                                   expected=f"dimension {rule.dimension}", found=self.said[name])  # fmt: skip
