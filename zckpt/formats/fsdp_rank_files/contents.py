@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
@@ -316,7 +316,7 @@ def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path], place: Place)
             idle = {key: _idle(slots, reader) for key, slots in state.items()}
             later += [(rank, file, key, its, reader) for key, its in idle.items() if its]
             single = _add(found, rank, file, {key: without(its, *idle[key]) for key, its in state.items()}, reader)
-            idle_keys = [slot for its in idle.values() for slot in its]
+        idle_keys = {slot for its in idle.values() for slot in its}
         root, rules = as_mapping(node, file.path), _rules(single, idle_keys, first=first)
         if looks_flattened(node):
             ends = tuple(f".{slot}" for slot in single)
@@ -324,7 +324,7 @@ def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path], place: Place)
                      for key in map(str, root) if key.startswith(GROUPS_KEY) or key.endswith(ends)))  # fmt: skip
         add_part(checkpoint, file, "optimizer", rank, rules, place, tree)
     for rank, file, key, slots, reader in later:  # of a parameter without any elements
-        _add(found, rank, file, {key: without(slots, *found.tensors[key], *found.values.get(key, {}))}, reader)
+        _add(found, rank, file, {key: without(slots, *found.values.get(key, {}))}, reader)
     for rank in found.files.lost[:1]:  # of flat parameters all ranks have as much
         for held in (held for slots in found.tensors.values() for held in slots.values()):
             one = held.first
@@ -342,12 +342,10 @@ def _idle(slots: Mapping[str, object], reader: RankReader) -> dict[str, object]:
     return {slot: slots[slot] for slot, one in held.items() if one is None or one.shape == ()}
 
 
-def _rules(single: Sequence[str], idle: Sequence[str], *, first: bool) -> tuple[Rule, ...]:
+def _rules(single: Sequence[str], idle: Collection[str], *, first: bool) -> tuple[Rule, ...]:
     """Return the inventory's rules for a rank's file: what is one for all ranks is a copy of the first's."""
-    inside = (
-        *rules_of("state", "*", "*"),
-        *(Rule(("state", "*", key), COPY, "of no element", tensors=True) for key in {*idle}),
-    )
+    inside = rules_of("state", "*", "*")
+    inside += tuple(Rule(("state", "*", key), COPY, "of no element", tensors=True) for key in idle)
     if first:
         return (*inside, *optimizer_rules())
     about = "found to be rank 0's"

@@ -106,7 +106,7 @@ def one_group(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
     groups = checkpoint.param_groups
     order = [one.name for one in checkpoint.owners]
     strange = next((group for group in groups if not follows(group.parameters, order)), None)
-    # A program's own DCP files say the model's order: FSDP1's optimizer has that of flat parameters.
+    # A program's own DCP files say the model's order, whatever the optimizer's is.
     of_state_dict = checkpoint.format == DCP and "origin" not in checkpoint.details
     if strange is not None and not of_state_dict:
         raise UnsupportedError(
