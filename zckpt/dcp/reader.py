@@ -35,7 +35,7 @@ from zckpt.torchfile import each
 
 PLAIN = (
     type(None), bool, int, float, complex, str, bytes, bytearray, range, slice,
-    torch.Tensor, torch.dtype, torch.device, np.generic, np.ndarray,
+    torch.Tensor, torch.dtype, torch.device, np.generic, np.ndarray, Mapping, list, tuple, set, frozenset, deque,
 )  # fmt: skip
 
 
@@ -236,8 +236,7 @@ class Reader(StorageReader):
                 continue
             if isinstance(known, Scalar) and not isinstance(current, (bool, int, float)):
                 value = torch.tensor(known.value, dtype=getattr(torch, known.dtype), device="cpu")
-            containers = (Mapping, list, tuple, set, frozenset, deque)
-            if not all(isinstance(one, (*containers, *PLAIN)) for one in each(value, inside)):
+            if not all(isinstance(one, PLAIN) for one in each(value, inside)):
                 continue  # of a class of which nothing is made without running code of others; the program's own stays
             data = io.BytesIO()
             torch.save(value, data)
