@@ -574,15 +574,17 @@ def sorted_names(positions: Mapping[str, int], templates: Sequence[Template]) ->
     general = [(one, numbers) for one, numbers in every if one.indices]
 
     def key(name: str) -> tuple[tuple[int, int], ...]:
-        best = known.get(name)
+        own, indices = known.get(name), list[int]()
         for one, numbers in general:
-            if best is not None and best[0] < numbers[0]:
+            if own is not None and own < numbers:
                 break
             match = one.pattern.fullmatch(name)
             if match is not None:
-                indices = [int(match[letter]) for letter in one.indices]
-                return tuple((0, part) for pair in zip(numbers, [*indices, 0], strict=True) for part in pair)
-        return ((1, positions[name]),) if best is None else tuple((0, part) for part in (best[0], 0))
+                own, indices = numbers, [int(match[letter]) for letter in one.indices]
+                break
+        if own is None:
+            return ((1, positions[name]),)
+        return tuple((0, part) for pair in zip(own, [*indices, 0], strict=True) for part in pair)
 
     return sorted(positions, key=key)
 
