@@ -424,10 +424,12 @@ def test_a_damaged_chunk_is_named_and_costs_the_checkpoints_that_need_it_only(ma
 def test_a_list_names_what_has_a_damaged_index(made, copied):
     flip(copied / "000002.index", 100)
     rewritten(copied, 3, ranges=np.array([(9, 0, 0, 1)], RANGE))
+    (copied / "000007.index").symlink_to("nowhere")
     found = zckpt.history(copied).checkpoints
     names = names_in(made / "run")
-    assert [one.name for one in found] == [*names[:1], *names[3:], "000002.index", "000003.index"]
-    assert all(not one.sound and "the index of a checkpoint" in str(one.why) for one in found[-2:])
+    assert [one.name for one in found] == [*names[:1], *names[3:], "000002.index", "000003.index", "000007.index"]
+    assert all(not one.sound and "the index of a checkpoint" in str(one.why) for one in found[-3:-1])
+    assert found[-1].why == f"{copied.absolute()}/000007.index: cannot be opened: found No such file or directory"
 
 
 def rewritten(store: Path, number: int, **changed) -> None:

@@ -133,7 +133,7 @@ def history(source: Place, *, deep: bool = False, fingerprint: bool = False, **s
     found = [look(one, around, deep=deep, fingerprint=fingerprint, **shared)[0] for one in every]
     for error in DAMAGED.get(run, ()):
         index = Path(str(error.path))
-        about = index.stat()
+        about = index.lstat()
         found.append(
             Recorded(str(index), index.name, None, about.st_mtime, about.st_size, None, None, False, str(error))
         )
