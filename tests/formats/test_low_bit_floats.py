@@ -328,18 +328,19 @@ def test_experts_of_deepseek_v4():
 
 
 @pytest.mark.parametrize(
-    ("more", "settings", "words"),
+    ("more", "group", "words"),
     [
         ({"q.pre_quant_scale": torch.ones(50)}, {}, r"q\.pre_quant_scale: changes what a layer computes with"),
-        ({}, {"location": "input"}, "transform_config r3: changes what"),
-        ({}, {"location": ["odd"]}, "transform_config r3: changes what"),
-        ({}, {"location": "weight_input"}, None),
+        ({}, {"apply": [{"location": "input"}]}, "transform_config r3: changes what"),
+        ({}, {"apply": [{"location": ["odd"]}]}, "transform_config r3: changes what"),
+        ({}, {"apply": [{"location": "weight_input"}]}, None),
+        ({}, {}, None),
     ],
 )
-def test_weights_whose_inputs_are_scaled_or_rotated_are_refused(more, settings, words):
-    """A plain model would compute something else."""
+def test_weights_whose_inputs_are_scaled_or_rotated_are_refused(more, group, words):
+    """A plain model would compute something else. A transform without any places is applied nowhere."""
     tensors = {"q.weight": torch.randn(6, 50).to(FP8), "q.weight_scale": torch.rand(6, 1), **more}
-    transforms = {"config_groups": {"r3": {"apply": [settings]}}} if settings else {}
+    transforms = {"config_groups": {"r3": group}}
     source = made("s", tensors, quant_method="compressed-tensors", transform_config=transforms)
     if words is None:
         assert list(floats(source, "m")) == ["q.weight"]

@@ -140,7 +140,7 @@ class _Model:
         found = [name for name in self.slots if name.endswith((".act.scales", ".pre_quant_scale"))]
         groups = dict_of(dict_of(self.settings.get("transform_config")).get("config_groups"))
         for name, group in groups.items():
-            applied = dict_of(group).get("apply")
+            applied = dict_of(group).get("apply", [])
             places = [dict_of(one).get("location") for one in applied] if isinstance(applied, list) else [None]
             if any(one not in ("weight_input", "weight_output") for one in places):
                 found.append(f"transform_config {name}")
