@@ -49,7 +49,7 @@ INNER = ("weights", "trainer", "dcp", SEVERAL, "policy")
 MODEL = "model"
 
 _OWN = re.compile(r"\.metadata|zckpt\.pt|__(0|[1-9][0-9]*)_(0|[1-9][0-9]*)\.distcp")
-_FOLDER = re.compile(r"(?:pytorch_model(?:_fsdp)?|optimizer)_([0-9]{1,4})")  # without `_fsdp` up to 0.24
+FOLDER = re.compile(r"(?:pytorch_model(?:_fsdp)?|optimizer)_([0-9]{1,4})")  # without `_fsdp` up to 0.24
 _RANK = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp")
 _OPTIMIZER = re.compile(".*optim.*|training_state")
 
@@ -75,7 +75,7 @@ class Directory:
         """Return the names of Accelerate's folders, those of a model and its optimizer together, by their numbers."""
         found: dict[int, list[str]] = {}
         for name in self.folders:
-            if (match := _FOLDER.fullmatch(name)) is not None:
+            if (match := FOLDER.fullmatch(name)) is not None:
                 found.setdefault(int(match[1]), []).append(name)
         return [found[number] for number in sorted(found)]
 
@@ -111,7 +111,7 @@ def _find_there(path: Path) -> Directory | None:
         return None
     folders = {"": path} if is_whole(path) else {
         one.name: one for one in folders_in(path)
-        if (path.name == SEVERAL or _FOLDER.fullmatch(one.name)) and is_whole(one)
+        if (path.name == SEVERAL or FOLDER.fullmatch(one.name)) and is_whole(one)
     } or _pair(path)  # fmt: skip
     own, lightning = (one if is_file(one) else None for one in (path / OWN_NAME, path / LIGHTNING_NAME))
     return Directory(path, folders, own, lightning if "" in folders else None) if folders else None
@@ -156,7 +156,7 @@ def is_own(name: str) -> bool:
 
 def lacks_metadata(path: Path) -> bool:
     """Tell whether a directory, or one of Accelerate's folders in it, has items and nothing that says what they are."""
-    inner = (one for one in folders_in(path, lenient=True) if _FOLDER.fullmatch(one.name))
+    inner = (one for one in folders_in(path, lenient=True) if FOLDER.fullmatch(one.name))
     without = [one for one in (path, *inner) if not is_file(one / NAME)]
     return any(rank_of(entry.name) is not None for one in without for entry in entries_of(one, lenient=True))
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import SourceError, listed
 from zckpt.formats.assets import ADAPTER_CONFIG
+from zckpt.formats.dcp.directory import FOLDER
 from zckpt.formats.format import NearMiss, Search
 from zckpt.formats.safetensors.file import SHARD, read_header
 from zckpt.formats.suffixes import LEROBOTS_OPTIMIZER, OWN_NAME, READ_SUFFIXES
@@ -56,7 +57,6 @@ _MODULE = re.compile(r"([0-9]+)_\w+")
 _OPTIMIZER = re.compile(r"optimizer(?:_([1-9][0-9]{0,3}))?\.(pt|bin)")
 _OF_A_LOOP = re.compile(r"optim(?:izer)?\.(?:pt|pth|bin|ckpt)")
 _FURTHER = re.compile(r"(model|pytorch_model|pytorch_model_fsdp)_([1-9][0-9]{0,3})\.(safetensors|bin)")
-_DCP_FOLDER = re.compile(r"(?:pytorch_model(?:_fsdp)?|optimizer)_[0-9]+")
 
 
 @immutable
@@ -130,7 +130,7 @@ def find(search: Search) -> Directory | NearMiss | None:
         "latest" in names
         or ".metadata" in names
         or {"metadata.pt", "model.safetensors.index.json"} <= names
-        or any(_DCP_FOLDER.fullmatch(one.name) and is_file(one / ".metadata") for one in inside)
+        or any(FOLDER.fullmatch(one.name) and is_file(one / ".metadata") for one in inside)
     ):
         return None
     if is_file(path / LEROBOTS_OPTIMIZER):
