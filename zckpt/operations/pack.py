@@ -293,14 +293,14 @@ def _are_packed(path: Path, files: Sequence[Filed], packed: Sequence[Filed], apa
 
     Of old it has a link where that leads to a file elsewhere, and checkpoints that lie in another twice.
     """
-    others = [one.relative_to(path) for one in apart if path in one.parents]
-    below, above = set(others), {up for one in others for up in one.parents}
-    known = {one.name for one in files}
-    packed = tuple(
-        one
-        for one in packed
-        if one.name in known or not (Path(one.name) in above or below & {(at := Path(one.name)), *at.parents})
-    )
+    others = {one.relative_to(path) for one in apart if path in one.parents}
+    above = {up for one in others for up in one.parents}
+    known = {Path(one.name) for one in files}
+
+    def is_of_it(at: Path) -> bool:
+        return at in known or (at not in above and others.isdisjoint((at, *at.parents)))
+
+    packed = tuple(one for one in packed if is_of_it(Path(one.name)))
     links = {one.name: one for one in packed if one.kind == "link" and (path / one.name).is_symlink()}
     same = {name for name, one in links.items() if str((path / name).readlink()) == one.target}
     return packed == files or packed == tuple(links[one.name] if one.name in same else one for one in files)
