@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 from zckpt.errors import MissingPackageError, UsageError, require_torch
 from zckpt.state import without
@@ -94,10 +94,10 @@ class _Removing:
         self._has_failed = True
         super().on_exception(exception)  # type: ignore[misc]  # Strategy's
 
-    def _make_way(self, place: Path) -> None:
+    def _make_way(self: Any, place: Path) -> None:
         """Replace a link (`save_last="link"`), not what it leads to, and have a directory where Lightning puts one."""
-        strategy, target = cast("Any", self), pathlib.Path(place)
-        if strategy.is_global_zero:
+        target = pathlib.Path(place)
+        if self.is_global_zero:
             with suppress(OSError):  # which the save says, on all ranks
                 target.parent.mkdir(parents=True, exist_ok=True)
                 if target.is_symlink():
