@@ -230,7 +230,7 @@ class Plan:
     read_nbytes: int  # bytes of tensors that will be read, and written
     copy_nbytes: int
     write_nbytes: int  # bytes of all target files
-    computed_nbytes: int = 0  # bytes that functions compute
+    computed_nbytes: int  # bytes that functions compute
 
 
 def plan(files: Iterable[TargetFile], note: Callable[[FilePlan], object] | None = None) -> Plan:
