@@ -264,7 +264,8 @@ def pack(
     }
     if dry_run:
         present = PackedStore(place).names()[0] if is_store(place) else {}
-        would = [PackedOne(called[one.path], nbytes_of(files_of(one.path, [*called, place])), 0) for one in every]
+        apart = [one.resolve() for one in (place, *called)]
+        would = [PackedOne(called[one.path], nbytes_of(files_of(one.path, apart)), 0) for one in every]
         return Packed(str(place), [one for one in would if one.name not in present], [*present], dry_run=True, notes=[])
     with writing(place) as into:
         done = packed_into(into, [(called[one.path], one) for one in every], full_every, shared["reporter"])
@@ -293,7 +294,8 @@ def _are_packed(path: Path, files: Sequence[Filed], packed: Sequence[Filed], apa
 
     Of old it has a link where that leads to a file elsewhere, and checkpoints that lie in another twice.
     """
-    others = {one.relative_to(path) for one in apart if path in one.parents}
+    root = path.resolve()
+    others = {one.relative_to(root) for one in apart if root in one.parents}
     above = {up for one in others for up in one.parents}
     known = {Path(one.name) for one in files}
 
@@ -314,7 +316,7 @@ def packed_into(
     for error in wrong.values():
         if not isinstance(error, DamagedFileError):  # of what is whole a checkpoint would be packed twice
             raise error
-    apart = [store.path, *(unit.path for _, unit in every)]
+    apart = [one.resolve() for one in (store.path, *(unit.path for _, unit in every))]
     files = {name: files_of(unit.path, apart) for name, unit in every}
     for name, unit in every:
         if name in names and not _are_packed(unit.path, files[name], store.index(names[name]).files, apart):

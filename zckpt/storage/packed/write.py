@@ -103,13 +103,14 @@ class _Made:
 def files_of(path: Path, apart: Iterable[Path] = ()) -> tuple[Filed, ...]:
     """Return all that a checkpoint is: the files, links and directories at or below a path; not other checkpoints.
 
-    `apart`: these. A link to a file elsewhere, or in one of these, is that file: Hugging Face's cache has nothing but
-    such links, whose bytes would not be in the store. Raises SourceError: it cannot be read, or something is neither.
+    `apart`: these, by paths without links. A link to a file elsewhere, or in one of these, is that file: Hugging Face's
+    cache has nothing but such links, whose bytes would not be in the store. Raises SourceError: it cannot be read, or
+    something is neither.
     """
     if path.is_file():
         return (_filed(path.resolve(), path.name),)  # of a link, what it leads to, whose bytes are read
     root = path.resolve()
-    others = {one for one in map(Path.resolve, apart) if root in one.parents}
+    others = {one for one in apart if root in one.parents}
     above = {up for one in others for up in one.parents}
 
     def below(folder: Path, front: str) -> Iterator[Filed]:
