@@ -112,12 +112,12 @@ def budget(memory: int, threads: range, *, buffers: int, most: int, least: int =
     `memory`: bytes; `buffers`: held by each batch while it runs; `most`, `least` (bytes): of a buffer.
     """
     memory = buffers_within(memory)
-    at_once = max(min(_at_once(_EXECUTOR.get(), threads), memory // (buffers * least)), 1)
+    at_once = max(min(run_at_once(_EXECUTOR.get(), threads), memory // (buffers * least)), 1)
     nbytes = min((memory - memory // 64) // at_once // buffers, most)  # besides, there are objects of Python
     return Budget(at_once, max(nbytes - nbytes % LEAST_BUFFER_NBYTES, least))
 
 
-def _at_once(given: Executor | None, threads: range) -> int:
+def run_at_once(given: Executor | None, threads: range) -> int:
     """Return how much an executor runs at once; without one, as many threads as there are cores, within a range."""
     return min(max(os.cpu_count() or 1, threads[0]), threads[-1]) if given is None else workers_of(given)
 
@@ -140,7 +140,7 @@ class Workers:
         given = _EXECUTOR.get()
         if here and not isinstance(given, ThreadPoolExecutor):
             given = None
-        count = _at_once(given, threads)
+        count = run_at_once(given, threads)
         self._at_once = min(at_once or count, count)
         self._is_own = given is None
         self._pool = given or ThreadPoolExecutor(self._at_once, thread_name_prefix="zckpt")

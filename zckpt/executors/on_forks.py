@@ -13,7 +13,7 @@ from mmap import mmap
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
-from zckpt.engine.workers import WANTED
+from zckpt.engine.workers import WANTED, run_at_once
 from zckpt.errors import WorkerError
 from zckpt.executors.asking import Answer, AskingExecutor, Call, answer
 from zckpt.storage.disk import of_libc
@@ -43,7 +43,7 @@ class Forks(AskingExecutor):
         try:
             if not _is_single_threaded():
                 raise OSError("not Linux, or this process has other threads")  # noqa: TRY301
-            for _ in range(min(max(os.cpu_count() or 1, FORKS[0]), FORKS[-1])):
+            for _ in range(run_at_once(None, FORKS)):
                 ours, others = context.Pipe()
                 process = context.Process(target=_work, args=(others, os.getpid(), self._is_ending), daemon=True)
                 process.start()
