@@ -430,6 +430,8 @@ def test_a_list_names_what_has_a_damaged_index(made, copied):
     assert [one.name for one in found] == [*names[:1], *names[3:], "000002.index", "000003.index", "000007.index"]
     assert all(not one.sound and "the index of a checkpoint" in str(one.why) for one in found[-3:-1])
     assert found[-1].why == f"{copied.absolute()}/000007.index: cannot be opened: found No such file or directory"
+    with refusing(zckpt.SourceError, "step-1/none: the store has no such file"):  # which nothing damaged may have
+        zckpt.open(copied / "step-1/none")
 
 
 def rewritten(store: Path, number: int, **changed) -> None:

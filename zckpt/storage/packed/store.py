@@ -291,7 +291,9 @@ class PackedMount:
             raise
         if not os.path.lexists(self.path):
             self.close()
-            raise next(iter(wrong.values()), SourceError("the store has no such file", path=store.path / within))
+            if within:
+                raise SourceError("the store has no such file", path=store.path / within)
+            raise next(iter(wrong.values()))
         DAMAGED[self.path] = [] if within else [*wrong.values()]
 
     def _add(self, root: Path, name: str, number: int) -> None:
