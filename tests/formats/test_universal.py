@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import zipfile
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -544,3 +545,27 @@ def test_files_of_parameters_of_one_shape_share_a_tree():
     for one, file in zip(files, read, strict=True):
         assert repr(one.tree) == repr(file.root)
         assert list(one.records) == list(file.records)
+
+
+def test_gated_slices_that_were_put_together_without_their_halves_are_refused(tmp_path):
+    """Megatron-DeepSpeed's rules that do not name them left masters in another order than weights are read in."""
+    folder, by_columns = tmp_path / "global_step5", ["self_attention.dense.weight", "mlp.dense_4h_to_h.weight"]
+    sizes = {"self_attention.query_key_value.weight": (12, 8), by_columns[0]: (8, 4),
+             "mlp.dense_h_to_4h.weight": (16, 8), by_columns[1]: (8, 8)}  # fmt: skip
+    ranks = [{f"0.{name}": torch.rand(shape) for name, shape in sizes.items()} for _ in range(2)]
+    for name in sizes:
+        (folder / f"zero/0.{name}").mkdir(parents=True)
+        whole = torch.cat([own[f"0.{name}"] for own in ranks], int(name in by_columns))
+        torch.save({"param": whole}, folder / f"zero/0.{name}/fp32.pt")
+    rules = {"parameter_with_row_parallelism_patterns": [rf"\d+\.{name}" for name in by_columns]}
+    for number, own in enumerate(ranks):
+        content = {"module": own, "param_shapes": [{name: one.shape for name, one in own.items()}], "buffer_names": [],
+                   "args": Namespace(num_attention_heads=4, hidden_size=8), "mp_world_size": 2,
+                   "universal_checkpoint_info": rules}  # fmt: skip
+        torch.save(content, folder / f"mp_rank_{number:02}_model_states.pt")
+    torch.save({"param_groups": [{"lr": 0.1}]}, folder / "zero/optimizer_state.pt")
+    with refusing(UnsupportedError, "slices of 0.mlp.dense_h_to_4h.weight were put together without regard"):
+        zckpt.open(folder)
+    path = folder / "zero/0.mlp.dense_h_to_4h.weight/fp32.pt"
+    edit(path, lambda content: content.update(param_n_sub_params=2))
+    assert zckpt.open(folder).parameters["0.mlp.dense_h_to_4h.weight"].slots.keys() == {"weight", "master"}

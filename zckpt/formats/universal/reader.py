@@ -11,7 +11,6 @@ Param groups have their hyperparameters from the optimizer's file, and their nam
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -73,7 +72,7 @@ from zckpt.state import (
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.state.views import narrow
 from zckpt.storage.files import folders_in
-from zckpt.torchfile import Digests, Object, Tensor, TorchFile, node_of, plain, read_torchfile
+from zckpt.torchfile import Digests, Object, Tensor, TorchFile, plain, read_torchfile
 
 OPTIMIZER_RULES = (
     *optimizer_rules(),
@@ -148,7 +147,8 @@ class _Reading:
     """A checkpoint that is read, step by step.
 
     `firsts`: the first model file of each model-parallel rank; `module`: those that have a name, each with its tensor;
-    `parameterwise`: whether they are of ZeRO-3, without whole weights; `shapes`: of trained parameters.
+    `parameterwise`: whether they are of ZeRO-3, without whole weights; `rules`: how slices of several ranks make up
+    parameters; `shapes`: of trained parameters.
     """
 
     def __init__(self, directory: Path, file: TorchFile) -> None:
@@ -163,7 +163,9 @@ class _Reading:
         self.module = by_key((n, (model, tensor)) for model in self.firsts for n, tensor in model.module.items())
         self.shapes: Shapes = {}
         self.values: dict[str, Values] = {}
-        self.of_parts = self._of_parts() if len(self.ranks) > 1 else set[str]()
+        shapes = {name: shape for one in self.firsts for name, shape in one.trained.items()}
+        info = known_rules(self.first.content, shapes, self.first.path) if len(self.ranks) > 1 else None
+        self.rules = None if info is None else Rules(info, self.first.path)
         self.checkpoint = Checkpoint(str(directory), "universal")
         self._reader, self._known = AlikeReader(), dict[int, SourceFile]()
 
@@ -313,6 +315,7 @@ class _Reading:
         that what is not padding of a vocabulary.
         """
         shape, master, slots = self.shapes[name], stored.tensors[MASTER], dict[str, Slot]()
+        holders = self.module.get(name, ())
         if master.experts is not None:
             whole = master.tensor.shape
             if len(shape) != 3 or shape[1:] != whole[1:] or shape[0] < 1 or master.experts % shape[0]:
@@ -321,7 +324,7 @@ class _Reading:
                     expected=f"{shape} on each rank", found=whole,
                 )  # fmt: skip
             shape = whole
-        elif name in self.of_parts and not (master.flat or master.has_parts):
+        elif len(holders) > 1 and self._is_of_parts(name) and not (master.flat or master.has_parts):
             raise UnsupportedError(
                 f"slices of {name} were put together without regard to its parts, of which this DeepSpeed did not know",
                 path=master.path, expected=f"a file with {' or '.join(PART_KEYS)}",
@@ -329,7 +332,6 @@ class _Reading:
             )  # fmt: skip
         elif not master.flat and (len(self.ranks) > 1 or master.padding_stripped):
             shape = master.tensor.shape
-        holders = self.module.get(name, ())
         if len(holders) == 1 and not self.parameterwise:
             ((model, tensor),) = holders
             if tensor.shape == shape:
@@ -343,29 +345,25 @@ class _Reading:
             slots[key] = stored.tensors[key].slot(key, shape)
         return Parameter(name, shape, holders[0][1].dtype if holders else self.first.dtype, slots)
 
-    def _of_parts(self) -> set[str]:
-        """Return parameters that several ranks have slices of, and whose rule names parts, each sliced by itself."""
-        counts = Counter(name for one in self.firsts for name in one.trained)
-        rules = Rules(dict_of(plain(node_of(self.first.content.get(INFO_KEY)))), self.first.path)
-        several = [name for name, count in counts.items() if count > 1 and rules.mapped(name) is None]
-        return {name for name in several if rules.named(name).kind in (SUB, TWO)}
+    def _is_of_parts(self, name: str) -> bool:
+        """Tell whether the rule of a parameter names parts, each sliced by itself."""
+        rules = self.rules
+        return rules is not None and rules.mapped(name) is None and rules.named(name).kind in (SUB, TWO)
 
     def join_weights(self) -> None:
         """Give trained parameters the weights of which each tensor-parallel rank's model file has a slice."""
-        checkpoint, known, model = self.checkpoint, self.checkpoint.parameters, self.first
-        of_all = (name for name in self.shapes if 1 < len(self.module.get(name, ())) == len(self.ranks))
-        shapes = {name: self.shapes[name] for name in of_all if not self.parameterwise}
-        info = known_rules(model.content, shapes, model.path) if shapes else None
-        if info is None:
+        checkpoint, known, count = self.checkpoint, self.checkpoint.parameters, len(self.ranks)
+        names = [name for name in self.shapes if len(self.module.get(name, ())) == count and not self.parameterwise]
+        if self.rules is None or not names:
             return
         ranks = [Rank(one.path, checkpoint.format) for one in self.firsts]
         for one, rank in zip(self.firsts, ranks, strict=True):
-            for name in shapes:
+            for name in names:
                 rank.parameters[name] = Parameter.of(name, slot_of(WEIGHT, one.module[name], one.path))
-        merged = merge(ranks, Rules(info, model.path))
+        merged = merge(ranks, self.rules)
         for name, whole in merged.parameters.items():
             if whole.shape != known[name].shape:
-                raise LayoutError(f"{name} has two shapes", path=model.path, expected=known[name].shape,
+                raise LayoutError(f"{name} has two shapes", path=self.first.path, expected=known[name].shape,
                                   found=f"slices of {whole.shape}")  # fmt: skip
             known[name].slots = {**whole.slots, **known[name].slots}
         checkpoint.duplicates += merged.duplicates
