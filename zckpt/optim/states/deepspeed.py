@@ -95,8 +95,12 @@ class DeepSpeedState(OfMembers):
         ours = self.optimizer.state_dict() if own is None else vars(own)  # stage 0 keeps no object
         if isinstance(theirs, Mapping) and theirs.get("dynamic") and "last_overflow_iter" in ours:
             ours = {**ours, "dynamic": True}
-            numbers = {key: value for key, value in theirs.items() if isinstance(value, (int, float))}
-            yield "loss scaler", {key: one for key, one in numbers.items() if own is not None or key in ours}, ours
+            known = {
+                key: value
+                for key, value in theirs.items()
+                if isinstance(value, (int, float)) and (own is not None or key in ours)
+            }
+            yield "loss scaler", known, ours
 
 
 def _held(optimizer: Any) -> Held:
