@@ -564,8 +564,11 @@ def test_gated_slices_that_were_put_together_without_their_halves_are_refused(tm
                    "universal_checkpoint_info": rules}  # fmt: skip
         torch.save(content, folder / f"mp_rank_{number:02}_model_states.pt")
     torch.save({"param_groups": [{"lr": 0.1}]}, folder / "zero/optimizer_state.pt")
-    with refusing(UnsupportedError, "slices of 0.mlp.dense_h_to_4h.weight were put together without regard"):
-        zckpt.open(folder)
+    shutil.copytree(folder, tmp_path / "pipeline")  # whose stages have their weights in layers' files
+    edit_all(tmp_path / "pipeline", lambda content: content.update(module={}), MODEL_FILES)
+    for one in (folder, tmp_path / "pipeline"):
+        with refusing(UnsupportedError, "slices of 0.mlp.dense_h_to_4h.weight were put together without regard"):
+            zckpt.open(one)
     path = folder / "zero/0.mlp.dense_h_to_4h.weight/fp32.pt"
     edit(path, lambda content: content.update(param_n_sub_params=2))
     assert zckpt.open(folder).parameters["0.mlp.dense_h_to_4h.weight"].slots.keys() == {"weight", "master"}

@@ -147,8 +147,8 @@ class _Reading:
     """A checkpoint that is read, step by step.
 
     `firsts`: the first model file of each model-parallel rank; `module`: those that have a name, each with its tensor;
-    `parameterwise`: whether they are of ZeRO-3, without whole weights; `rules`: how slices of several ranks make up
-    parameters; `shapes`: of trained parameters.
+    `parameterwise`: whether they are of ZeRO-3, without whole weights; `trained`: shapes of what each rank
+    trains; `rules`: how slices of several ranks make it up; `shapes`: of trained parameters.
     """
 
     def __init__(self, directory: Path, file: TorchFile) -> None:
@@ -163,7 +163,8 @@ class _Reading:
         self.module = by_key((n, (model, tensor)) for model in self.firsts for n, tensor in model.module.items())
         self.shapes: Shapes = {}
         self.values: dict[str, Values] = {}
-        shapes = {name: shape for one in self.firsts for name, shape in one.trained.items()}
+        self.trained = [one.trained for one in self.firsts]
+        shapes = {name: shape for one in self.trained for name, shape in one.items()}
         info = known_rules(self.first.content, shapes, self.first.path) if len(self.ranks) > 1 else None
         self.rules = None if info is None else Rules(info, self.first.path)
         self.checkpoint = Checkpoint(str(directory), "universal")
@@ -315,7 +316,6 @@ class _Reading:
         that what is not padding of a vocabulary.
         """
         shape, master, slots = self.shapes[name], stored.tensors[MASTER], dict[str, Slot]()
-        holders = self.module.get(name, ())
         if master.experts is not None:
             whole = master.tensor.shape
             if len(shape) != 3 or shape[1:] != whole[1:] or shape[0] < 1 or master.experts % shape[0]:
@@ -324,7 +324,7 @@ class _Reading:
                     expected=f"{shape} on each rank", found=whole,
                 )  # fmt: skip
             shape = whole
-        elif len(holders) > 1 and self._is_of_parts(name) and not (master.flat or master.has_parts):
+        elif self._is_of_parts(name) and not (master.flat or master.has_parts):
             raise UnsupportedError(
                 f"slices of {name} were put together without regard to its parts, of which this DeepSpeed did not know",
                 path=master.path, expected=f"a file with {' or '.join(PART_KEYS)}",
@@ -332,6 +332,7 @@ class _Reading:
             )  # fmt: skip
         elif not master.flat and (len(self.ranks) > 1 or master.padding_stripped):
             shape = master.tensor.shape
+        holders = self.module.get(name, ())
         if len(holders) == 1 and not self.parameterwise:
             ((model, tensor),) = holders
             if tensor.shape == shape:
@@ -346,9 +347,11 @@ class _Reading:
         return Parameter(name, shape, holders[0][1].dtype if holders else self.first.dtype, slots)
 
     def _is_of_parts(self, name: str) -> bool:
-        """Tell whether the rule of a parameter names parts, each sliced by itself."""
+        """Tell whether several ranks have slices of a parameter, whose rule names parts, each sliced by itself."""
         rules = self.rules
-        return rules is not None and rules.mapped(name) is None and rules.named(name).kind in (SUB, TWO)
+        if rules is None or sum(name in one for one in self.trained) < 2:
+            return False
+        return rules.mapped(name) is None and rules.named(name).kind in (SUB, TWO)
 
     def join_weights(self) -> None:
         """Give trained parameters the weights of which each tensor-parallel rank's model file has a slice."""
