@@ -110,20 +110,14 @@ def _leaf(node: Node, key: object) -> object:
 
 
 def attach(
-    checkpoint: Checkpoint,
-    optimizers: Sequence[Optimizer],
-    names: GivenNames,
-    models: Sequence[Collection[str]],
-    *,
-    units: bool,
+    checkpoint: Checkpoint, optimizers: Sequence[Optimizer], names: GivenNames, models: Sequence[Collection[str]]
 ) -> list[Optimizer]:
     """Give a checkpoint's parameters the optimizers' slots, and the checkpoint their param groups.
 
     Return those that it got: not one that has parameters of an earlier one.
 
     `checkpoint`: has its parameters already; `names`: of the parameters that are only numbered, in the optimizers'
-    order; `models`: the names of each model, of which an optimizer may have several one after another, in any order;
-    `units`: they may be in the order of FSDP1's units.
+    order; `models`: the names of each model, of which an optimizer may have several one after another, in any order.
     Raises UsageError: `names` do not fit.
     """
     numbered = [one for one in optimizers if not one.state.names]
@@ -165,7 +159,7 @@ def attach(
             if name in checkpoint.buffers:  # an optimizer has it, so that it is none
                 checkpoint.parameters[name] = checkpoint.buffers.pop(name)
         found = {number: name for number, name in found.items() if name in checkpoint.parameters}
-        attach_state(checkpoint, state, one.where, certain=found, front=one.prefix, units=units)
+        attach_state(checkpoint, state, one.where, certain=found, front=one.prefix)
     return attached
 
 

@@ -138,7 +138,7 @@ def fill(
                 checkpoint.wrapped[name] = filed
     parts = [{model.prefix + bare for bare in model.tensors} for model in models if not is_average(model)]
     names = names if own is None else prepare(checkpoint, optimizers, own, names)
-    optimizers = attach(checkpoint, optimizers, names, parts, units=own is None)
+    optimizers = attach(checkpoint, optimizers, names, parts)
     model_paths, optimizer_paths = [part.path for part in models], [part.path for part in optimizers]
     checkpoint.step = _step(checkpoint, root, [*model_paths, *optimizer_paths])
     if own is not None:

@@ -367,7 +367,7 @@ def attach(
             tensors, its = optimizer.tensors.get(key, {}), optimizer.values.get(key, {})
             values.append({k: value for k, value in its.items() if k == "step" or k not in tensors})
         checkpoint.param_groups.append(ParamGroup(without(group, *MEMBERS), members, shared_values(values)))
-    if not checkpoint.is_numbered and names is None and not ties_are_known:
+    if not checkpoint.is_numbered and names is None:
         put_units_in_order(checkpoint, checkpoint.param_groups)
     unnamed = [key for key in optimizer.keys if not reading.names.get(key) and optimizer.has_state(key)]
     note_numbers(checkpoint, unnamed, advice=ADVICE)

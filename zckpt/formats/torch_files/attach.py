@@ -44,7 +44,6 @@ def attach(
     certain: Mapping[int, str] | None = None,
     orders: Orders = in_order_or_sorted,
     front: str = "",
-    units: bool = False,
 ) -> None:
     """Give a checkpoint's parameters the optimizer's slots, and the checkpoint its param groups.
 
@@ -65,8 +64,6 @@ def attach(
         In which groups may have their parameters, as for `Evidence.certain`.
     front : str
         Put before numbers that stay, where several optimizers have the same.
-    units : bool
-        Names may be in the order of FSDP1's units: no zckpt wrote the file, and said in which order they are.
 
     Raises
     ------
@@ -117,7 +114,7 @@ def attach(
         ]
         checkpoint.param_groups.append(ParamGroup(hyperparameters, members, shared_values(singles), of))
     checkpoint.step = most_steps(counted) if checkpoint.step is None else checkpoint.step
-    _attach_rest(checkpoint, optimizer, path, units=units)
+    _attach_rest(checkpoint, optimizer, path)
     foreign = [name for name in optimizer.names.values() if name in checkpoint.unnamed and not is_number(name)]
     if foreign and checkpoint.parameters:
         checkpoint.warnings.append(
@@ -136,10 +133,10 @@ def attach(
     note_numbers(checkpoint, [number for number in unnamed if number not in flat])
 
 
-def _attach_rest(checkpoint: Checkpoint, optimizer: OptimizerState, path: str, *, units: bool) -> None:
+def _attach_rest(checkpoint: Checkpoint, optimizer: OptimizerState, path: str) -> None:
     """Put names in order, and carry what else a state dict has as `zckpt.save` does, but the optimizer's class."""
     groups = checkpoint.param_groups[-len(optimizer.groups) :]
-    if units and optimizer.names:
+    if optimizer.names:
         put_units_in_order(checkpoint, groups)
     keys = list(dict.fromkeys(key for slots in optimizer.state.values() for key in slots))
 

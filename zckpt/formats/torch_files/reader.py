@@ -88,8 +88,7 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
     add_tensors(checkpoint, content.tensors, str(path), rest)
     if content.state is not None:
         certain = names_in(rest, checkpoint, str(path)) if isinstance(rest, dict) and names is None else None
-        units = not isinstance(rest, dict)
-        attach(checkpoint, content.state, str(path), names=names, certain=certain, orders=content.orders, units=units)
+        attach(checkpoint, content.state, str(path), names=names, certain=certain, orders=content.orders)
     checkpoint.metadata = {key: carried(file, value) for key, value in by_name(content.others, file.path).items()}
     checkpoint.step = step_of(checkpoint, {**content.root, **content.base})
     if isinstance(rest, dict):

@@ -233,7 +233,7 @@ def _read_optimizers(
                 )
             found = {}  # it may be another model's, after all
         before = len(checkpoint.param_groups)
-        attach(checkpoint, state, str(path), certain=found, front=f"{path.stem}." * several, units=True)
+        attach(checkpoint, state, str(path), certain=found, front=f"{path.stem}." * several)
         is_open = is_open or len(found) < counts[number]
         if several:
             for group in checkpoint.param_groups[before:]:
