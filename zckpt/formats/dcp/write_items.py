@@ -132,8 +132,8 @@ def named_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[str, object
     _refuse_keys(checkpoint, tree["state"].values(), "a parameter", (str,))
     _refuse_keys(checkpoint, tree["param_groups"], "a param group", VALUES)  # numbers come back from `expanded`
     named = with_names(tree, checkpoint.grouped)
-    for group in named["param_groups"] if not checkpoint.unnamed else ():
-        group["param_names"] = group["params"]  # for which an optimizer that was made by names asks
+    if not checkpoint.unnamed:  # an optimizer that was made by names asks for these
+        named["param_groups"] = [{**one, "param_names": one["params"]} for one in named["param_groups"]]
     return named
 
 

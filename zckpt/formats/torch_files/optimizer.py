@@ -384,8 +384,8 @@ def flattened(named: Mapping[str, Any]) -> dict[str, object]:
     """Return a state dict of names with joined keys, one for each value of each parameter: see `unflattened`."""
     found = {f"{STATE_KEY}.{name}.{key}": one for name, its in named[STATE_KEY].items() for key, one in its.items()}
     for group in named[GROUPS_KEY]:
-        own = without(group, "params", "param_names")
         for name in group["params"]:
+            own = without(group, "params", "param_names")
             found |= {f"{GROUPS_KEY}.{name}.{key}": value for key, value in own.items()}
     return found
 
