@@ -6,15 +6,16 @@ Files of safetensors have their tensors sorted. Formats that number parameters d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import groupby, pairwise
 
 from zckpt.errors import UsageError, listed
 from zckpt.state.checkpoint import Checkpoint, ParamGroup
-from zckpt.state.mappings import are_distinct, by_key, first_of, positions
+from zckpt.state.mappings import are_distinct, by_key, positions
 from zckpt.state.names import aligned
 
 GIVEN = "parameter order"
 """Which of a checkpoint's details says that its parameters are in the order that was given."""
+
 
 MOST_MODULES = 100
 """That one is in, each in the next: names of more are no model's, and are not looked into."""
@@ -77,25 +78,28 @@ def put_units_in_order(checkpoint: Checkpoint, groups: Sequence[ParamGroup]) -> 
     order = [one.name for one in checkpoint.owners]
     place = positions(order)
 
-    def is_cut(names: list[str]) -> bool:
+    def is_cut(names: Sequence[str]) -> bool:
         end = next((at for at, (one, other) in enumerate(pairwise(names), 1) if place[one] > place[other]), None)
         if end is None:
             return True
         taken = {module for name in names[:end] for module in _modules(name)}
-        units = by_key((first_of(one for one in _modules(name) if one not in taken), name) for name in names[end:])
-        firsts = [min(place[name] for name in its) for its in units.values()]
-        is_whole = [*chain(*units.values())] == names[end:] and None not in units
-        return is_whole and firsts == sorted(firsts) and all(map(is_cut, units.values()))
+        rest = groupby(names[end:], lambda name: next((one for one in _modules(name) if one not in taken), None))
+        units = [(unit, [*its]) for unit, its in rest]
+        firsts = [min(place[name] for name in its) for _, its in units]
+        is_unit = firsts == sorted(firsts) and are_distinct([unit for unit, _ in units]) and None not in dict(units)
+        return is_unit and all(is_cut(its) for _, its in units)
 
-    if is_sorted(checkpoint, order):
-        return
-    for group in groups:
+    for group in groups if not is_sorted(checkpoint, order) else []:
         arranged = sorted(group.parameters, key=lambda name: place.get(name, 0))
-        if not place.keys() >= {*arranged} or any(name.count(".") > MOST_MODULES for name in arranged):
+        if arranged == group.parameters or not place.keys() >= {*arranged} or max(map(_depth, arranged)) > MOST_MODULES:
             continue
-        if arranged != group.parameters and is_cut(group.parameters):
+        if is_cut(group.parameters):
             group.parameters[:] = arranged
             checkpoint.details["param_groups"] = "in the model's order, not that of FSDP1's flat parameters"
+
+
+def _depth(name: str) -> int:
+    return name.count(".")
 
 
 def _modules(name: str) -> list[str]:

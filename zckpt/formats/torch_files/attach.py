@@ -43,6 +43,7 @@ def attach(
     names: GivenNames = None,
     certain: Mapping[int, str] | None = None,
     orders: Orders = in_order_or_sorted,
+    known: Collection[str] = ("params", "param_names"),
     front: str = "",
 ) -> None:
     """Give a checkpoint's parameters the optimizer's slots, and the checkpoint its param groups.
@@ -62,6 +63,8 @@ def attach(
         The names that are certain, by number, where they have been found already.
     orders : callable
         In which groups may have their parameters, as for `Evidence.certain`.
+    known : collection of str
+        Keys of a group that are no hyperparameters.
     front : str
         Put before numbers that stay, where several optimizers have the same.
 
@@ -101,8 +104,8 @@ def attach(
                     owner.state[key] = FromFile(value, path) if has_tensors(value) else value
             members.append(name)
         of = group.get(OPTIMIZER)
-        of = of if isinstance(of, str) else None
-        own = without(group, "params", "param_names", *([] if of is None else [OPTIMIZER]))
+        of, gone = (of, (*known, OPTIMIZER)) if isinstance(of, str) else (None, known)
+        own = without(group, *gone)
         hyperparameters = {key: FromFile(one, path) if holds_tensors(one) else one for key, one in own.items()}
         present = {number: optimizer.state[number] for number in numbers if number in optimizer.state}
         steps = scalars_in({number: slots.get("step") for number, slots in present.items()}, path)
@@ -136,8 +139,7 @@ def attach(
 def _attach_rest(checkpoint: Checkpoint, optimizer: OptimizerState, path: str) -> None:
     """Put names in order, and carry what else a state dict has as `zckpt.save` does, but the optimizer's class."""
     groups = checkpoint.param_groups[-len(optimizer.groups) :]
-    if optimizer.names:
-        put_units_in_order(checkpoint, groups)
+    put_units_in_order(checkpoint, groups if optimizer.names else [])
     keys = list(dict.fromkeys(key for slots in optimizer.state.values() for key in slots))
 
     def tree(rest: object, of: str | None) -> dict[str, object]:
