@@ -159,7 +159,7 @@ def attach(
             if name in checkpoint.buffers:  # an optimizer has it, so that it is none
                 checkpoint.parameters[name] = checkpoint.buffers.pop(name)
         found = {number: name for number, name in found.items() if name in checkpoint.parameters}
-        attach_state(checkpoint, state, one.where, certain=found, front=one.prefix)
+        attach_state(checkpoint, state, one.where, certain=found, known=(PARAMS,), front=one.prefix)
     return attached
 
 

@@ -1,8 +1,7 @@
 """A checkpoint as the state dict that `torch.distributed.checkpoint.state_dict.get_state_dict` makes, item by item.
 
 {"model": {name: tensor},
- "optimizer": {"state": {name: {key: tensor or value}},
-               "param_groups": [{key: value, ..., "params": [name], "param_names": [name]}]},
+ "optimizer": {"state": {name: {key: tensor or value}}, "param_groups": [{key: value, ..., "params": [name]}]},
  "lr_scheduler": ..., "step": ...}
 
 torch stores each leaf by itself, under its path: a dict is always opened, a list where it holds a dict or a tensor,
@@ -131,10 +130,7 @@ def named_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[str, object
             )
     _refuse_keys(checkpoint, tree["state"].values(), "a parameter", (str,))
     _refuse_keys(checkpoint, tree["param_groups"], "a param group", VALUES)  # numbers come back from `expanded`
-    named = with_names(tree, checkpoint.grouped)
-    if not checkpoint.unnamed:  # an optimizer that was made by names asks for these
-        named["param_groups"] = [{**one, "param_names": one["params"]} for one in named["param_groups"]]
-    return named
+    return with_names(tree, checkpoint.grouped)
 
 
 def _refuse_keys(
