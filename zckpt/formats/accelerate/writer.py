@@ -155,8 +155,8 @@ def lay_out(job: Job) -> TargetFiles:
         for group in checkpoint.param_groups:
             if not follows(group.parameters, order):  # which numbers them, and need not be the optimizer's own
                 raise UnsupportedError(
-                    "the optimizer lists its parameters in another order than the model, and without FSDP the order "
-                    "identifies them",
+                    "the optimizer lists its parameters in another order than the model (as FSDP1 does with flat "
+                    "ones), and without FSDP the order identifies them",
                     found=f"{listed(group.parameters, most=3)} in a param group",
                     advice=f"give --groups=one, or --fsdp={SHARDED}",
                 )

@@ -17,13 +17,13 @@ from itertools import chain
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
-from zckpt.evidence.order import GIVEN, is_sorted
+from zckpt.evidence.order import GIVEN
 from zckpt.formats.fsdp_rank_files.directory import EXTRA, rank_name
 from zckpt.formats.fsdp_rank_files.units import members_of
 from zckpt.formats.remainder import remainder, types_of_weights
 from zckpt.formats.torch_files.tensors import as_mapping, as_names
 from zckpt.formats.transformers_trainer.states import PER_GROUP, scheduler
-from zckpt.state import Checkpoint, ParamGroup, list_of
+from zckpt.state import Checkpoint, ParamGroup, by_key, list_of
 from zckpt.state.inventory import IMPLIED, Rule
 from zckpt.torchfile import FromFile, TorchFile, brief
 
@@ -114,7 +114,10 @@ def one_group(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
             found=f"{listed(strange.parameters, most=3)} in the optimizer",
             advice="give --groups=keep, or for safetensors --names FILE with the names in the model's order",
         )
-    if len(groups) > 1 and GIVEN not in checkpoint.details and is_sorted(checkpoint, order):
+    # Names that are sorted within each element type, as safetensors have them, are in no model's order.
+    by_type = by_key((checkpoint.parameters[name].dtype, name) for name in order)
+    is_sorted = len(order) > 1 and all(names == sorted(names) for names in by_type.values())
+    if len(groups) > 1 and GIVEN not in checkpoint.details and is_sorted:
         raise UnsupportedError(
             "the order of the model's parameters is unknown: the files have them sorted by name, in several groups",
             found=listed(order, most=3),

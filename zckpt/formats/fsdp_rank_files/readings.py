@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.evidence import NAMES_ADVICE, Evidence, factored_shape, keep_number, note_numbers, shown_shape, ways
-from zckpt.evidence.order import put_units_in_order
 from zckpt.formats.fsdp_rank_files.across import add
 from zckpt.formats.fsdp_rank_files.contents import MEMBERS, Key, Model, Optimizer, Ties, equal_names, tie
 from zckpt.formats.fsdp_rank_files.held import PLAIN, Held
@@ -367,8 +366,6 @@ def attach(
             tensors, its = optimizer.tensors.get(key, {}), optimizer.values.get(key, {})
             values.append({k: value for k, value in its.items() if k == "step" or k not in tensors})
         checkpoint.param_groups.append(ParamGroup(without(group, *MEMBERS), members, shared_values(values)))
-    if not checkpoint.is_numbered and names is None:
-        put_units_in_order(checkpoint, checkpoint.param_groups)
     unnamed = [key for key in optimizer.keys if not reading.names.get(key) and optimizer.has_state(key)]
     note_numbers(checkpoint, unnamed, advice=ADVICE)
 

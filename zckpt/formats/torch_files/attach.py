@@ -18,7 +18,6 @@ from functools import cache
 
 from zckpt.errors import DamagedFileError, UsageError, about, listed
 from zckpt.evidence import Evidence, Orders, can_be_of, in_order_or_sorted, keep_number, note_numbers
-from zckpt.evidence.order import put_units_in_order
 from zckpt.formats.torch_files.optimizer import (
     BESIDE,
     OPTIMIZER,
@@ -137,9 +136,8 @@ def attach(
 
 
 def _attach_rest(checkpoint: Checkpoint, optimizer: OptimizerState, path: str) -> None:
-    """Put names in order, and carry what else a state dict has as `zckpt.save` does, but the optimizer's class."""
+    """Carry what else a state dict has as `zckpt.save` does, but for the optimizer's class, which no file says."""
     groups = checkpoint.param_groups[-len(optimizer.groups) :]
-    put_units_in_order(checkpoint, groups if optimizer.names else [])
     keys = list(dict.fromkeys(key for slots in optimizer.state.values() for key in slots))
 
     def tree(rest: object, of: str | None) -> dict[str, object]:
