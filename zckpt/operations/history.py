@@ -236,7 +236,8 @@ class Around:
     """What a run's directory has around its checkpoints: all links, and what interrupted writes and removals left."""
 
     run: Path
-    links: list[Path]
+    links: dict[Path, Path]
+    """And what they lead to."""
     left: list[Path]
     inside: Collection[Path]
     """The checkpoints below the run."""
@@ -245,13 +246,13 @@ class Around:
     def of(cls, run: Path, every: Iterable[Unit]) -> Around:
         """Look through a run, but not into its checkpoints."""
         inside = {one.path for one in every} - {run}
-        found = cls(run, [], [], inside)
+        found = cls(run, {}, [], inside)
         for at, folders, files in os.walk(run):
             for path in (Path(at, name) for name in sorted(folders + files)):
                 if LEFT.fullmatch(path.name):
                     found.left.append(path)
                 elif path.is_symlink():
-                    found.links.append(path)
+                    found.links[path] = Path(os.path.realpath(path))
             folders[:] = [name for name in folders if not name.startswith(".") and Path(at, name) not in inside]
         return found
 
@@ -260,4 +261,4 @@ class Around:
         above = [one for one in path.parents if one == self.run or self.run in one.parents]
         trackers = [one / file for one in above for file, text in latest_of(one).items() if is_named(path, one, text)]
         real = Path(os.path.realpath(path))
-        return trackers, [one for one in self.links if real in ((at := Path(os.path.realpath(one))), *at.parents)]
+        return trackers, [one for one, at in self.links.items() if real in (at, *at.parents)]

@@ -150,8 +150,8 @@ def prune(
     around = Around.of(top, every)
     for path in sorted(around.inside):
         with suppress(SourceError):  # of which looking at it will tell
-            inner = files_of(path, around.inside)
-            around.links.extend(link for link, about in inner if stat.S_ISLNK(about.st_mode))
+            inner = (link for link, about in files_of(path, around.inside) if stat.S_ISLNK(about.st_mode))
+            around.links.update((link, Path(os.path.realpath(link))) for link in inner)
     looked = ((one, look(one, around, deep=deep)) for one in every)
     seen = [_Seen(one, record, states) for one, (record, _, states) in looked]
     sound = [one for one in seen if one.record.sound and one.unit.number is not None]
