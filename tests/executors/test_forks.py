@@ -70,6 +70,19 @@ def test_forks_end_with_the_command(number, source):
         assert process.returncode == 128 + number
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_that_comes_while_they_are_forked_ends_them(number, source):
+    Path("slow").touch()
+    process = begun(source)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while process.poll() is None and not children.read_text():
+        pass
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1]
+    assert re.fullmatch(r"zckpt: (interrupted|terminated); .*\n", said)
+    assert (process.returncode, names_in("out")) == (128 + number, [])
+
+
 def test_lost_fork_is_said_and_what_the_others_wrote_is_gone_on_with(source, written):
     said = begun(source).communicate(timeout=60)[1]
     assert re.fullmatch(r"zckpt: workers were lost: found process \d is gone; .*\n", said)

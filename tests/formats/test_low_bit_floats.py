@@ -372,3 +372,19 @@ def test_what_says_how_codes_are_made_goes_with_them():
         assert file.metadata() == {"format": "pt", "q.weight": "of a class"}
     assert names_in("m") == ["config.json", "hf_quant_config.json", "model.safetensors"]
     assert names_in("f") == ["config.json", "model.safetensors"]
+    with safe_open("f/model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}  # which is no code any more
+
+
+def test_texts_that_shards_have_otherwise_are_of_none():
+    Path("s").mkdir()
+    index = {"metadata": {}, "weight_map": {}}
+    for number in (1, 2):
+        name = f"model-0000{number}-of-00002.safetensors"
+        texts = {"hash": "abc", "shard": str(number), f"w{number}": "of this shard"}
+        save_file({f"w{number}": torch.ones(8)}, f"s/{name}", texts)
+        index["weight_map"][f"w{number}"] = name
+    Path("s/model.safetensors.index.json").write_text(json.dumps(index))
+    zckpt.consolidate("s", "m.safetensors")
+    with safe_open("m.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "hash": "abc", "w1": "of this shard", "w2": "of this shard"}

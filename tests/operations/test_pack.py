@@ -199,17 +199,19 @@ def test_a_link_within_a_checkpoint_beside_a_model_stays_one():
     assert Path("run-again/best").exists()
 
 
-def test_a_store_in_its_run_is_no_checkpoint_of_it():
-    for name, fixture in (("step4", "s2_bf16_dp2/global_step5"), ("checkpoint-4", MADE["step-6"])):
-        run = Path(f"{name[0]}-run")
-        shutil.copytree(FIXTURES / fixture, run / name)
-        save_file(
-            {"w": np.ones(9, np.float32)}, run / "model.safetensors"
-        )  # the run itself is a checkpoint, or this is
-        (run / "latest").write_text(name)
-        assert zckpt.pack(run, run / "store").packed
-        assert not zckpt.pack(run, run / "store").packed
-        assert len(zckpt.history(run).checkpoints) == len(zckpt.history(run / "store").checkpoints) == 2
+def test_a_store_in_its_run_is_no_checkpoint_of_it_and_none_is_in_a_checkpoint():
+    run = Path("run")
+    shutil.copytree(FIXTURES / "s2_bf16_dp2/global_step5", run / "step4")
+    save_file({"w": np.ones(9, np.float32)}, run / "model.safetensors")
+    (run / "latest").write_text("step4")
+    assert zckpt.pack(run, run / "store").packed
+    assert not zckpt.pack(run, run / "store").packed
+    assert len(zckpt.history(run).checkpoints) == len(zckpt.history(run / "store").checkpoints) == 2
+    shutil.copytree(FIXTURES / MADE["step-6"], "model/checkpoint-4")
+    save_file({"w": np.ones(9, np.float32)}, "model/model.safetensors")
+    for store in ("run/step4/store", "model/store"):
+        with refusing(zckpt.UsageError, "the store is inside a checkpoint"):
+            zckpt.pack(store.split("/")[0], store)
 
 
 def test_what_cannot_be_looked_at_is_no_store(monkeypatch):

@@ -5,12 +5,13 @@ They know what this one knows, so nothing is imported or opened again; they end 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable
 from functools import partial
 from mmap import mmap
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from typing import TYPE_CHECKING
 
 from zckpt.engine.workers import WANTED, run_at_once
@@ -41,8 +42,8 @@ class Forks(AskingExecutor):
         asks: list[Callable[[Call], Answer]] = []
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
-            if not _is_single_threaded():
-                raise OSError("not Linux, or this process has other threads")  # noqa: TRY301
+            if not _can_fork():
+                raise OSError("not Linux, or this process has other threads, or is a daemon")  # noqa: TRY301
             for _ in range(run_at_once(None, FORKS)):
                 ours, others = context.Pipe()
                 process = context.Process(target=_work, args=(others, os.getpid(), self._is_ending), daemon=True)
@@ -50,13 +51,15 @@ class Forks(AskingExecutor):
                 others.close()
                 self._processes.append(process)
                 asks.append(partial(_asked, ours))
-        except OSError as error:
+            super().__init__("process", asks, EOFError, OSError)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # where a signal that has come meanwhile is raised
+        except BaseException as error:
             self._kill()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            if not isinstance(error, OSError):
+                raise
             advice = "use --executor=threads"
             raise WorkerError("no processes can be forked", found=str(error), advice=advice) from error
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        super().__init__("process", asks, EOFError, OSError)
 
     def end(self) -> None:
         """Let tasks that run end before their next batch."""
@@ -78,10 +81,10 @@ class Forks(AskingExecutor):
             process.join()
 
 
-def _is_single_threaded() -> bool:
-    """Tell whether a fork is as good as this process: it has the one thread of it that forks, and no other."""
+def _can_fork() -> bool:
+    """Tell whether a fork is as good as this process, of which it has one thread; a daemon may have no processes."""
     try:
-        return len(os.listdir("/proc/self/task")) == 1  # noqa: PTH208
+        return len(os.listdir("/proc/self/task")) == 1 and not current_process().daemon  # noqa: PTH208
     except OSError:  # not Linux
         return False
 
@@ -94,8 +97,9 @@ def _asked(connection: Connection, call: Call) -> Answer:
 
 def _work(connection: Connection, parent: int, is_ending: mmap) -> None:
     """Answer the calls of the process that has forked this one, and end with it; it alone hears of Ctrl-C."""
-    for one in SIGNALS:
-        signal.signal(one, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    gc.freeze()  # what is looked through for garbage is copied
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     prctl = of_libc("prctl", "iI")
     if prctl is not None:

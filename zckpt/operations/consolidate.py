@@ -411,13 +411,26 @@ def _model_files(
 
         return [torch_writer.lay_out(name, model_tree(checkpoint, tensors))]
     entries = [safetensors_layout.Entry(own, *one) for own, one in tensors.items()]
-    of_files = checkpoint.metadata if checkpoint.format == "safetensors" else {}
-    texts = {key: text for key, text in of_files.items() if isinstance(text, str) and key != "param_groups"}
+    texts = _texts(checkpoint, tensors)
     if kind == SAFETENSORS:
         return [safetensors_layout.lay_out(name, entries, texts)]
     if is_adapter(tensors, assets):
         return [safetensors_layout.lay_out(ADAPTER_NAME, entries, texts)]
     return safetensors_layout.lay_out_directory(entries, chosen.max_shard_size, stem=stem_of(assets), metadata=texts)
+
+
+def _texts(checkpoint: Checkpoint, tensors: Tensors) -> dict[str, str]:
+    """Return what the headers of safetensors say, and no two of them otherwise, of tensors that stay as they are."""
+    if checkpoint.format != "safetensors" or any(
+        isinstance(slot, Computed) or slot.dtype != type_ for slot, type_ in tensors.values()
+    ):
+        return {}
+    from zckpt.formats.safetensors.file import SHARDING_KEY
+
+    said, stems = checkpoint.metadata, [f"{Path(one.path).stem}." for one in checkpoint.files]
+    others = {key: key.removeprefix(stem) for stem in stems for key in said if key.startswith(stem)}
+    own = without(said, "param_groups", SHARDING_KEY, *others, *others.values())
+    return {key: text for key, text in own.items() if isinstance(text, str)}
 
 
 def _optimizer_file(checkpoint: Checkpoint, chosen: Chosen) -> TargetFile:

@@ -244,7 +244,7 @@ def pack(
     Raises
     ------
     UsageError
-        The store has another checkpoint of the same name, or one name is given for several.
+        The store has another checkpoint of the same name, or is inside one, or one name is given for several.
     SourceError
         There is no checkpoint, or one cannot be read, or changes meanwhile.
     TargetError
@@ -259,6 +259,8 @@ def pack(
     if name is not None and (len(every) > 1 or not is_inside(name)):
         found = f"{len(every)} checkpoints" if len(every) > 1 else name
         raise UsageError("--name only applies to one checkpoint, and must lie within the store", path=run, found=found)
+    if any(one.path.resolve() in place.resolve().parents for one in every):
+        raise UsageError("the store is inside a checkpoint, and would be taken for a part of it", path=store)
     called = {
         one.path: name or (run.name if one.path == run else one.path.relative_to(run).as_posix()) for one in every
     }
