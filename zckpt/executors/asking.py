@@ -57,7 +57,7 @@ class AskingExecutor(Executor):
             try:
                 done, found = ask(call) if self.broken is None else (False, self.broken)
             except self._gone:
-                self.broken = BrokenExecutor(f"{self._what} {number} is gone")
+                self.broken = self.broken or BrokenExecutor(f"{self._what} {number} is gone")
                 done, found = False, self.broken
             except Exception as error:  # noqa: BLE001  # a call that cannot be sent, say
                 done, found = False, error
