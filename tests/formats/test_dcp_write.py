@@ -216,6 +216,19 @@ def test_metadata_is_what_torch_makes_of_the_same_state(options):
     assert_same_tree(loaded(directory), loaded("torch"))
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_param_names_are_where_the_source_has_them(named):
+    model, _ = trained()
+    rows = [(name, p) if named else p for name, p in model.named_parameters()]
+    groups = [{"params": rows[at::3]} for at in range(3)]
+    dcp.save(state_dict_of(model, torch.optim.AdamW(groups)), checkpoint_id="torch", no_dist=True)
+    directory = written(open_checkpoint(Path("torch")), "dcp")
+    for group in loaded(directory)["optimizer"]["param_groups"]:
+        assert group.get("param_names") == (group["params"] if named else None)
+    flat = metadata_of(written(open_checkpoint(Path("torch")), "flat", keys="flat")).state_dict_metadata
+    assert not any("param_names" in key for key in flat)
+
+
 def test_metadata_names_only_classes_that_torch_has_had_since_2_3(monkeypatch):
     """2.3 has no StorageMeta, and no torch before 2.15 takes tensor properties of six members."""
     directory = written_of("s2_bf16_dp4", "dcp")

@@ -230,7 +230,7 @@ class Keys(dict[str, StorageEntry]):
         if not isinstance(names, (list, tuple)):
             group = groups[option.group or 0] if (option.group or 0) < len(groups) else ParamGroup({}, [])
             return list(group.parameters) if option.key == PARAMS else group.hyperparameters[option.key]
-        if option.key == PARAMS:
+        if option.key in (PARAMS, "param_names"):
             raise KeyError(option.key)
         if any(isinstance(name, int) for name in names):
             raise UsageError(

@@ -130,7 +130,11 @@ def named_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[str, object
             )
     _refuse_keys(checkpoint, tree["state"].values(), "a parameter", (str,))
     _refuse_keys(checkpoint, tree["param_groups"], "a param group", VALUES)  # numbers come back from `expanded`
-    return with_names(tree, checkpoint.grouped)
+    named = with_names(tree, checkpoint.grouped)
+    for group, its in zip(named["param_groups"], checkpoint.param_groups, strict=True):
+        if "param_names" in its.hyperparameters:  # an optimizer made of named parameters asks for them, no other does
+            group["param_names"] = group["params"]
+    return named
 
 
 def _refuse_keys(

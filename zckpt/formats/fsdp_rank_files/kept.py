@@ -134,7 +134,7 @@ def one_group(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
         f"{key} of all parameters is {brief(first.hyperparameters.get(key))}, which was {brief(value)} of some"
         for group in groups[1:]
         for key, value in group.hyperparameters.items()
-        if repr(first.hyperparameters.get(key)) != repr(value)
+        if key != "param_names" and repr(first.hyperparameters.get(key)) != repr(value)
     ]
     unsure = [one.name for one in checkpoint.owners if one.group is None and not one.frozen]
     if unsure:

@@ -385,7 +385,9 @@ def flattened(named: Mapping[str, Any]) -> dict[str, object]:
     found = {f"{STATE_KEY}.{name}.{key}": one for name, its in named[STATE_KEY].items() for key, one in its.items()}
     for group in named[GROUPS_KEY]:
         for name in group["params"]:
-            found |= {f"{GROUPS_KEY}.{name}.{key}": value for key, value in group.items() if key != "params"}
+            found |= {
+                f"{GROUPS_KEY}.{name}.{key}": value for key, value in without(group, "params", "param_names").items()
+            }
     return found
 
 

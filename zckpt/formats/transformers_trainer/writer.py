@@ -178,7 +178,7 @@ def as_the_trainer_has_them(checkpoint: Checkpoint, known: Architecture, notes: 
         sources = list({id(group_of_name[name]): group_of_name[name] for name in names}.values())
         first, *others = sources or groups[:1]
         for other in others:
-            mine, its = ({**one.hyperparameters, **one.state} for one in (first, other))
+            mine, its = ({**without(one.hyperparameters, "param_names"), **one.state} for one in (first, other))
             unlike = [key for key in mine | its if mine.get(key) != its.get(key)]
             if unlike:
                 ours, theirs = (number_of(one.get(unlike[0])) for one in (mine, its))
