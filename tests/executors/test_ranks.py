@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import BrokenExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ import pytest
 from tests.cli.console import command, environment
 from tests.executors.dying import MARK, RANK
 from tests.folders import names_in
+from zckpt.errors import WorkerError
+from zckpt.executors import on_ranks
+from zckpt.executors.asking import AskingExecutor
 
 BIN = Path(sys.executable).parent
 MPIEXEC = shutil.which("mpiexec", path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
@@ -64,6 +68,21 @@ def test_rank_that_is_killed_ends_all_nothing_has_the_name_and_it_can_be_gone_on
         assert "--resume continues with them" in done.stderr
     assert launched(kind, 2, "zckpt", "consolidate", source, target, "--resume").returncode == 0
     assert names_in("out") == ["t.safetensors"]
+
+
+def test_rank_that_is_lost_is_named_though_torchrun_ends_the_first_one_before_it_knows(monkeypatch):
+    def gone(call):
+        time.sleep(0.2)
+        raise RuntimeError("Connection closed by peer")
+
+    executor = AskingExecutor("rank", [gone], RuntimeError)
+    future = executor.submit(int)
+    on_ranks._ended(executor)
+    with pytest.raises(BrokenExecutor, match="rank 0 is gone"):
+        future.result()
+    monkeypatch.setattr(on_ranks, "LAST_WORDS_SECONDS", 0)
+    with pytest.raises(WorkerError, match="another rank has ended"):
+        on_ranks._ended(AskingExecutor("rank", [], RuntimeError))
 
 
 @pytest.mark.nightly

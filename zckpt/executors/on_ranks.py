@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
@@ -20,6 +21,9 @@ from zckpt.executors.asking import Answer, AskingExecutor, Call, answer
 
 PATIENCE = timedelta(days=30)
 """For a rank that has nothing to do; that another one is gone, the connection to it says at once."""
+
+LAST_WORDS_SECONDS = 5
+"""For the connection to a rank that is lost to say so."""
 
 
 class RanksExecutor(AskingExecutor):
@@ -87,7 +91,7 @@ def ranks() -> Iterator[Executor | None]:
         yield None
         return
     executor = RanksExecutor()
-    previous = signal.signal(signal.SIGTERM, _ended)
+    previous = signal.signal(signal.SIGTERM, lambda *_: _ended(executor))
     try:
         yield executor
     finally:
@@ -95,7 +99,14 @@ def ranks() -> Iterator[Executor | None]:
         executor.shutdown()
 
 
-def _ended(*_: object) -> None:
-    raise WorkerError(
-        "torchrun ended this run", found="SIGTERM: another rank has ended", advice="nothing was written; run it again"
-    )
+def _ended(executor: AskingExecutor) -> None:
+    """Leave it to the calls to fail where a rank is lost, of which torchrun may tell us before the connection does."""
+    until = time.monotonic() + LAST_WORDS_SECONDS
+    while executor.broken is None and time.monotonic() < until:
+        time.sleep(0.05)
+    if executor.broken is None:
+        raise WorkerError(
+            "torchrun ended this run",
+            found="SIGTERM: another rank has ended",
+            advice="nothing was written; run it again",
+        )
