@@ -37,6 +37,7 @@ KINDS: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {
     ),
     "int8": ({"q.weight": CODES.to(torch.int8), "q.SCB": torch.ones(4)}, {"quant_method": "bitsandbytes"}),
     "gptq": ({"q.qweight": CODES.int(), "q.scales": torch.ones(1, 4).half()}, {"quant_method": "gptq"}),
+    "hqq": ({"q.W_q": CODES, "q.scale": torch.ones(8, 1)}, {"quant_method": "hqq"}),
     "scaled fp8": ({"q.weight": FP8, "q.scale_weight": torch.tensor(1.0)}, {}),
     "without scales": ({"q.weight": FP8}, {"quant_method": "fp8"}),
 }
@@ -121,3 +122,10 @@ def test_the_command_says_so_on_one_line(tmp_path):
     source = made(tmp_path / "source", "mxfp4", config=True)
     done = run("consolidate", source, tmp_path / "m.pt", "--dtype", "float32")
     assert (done.returncode, done.stderr.count("\n")) == (5, 1)
+
+
+def test_layers_that_hqq_keeps_in_dicts_are_not_left_out(tmp_path):
+    layer = {"W_q": CODES, "nbits": 4, "scale": torch.ones(8, 1), "zero": torch.ones(8, 1)}
+    torch.save({"embed": {"weight": torch.ones(4, 4)}, "layers.0.q_proj": layer}, tmp_path / "qmodel.pt")
+    with refusing(zckpt.UnsupportedError, "layers.0.q_proj: layers in HQQ's codes of few bits.*dequantise it"):
+        zckpt.open(tmp_path / "qmodel.pt")

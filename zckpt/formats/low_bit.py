@@ -6,6 +6,7 @@ in integers   NAME.weight_packed and .weight_scale; NAME.qweight and .scales; NA
 bitsandbytes  NAME.weight of uint8, and NAME.weight.absmax, .quant_state.*
 quanto        NAME.weight._data, or of less than 8 bits NAME.weight._data._data, and NAME.weight._scale
 torchao       NAME._weight_qdata and ._weight_scale
+HQQ           NAME.W_q and NAME.scale
 
 Or any of these where the model's config.json has a quantization_config, and other files that say so.
 """
@@ -27,7 +28,7 @@ _SCALE = re.compile(
     r"(?P<of>.*?)[._](?:weight_)?(?:scales?(?:_inv|_\d)?|scale_weight|absmax|SCB|quant_state\..*)", re.DOTALL
 )
 _CODES = re.compile(
-    r"(?P<of>.*?)(?:\.(?:weight|qweight|weight_packed)|_blocks|(?<=\.)_(?:weight_q)?data(?:\._data)?)", re.DOTALL
+    r"(?P<of>.*?)(?:\.(?:weight|qweight|weight_packed|W_q)|_blocks|(?<=\.)_(?:weight_q)?data(?:\._data)?)", re.DOTALL
 )
 _KNOWN = re.compile(
     r"(?:.*\.)?(?:weight|qweight|qzeros|weight_packed|weight_zero_point)|.*_(?:blocks|scales)", re.DOTALL

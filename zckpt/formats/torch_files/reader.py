@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.codes import UNSUPPORTED
-from zckpt.errors import SourceError, UnsupportedError, about
+from zckpt.errors import SourceError, UnsupportedError, about, listed
 from zckpt.evidence import may_be_trained
 from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.remainder import KEY, names_in, remainder_rules, restore
@@ -71,6 +71,9 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
         root = inside(root)
     if not isinstance(root, dict) or not root:
         raise UnsupportedError("holds no state dict", path=path, found=type(root).__name__)
+    if coded := [str(key) for key, one in root.items() if "W_q" in dict_of(one)]:
+        raise UnsupportedError(f"{listed(coded)}: layers in HQQ's codes of few bits", path=path, found="W_q",
+                               expected="tensors of numbers", advice="dequantise it with HQQ")  # fmt: skip
     rest = root.get(KEY)
     content = content_of(without(root, KEY), path, spreads=True, seen={id(root)})
     if not content.models and not content.optimizers:
