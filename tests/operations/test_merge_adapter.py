@@ -527,6 +527,11 @@ def test_the_command_prints_its_document_and_dry_runs():
     refused(4, *arguments)
     words = "is not a LoRA adapter: expected peft_type LORA, found IA3"
     refused(5, *arguments[:2], ADAPTERS / "ia3", "m.safetensors --overwrite", words=words)
+    Path("prompt").mkdir()
+    Path("prompt/adapter_config.json").write_text('{"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4}')
+    save_file({"prompt_embeddings": torch.ones(4, 8)}, "prompt/adapter_model.safetensors")
+    words = "no weights of the model can hold it: load it with PEFT beside the model"
+    refused(5, *arguments[:2], "prompt", "m.safetensors --overwrite", words=words)
 
 
 def test_an_adapter_in_memory_becomes_one_in_files():

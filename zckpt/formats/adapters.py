@@ -465,8 +465,12 @@ def _settings(path: Path) -> dict[str, Any]:
         found = {"peft_type": "LORA", "init_lora_weights": True, **found}
     kind = found.get("peft_type")
     if kind != "LORA":
-        raise UnsupportedError("is not a LoRA adapter", path=path, expected="peft_type LORA", found=kind,
-                               advice="merge it with PEFT's merge_and_unload")  # fmt: skip
+        stays = re.search("PROMPT|PREFIX|P_TUNING|CPT|CARTRIDGE|POLY|XLORA", str(kind))
+        raise UnsupportedError(
+            "is not a LoRA adapter", path=path, expected="peft_type LORA", found=kind,
+            advice="no weights of the model can hold it: load it with PEFT beside the model" if stays else
+            "merge it with PEFT's merge_and_unload",
+        )  # fmt: skip
     unknown = sorted(key for key, value in found.items() if key not in _HARMLESS and value not in (None, False, [], {}))
     if unknown:
         raise UnsupportedError(
