@@ -146,6 +146,9 @@ def test_experts_in_one_tensor():
     found, settings = quantised(made("in2", tensors), "out2")
     assert found[up].equal(tensors[up])
     assert settings["modules_to_not_convert"] == ["lm_head", "model.layers.0.mlp.experts"]
+    moe = "model.layers.0.block_sparse_moe"  # GraniteMoe's in files; in memory `experts` and `router`
+    tensors = {f"{moe}.input_linear.weight": torch.ones(3, 128, 64), NAME: torch.ones(64, 64)}
+    assert quantised(made("in5", tensors), "out5")[1]["modules_to_not_convert"][-1] == moe
     tensors = {up: torch.randn(3, 64, 128), down: torch.randn(3, 96, 64), NAME: torch.ones(64, 64)}  # (in, out)
     assert quantised(made("in3", tensors), "out3")[0][up].equal(tensors[up])
     tensors = {up: torch.randn(3, 96, 64), NAME: torch.ones(64, 64)}  # no whole blocks of the gate, nor of the rest

@@ -78,7 +78,12 @@ def in_block_fp8(tensors: Tensors, block: tuple[int, int], config: Mapping[str, 
             function = InBlocks(slot, block, f"{name} in {path}", scales, kept)
             found[own] = Computed(slot.name, type_, sizes, (), function=function), type_
     within = {unit[:at] for unit in coded for at, mark in enumerate(unit) if mark == "."}
-    modules = dict.fromkeys(["lm_head", *(unit for unit in units.values() if unit not in coded | within)])
+    stacks = [  # GraniteMoe's experts are called otherwise in memory
+        unit.rpartition(".")[0]
+        for name, unit in units.items()
+        if name == f"{unit}.weight" and "." in unit and len(tensors[name][0].shape) == 3
+    ]
+    modules = dict.fromkeys(["lm_head", *(unit for unit in (*units.values(), *stacks) if unit not in coded | within)])
     settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [*block]}
     return found, {**settings, "modules_to_not_convert": [*modules]}
 
