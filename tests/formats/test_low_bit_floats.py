@@ -386,5 +386,11 @@ def test_texts_that_shards_have_otherwise_are_of_none():
         index["weight_map"][f"w{number}"] = name
     Path("s/model.safetensors.index.json").write_text(json.dumps(index))
     zckpt.consolidate("s", "m.safetensors")
-    with safe_open("m.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt", "hash": "abc", "w1": "of this shard", "w2": "of this shard"}
+    zckpt.convert("s", "z", to="zckpt")
+    zckpt.consolidate("z", "back.safetensors")
+    with safe_open("m.safetensors", "pt") as file, safe_open("back.safetensors", "pt") as back:
+        assert (
+            back.metadata()
+            == file.metadata()
+            == {"format": "pt", "hash": "abc", "w1": "of this shard", "w2": "of this shard"}
+        )

@@ -9,6 +9,7 @@ One model can take the place of the checkpoint's own: one of several, a part, or
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -48,7 +49,7 @@ from zckpt.operations.options import (
 from zckpt.operations.proof import check_arrived, check_same
 from zckpt.operations.salvage import salvage
 from zckpt.operations.target import How, Made, Proof, Written, write_from
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Slot, Span, by_key, without
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Slot, Span, by_key, dict_of, without
 from zckpt.state.names import bare_names, like_model, renamed
 from zckpt.storage.files import json_object, read_json
 from zckpt.storage.ownership import Owned, called
@@ -421,13 +422,17 @@ def _model_files(
 
 def _texts(checkpoint: Checkpoint, tensors: Tensors) -> dict[str, str]:
     """Return what the headers of safetensors say, and no two of them otherwise, of tensors that stay as they are."""
-    if checkpoint.format != "safetensors" or any(
+    origin = dict_of(checkpoint.details.get("origin")).get(
+        "format", checkpoint.format
+    )  # kept through zckpt's own format
+    if origin != "safetensors" or any(
         isinstance(slot, Computed) or slot.dtype != type_ for slot, type_ in tensors.values()
     ):
         return {}
     from zckpt.formats.safetensors.file import SHARDING_KEY
 
-    said, stems = checkpoint.metadata, [f"{Path(one.path).stem}." for one in checkpoint.files]
+    said, stems = checkpoint.metadata, {f"{Path(one.path).stem}." for one in checkpoint.files}
+    stems |= {one[0] for key in said if (one := re.match(r"[^.]*-\d{5}-of-\d{5}\.", key))}
     others = {key: key.removeprefix(stem) for stem in stems for key in said if key.startswith(stem)}
     own = without(said, "param_groups", SHARDING_KEY, *others, *others.values())
     return {key: text for key, text in own.items() if isinstance(text, str)}
