@@ -38,6 +38,13 @@ KINDS: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {
     "int8": ({"q.weight": CODES.to(torch.int8), "q.SCB": torch.ones(4)}, {"quant_method": "bitsandbytes"}),
     "gptq": ({"q.qweight": CODES.int(), "q.scales": torch.ones(1, 4).half()}, {"quant_method": "gptq"}),
     "hqq": ({"q.W_q": CODES, "q.scale": torch.ones(8, 1)}, {"quant_method": "hqq"}),
+    "mlx": ({"q.weight": CODES.int().view(torch.uint32), "q.scales": torch.ones(4, 1)}, {"bits": 4, "group_size": 32}),
+    "mistral": ({"q.weight": FP8, "q.qscale_weight": torch.tensor(1.0)}, {}),
+    "exl3": ({"q.trellis": CODES.short(), "q.suh": torch.ones(4).half()}, {"quant_method": "exl3"}),
+    "aqlm": ({"q.codes": CODES.short(), "q.codebooks": torch.ones(1, 4).half()}, {"quant_method": "aqlm"}),
+    "higgs": ({"q.weight": CODES.short(), "q.scales": torch.ones(4, 1).half()}, {"quant_method": "higgs"}),
+    "spqr": ({"q.dense_weights": CODES[0].long(), "q.col_vals": CODES[0].int()}, {"quant_method": "spqr"}),
+    "sparse": ({"q.weight.compressed": FP8[0].clone(), "q.weight_scale": torch.ones(4, 1)}, {"quant_method": "x"}),
     "scaled fp8": ({"q.weight": FP8, "q.scale_weight": torch.tensor(1.0)}, {}),
     "without scales": ({"q.weight": FP8}, {"quant_method": "fp8"}),
 }

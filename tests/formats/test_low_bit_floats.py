@@ -20,6 +20,7 @@ from tests.pairwise import each
 from tests.refusals import refusing
 
 FP8 = torch.float8_e4m3fn
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 def made(folder, tensors, **settings):
@@ -121,8 +122,7 @@ def test_nvfp4_of_modelopt():
     codes = torch.randint(0, 256, (6000, 32), dtype=torch.uint8)
     scale, whole = torch.rand(6000, 4).to(FP8), torch.tensor(0.3)
     source = made("s", {"q.weight": codes, "q.weight_scale": scale, "q.weight_scale_2": whole}, quant_algo="NVFP4")
-    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    values = table[torch.stack([codes & 15, codes >> 4], -1).long()].reshape(6000, 64)
+    values = FP4[torch.stack([codes & 15, codes >> 4], -1).long()].reshape(6000, 64)
     wanted = values * (scale.float() * whole).repeat_interleave(16, 1)
     assert torch.equal(floats(source, "m")["q.weight"], wanted)
     model = torch.nn.ModuleDict({"q": torch.nn.Linear(64, 6000, bias=False), "norm": torch.nn.RMSNorm(4)}).double()
@@ -267,6 +267,64 @@ def test_compressed_tensors(kind, bits, size, symmetric, dtype):
     found = floats(source, "m")
     assert list(found) == ["q.weight"]
     assert torch.equal(found["q.weight"], wanted.float())
+
+
+def of_mlx(tensors, **told):
+    """A directory of mlx-lm 0.31: its `quantization`, which it also calls `quantization_config`."""
+    source = made("s", tensors, **told)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"quantization": told}))
+    return source
+
+
+@pytest.mark.parametrize(("bits", "dtype"), each([1, 2, 3, 4, 5, 6, 8], [torch.float16, torch.bfloat16, torch.float32]))
+@pytest.mark.parametrize("is_metal", [False, True])
+def test_mlx(bits, dtype, is_metal):
+    """As mlx 0.32 has it on a CPU, in which products are rounded; and as transformers has it for Metal."""
+    if is_metal and 32 % bits:
+        return
+    codes = torch.randint(1 << bits, (3, 70, 128))
+    scale, bias = ((torch.rand(3, 70, 2) * 0.1).to(dtype) for _ in range(2))
+    tensors = {"q.weight": packed(codes, bits, -1).view(torch.uint32), "q.scales": scale}
+    tensors |= {"q.qbiases" if is_metal else "q.biases": bias, "q.bias": torch.ones(70)}
+    told = {"group_size": 64, "bits": bits, **({"quant_method": "metal"} if is_metal else {"mode": "affine"})}
+    wide = torch.float32 if is_metal else dtype
+    scale, bias = (one.to(wide).repeat_interleave(64, -1) for one in (scale, bias))
+    source = of_mlx(tensors, **told)
+    found = floats(source, "m")
+    assert list(found) == ["q.bias", "q.weight"]
+    assert torch.equal(found["q.weight"], (codes.to(wide) * scale + bias).to(dtype).float())
+    assert "quantization" not in json.loads(Path("m/config.json").read_text())
+    assert zckpt.inspect(source).details["quantised_weights"].startswith("metal" if is_metal else "mlx affine")
+
+
+def test_modules_of_mlx_have_modes_of_their_own():
+    codes, fp8 = torch.randint(256, (40, 64), dtype=torch.uint8), torch.randn(40, 64).to(FP8)
+    tables = {"mxfp4": torch.randint(110, 140, (40, 4)), "nvfp4": torch.rand(40, 8).to(FP8).view(torch.uint8),
+              "mxfp8": torch.randint(110, 140, (40, 2))}  # fmt: skip
+    tensors, wanted = {}, {}
+    values = FP4[torch.stack((codes & 15, codes >> 4), -1).long()].reshape(40, 128)
+    for mode, scale in tables.items():
+        words = fp8.view(torch.uint8) if mode == "mxfp8" else codes
+        tensors |= {f"{mode}.weight": words.clone().view(torch.uint32), f"{mode}.scales": scale.to(torch.uint8)}
+        factor = scale.view(FP8).float() if mode == "nvfp4" else 2.0 ** (scale - 127)
+        whole = fp8.float() if mode == "mxfp8" else values
+        wanted[f"{mode}.weight"] = whole * factor.repeat_interleave(whole.shape[1] // factor.shape[1], 1)
+    told = {"mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+            "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"}}  # fmt: skip
+    source = of_mlx(tensors, group_size=16, bits=4, mode="nvfp4", **told)
+    found = floats(source, "m")
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    told["mxfp4"]["global_scale"] = True
+    refused(of_mlx(tensors, group_size=16, bits=4, mode="nvfp4", **told), zckpt.UnsupportedError, r"mxfp4\.weight")
+    refused(of_mlx(tensors, group_size=32, bits=4, mode="nvfp4"), zckpt.SourceError, "do not fit together")
+
+
+def test_what_a_file_in_a_quantised_models_directory_has_is_told_by_its_config():
+    tensors = {"q.trellis2": torch.ones(4, 64, dtype=torch.int16), "w": torch.ones(4).half()}
+    source = made("s", tensors, quant_method="odd")
+    with refusing(zckpt.UnsupportedError, r"q\.trellis2: low-bit codes"):
+        zckpt.consolidate(source / "model.safetensors", "m.safetensors", dtype="float32")
 
 
 def test_integers_that_are_no_codes_stay():

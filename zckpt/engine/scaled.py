@@ -242,10 +242,11 @@ def power_of_two(codes: Array) -> Array:
 def _pairs_of_fp4(scale_type: str, once: bytes, dtype: str, wanted: str, divides: bool | None) -> Array:
     """Return two numbers, as a word, for each scale of a byte and byte of two codes: see `of_fp4`."""
     every = np.arange(256, dtype=np.uint8)
-    if divides is None:
+    if scale_type != "float8_e4m3fn":
         scale = cast(power_of_two(every), dtype)
     else:
-        scale, whole = cast(every.view(numpy_dtype(scale_type)), "float32"), np.frombuffer(once, np.float32)
+        scale = cast(every.view(numpy_dtype(scale_type)), "float32")
+        whole = np.frombuffer(once, np.float32) if once else np.float32(1)
         scale = scale / whole if divides else scale * whole
     numbers = cast(cast(cast(scale, "float32")[:, None] * in_pairs(every, FP4), dtype), wanted)
     return numbers.view(f"{'u' if numbers.itemsize < 4 else 'c'}{2 * numbers.itemsize}").reshape(-1)
@@ -269,6 +270,19 @@ def of_fp4(
     table = _pairs_of_fp4(scale.dtype.name, whole[0].tobytes() if whole else b"", dtype, into.dtype.name, divides)
     index = _index(codes.view(np.uint8).reshape(-1, block // 2), scale.reshape(-1, 1)).reshape(-1)
     np.take(table, index, out=into.view(table.dtype), mode="wrap")
+
+
+def of_groups(
+    arrays: list[Array], first: int, end: int, into: Array, *, bits: int, dtype: str, is_rounded_once: bool
+) -> None:
+    """Give code x scale + bias of packed integers, which lie along rows; each rounded to a type, or the sum alone."""
+    words, scale, bias = arrays
+    values = unpacked(words.reshape(end - first, -1), bits).reshape(len(scale), -1).astype(np.float32)
+    values *= scale[:, None]
+    if not is_rounded_once:
+        values = cast(cast(values, dtype), "float32")
+    values += bias[:, None]
+    rounded(values.reshape(-1), dtype, into)
 
 
 def of_experts(arrays: list[Array], first: int, end: int, into: Array, *, columns: int) -> None:

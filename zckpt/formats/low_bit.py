@@ -6,7 +6,8 @@ in integers   NAME.weight_packed and .weight_scale; NAME.qweight and .scales; NA
 bitsandbytes  NAME.weight of uint8, and NAME.weight.absmax, .quant_state.*
 quanto        NAME.weight._data, or of less than 8 bits NAME.weight._data._data, and NAME.weight._scale
 torchao       NAME._weight_qdata and ._weight_scale
-HQQ           NAME.W_q and NAME.scale
+MLX           NAME.weight of uint32 and .scales; Mistral NAME.weight of float8 and .qscale_weight
+others        NAME.trellis and .suh (EXL3), .codes and .codebooks (AQLM), .indices (VPTQ), .W_q (HQQ), .B and .s, ...
 
 Or any of these where the model's config.json has a quantization_config, and other files that say so.
 """
@@ -22,23 +23,33 @@ from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.assets import CONFIG_NAME, FOLDERS
 from zckpt.state import Checkpoint, Slot
 from zckpt.state.dtypes import is_floating, itemsize
-from zckpt.storage.files import read_json
+from zckpt.storage.files import is_file, read_json
 
 _SCALE = re.compile(
-    r"(?P<of>.*?)[._](?:weight_)?(?:scales?(?:_inv|_\d)?|scale_weight|absmax|SCB|quant_state\..*)", re.DOTALL
+    r"(?P<of>.*?)[._](?:weight_|embedding_)?(?:scales?(?:_inv|_\d|_and_zero)?|q?scale_weight|absmax|SCB|quant_state\..*"
+    r"|sf|s|s_channel|suh|q_scale_max|codebooks|centroids\.weight|col_vals)",
+    re.DOTALL,
 )
 _CODES = re.compile(
-    r"(?P<of>.*?)(?:\.(?:weight|qweight|weight_packed|W_q)|_blocks|(?<=\.)_(?:weight_q)?data(?:\._data)?)", re.DOTALL
+    r"(?P<of>.*?)(?:\.(?:weight|qweight|weight_packed|weight\.compressed|trellis|q_weight|W_q|B|codes|indices|dense_weights"
+    r"|embedding_quantized)|_blocks|(?<=\.)_(?:weight_q)?data(?:\._data)?)",
+    re.DOTALL,
 )
 _KNOWN = re.compile(
     r"(?:.*\.)?(?:weight|qweight|qzeros|weight_packed|weight_zero_point)|.*_(?:blocks|scales)", re.DOTALL
 )
-_NAMED = ("fp8", "bitsandbytes", "mxfp4", "compressed-tensors", "gptq", "awq", "modelopt")
+_NAMED = ("fp8", "bitsandbytes", "mxfp4", "compressed-tensors", "gptq", "awq", "modelopt", "mlx", "metal")
 """Of which codes that are no 8-bit floats have names that are known: other integers of theirs are buffers."""
 _PACKED = re.compile(r"(.*)\.quant_state\..*", re.DOTALL)
 """Beside codes of bitsandbytes, which may be kept as floats, as one column."""
 
-_SETTINGS = {CONFIG_NAME: ("quantization_config", "compression_config"), "hf_quant_config.json": ("quantization",)}
+_FLAT = (".weight.compressed", ".dense_weights")
+"""Ends of names of codes that are no matrices."""
+
+OF_CONFIG = ("quantization_config", "compression_config", "quantization")
+"""What a config.json says of how weights are quantised; the last is MLX's."""
+
+_SETTINGS = {CONFIG_NAME: OF_CONFIG, "hf_quant_config.json": ("quantization",)}
 
 
 def codes_in(checkpoint: Checkpoint) -> list[str]:
@@ -46,19 +57,20 @@ def codes_in(checkpoint: Checkpoint) -> list[str]:
     every = list(checkpoint.tensors())
     beside = {found[1] for one in every if (found := _PACKED.fullmatch(one.name)) is not None}
     packed = {one.name for one in every if one.name in beside and one.shape[1:] == (1,)}
-    matrices = {one.dtype for one in every if len(one.shape) > 1}
-    types = {one for one in matrices if (itemsize(one) == 1 and one != "bool") or one == "int32"}
-    low = [one for one in every if (len(one.shape) > 1 and one.dtype in types) or one.name in packed]
+    stored = {one.dtype for one in every}
+    types = {one for one in stored if "int" in one or (itemsize(one) == 1 and one != "bool")}
+    is_table = {one.name: len(one.shape) > 1 or one.name.endswith(_FLAT) for one in every}
+    low = [one for one in every if (one.dtype in types and is_table[one.name]) or one.name in packed]
     if not low:
         return []
     settings = settings_of(checkpoint)[1]
-    if settings and settings.get("quant_method") not in _NAMED:
-        return [one.name for one in low]
+    is_unknown = bool(settings) and settings.get("quant_method") not in _NAMED
     scaled = packed | {found["of"] for one in every if (found := _SCALE.fullmatch(one.name)) is not None}
     return [
         one.name
         for one in low
-        if (settings and (one.dtype.startswith("float8") or _KNOWN.fullmatch(one.name)))
+        if (is_unknown and one.dtype != "int64")  # which are positions
+        or (settings and (one.dtype.startswith("float8") or _KNOWN.fullmatch(one.name)))
         or one.name in scaled
         or ((found := _CODES.fullmatch(one.name)) is not None and found["of"] in scaled)
     ]
@@ -72,7 +84,8 @@ def described(checkpoint: Checkpoint) -> str | None:
     block = settings.get("weight_block_size")
     if isinstance(block, list) and block:
         return f"block FP8, {' x '.join(map(str, block))}"
-    told = (settings.get(key) for key in ("quant_method", "format", "bnb_4bit_quant_type", "quant_algo", "bits"))
+    keys = ("quant_method", "format", "mode", "bnb_4bit_quant_type", "quant_algo", "bits")
+    told = (settings.get(key) for key in keys)
     return " ".join(str(one) for one in told if one) or "codes of few bits, with scales"
 
 
@@ -105,7 +118,8 @@ def _place(slot: Slot) -> tuple[str, int] | None:
 
 def settings_of(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a model's configuration, and what it or a file beside it says of how weights are quantised; or nothing."""
-    roots = dict.fromkeys(Path(root) for root in (checkpoint.opened, checkpoint.source) if root)
+    given = (Path(root) for root in (checkpoint.opened, checkpoint.source) if root)
+    roots = dict.fromkeys(root.parent if is_file(root) else root for root in given)
     config: dict[str, Any] = {}
     for path in (root / folder / name for root in roots for folder in FOLDERS for name in _SETTINGS):
         found = read_json(path) or {}
@@ -114,5 +128,6 @@ def settings_of(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]
         for one in inner:
             for key in _SETTINGS[path.name]:
                 if isinstance(one.get(key), dict) and one[key]:
-                    return config or one, one[key]
+                    is_mlx = path.name == CONFIG_NAME and {"group_size", "bits"} <= one[key].keys()
+                    return config or one, {**({"quant_method": "mlx"} if is_mlx else {}), **one[key]}
     return config, {}

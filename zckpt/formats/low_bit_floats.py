@@ -4,6 +4,7 @@ FP8            float32(code) x scale of its block, row or tensor; compressed-ten
 bitsandbytes   nf4, fp4: map[code] x scale of its block, whose scales may be codes again, plus an offset; int8: rows
 gpt-oss        MXFP4: e2m1 x 2 ^ (scale - 127), and (experts, in, out) as in the live model
 NVFP4, MXFP4   e2m1 x scale of its 16 or 32 columns; NVFP4 has another scale for the whole tensor
+MLX            code x scale of a group + its bias, each rounded to their type (Metal: the sum); or FP4, FP8, as above
 packed         (code - zero) x scale of a group of columns: compressed-tensors' integers, GPTQ (its first format keeps
                zeros less one, and may sort columns by g_idx), AWQ's gemm (eight rows in a word, in an order of its own)
 
@@ -31,17 +32,17 @@ from zckpt.engine.copy import read_extent
 from zckpt.engine.scaled import Part, alone, coded, matrices, whole
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
 from zckpt.formats.adapters import MAXIMUM_CONFIG_NBYTES
-from zckpt.formats.low_bit import codes_in, settings_of
+from zckpt.formats.low_bit import OF_CONFIG, codes_in, settings_of
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, are_sizes, dict_of, first_of, without
-from zckpt.state.dtypes import is_floating
+from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.views import transpose
 from zckpt.storage.files import Sources, json_object
 from zckpt.torchfile import MAX_ELEMENTS
 
 _BESIDE = (
     "weight_scale_inv", "weight_scale", "scale_weight", "weight_scale_2", "weight_global_scale", "weight_shape",
-    "input_scale", "activation_scale", "input_global_scale", "input_scale_ub", "SCB", "weight_format",
-    "input_zero_point", "output_zero_point",
+    "input_scale", "scale_input", "qscale_act", "activation_scale", "input_global_scale", "input_scale_ub", "SCB",
+    "weight_format", "input_zero_point", "output_zero_point",
 )  # fmt: skip
 """What modules have besides codes, and plain ones have not."""
 
@@ -56,6 +57,13 @@ Plain = tuple[str, Slot]
 """What codes stand for: its name in a plain model, and its numbers."""
 
 _FLOATS = ("float32", "bfloat16", "float16")
+
+_OF_MLX = {
+    ("mxfp4", 4, 32, "uint8"): ("uint8", "uint8"),
+    ("nvfp4", 4, 16, "uint8"): ("uint8", "float8_e4m3fn"),
+    ("mxfp8", 8, 32, "uint8"): ("float8_e4m3fn", "uint8"),
+}
+"""What codes and scales are of MLX's modes, besides `affine`: of a mode, of bits, columns, and the type of scales."""
 
 
 _CACHE = re.compile(r"(?:.*\.)?(?:[qkv]|kv|prob|output)_(?:scale|zero_point)", re.DOTALL)
@@ -86,7 +94,7 @@ def weights_as_floats(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
             f"{listed(unknown)}: low-bit codes of a kind that zckpt cannot dequantise",
             path=checkpoint.named,
             expected="FP8, MXFP8, MXFP4, NVFP4, bitsandbytes' nf4, fp4 and int8, compressed-tensors' integers, GPTQ, "
-            "or AWQ as `gemm`",
+            "MLX, or AWQ as `gemm`",
             found=work.settings.get("quant_method"),
             advice="dequantise it with the program that made it",
         )
@@ -105,7 +113,7 @@ def plain_config(path: Path, dtype: str | None, settings: Mapping[str, object]) 
     found = json_object(path, "configuration", most=MAXIMUM_CONFIG_NBYTES)
     for one in (found, found.get("text_config")):
         if isinstance(one, dict) and dtype:
-            for key in ("quantization_config", "compression_config"):
+            for key in OF_CONFIG:
                 one.pop(key, None)
             for key in ("dtype", "torch_dtype"):
                 if key in one:
@@ -120,6 +128,12 @@ def plain_config(path: Path, dtype: str | None, settings: Mapping[str, object]) 
 def _read(slot: Slot) -> Array:
     with Sources() as sources:
         return read_extent(slot, slot.whole, sources)
+
+
+def _seen_as(slot: Slot, dtype: str) -> Slot:
+    """Return the bytes of a slot of one span as elements of a byte."""
+    [span] = slot.spans
+    return Slot.at(span.path, span.offset, dtype, (*slot.shape[:-1], slot.shape[-1] * itemsize(slot.dtype)), WEIGHT)
 
 
 class _Model:
@@ -171,7 +185,7 @@ class _Model:
         module = name.rpartition(".")[0]
         of = f"{module}." if module else ""
         kinds: tuple[Callable[[str, str, Slot], Plain | None], ...] = (
-            self._bitsandbytes, self._fp8, self._int8, self._experts, self._fp4, self._words, self._columns,
+            self._bitsandbytes, self._fp8, self._int8, self._experts, self._fp4, self._words, self._columns, self._mlx,
         )  # fmt: skip
         found = first_of(kind(name, of, slot) for kind in kinds)
         if found is not None and found[0].startswith(of) and found[0].endswith(".weight"):
@@ -347,6 +361,37 @@ class _Model:
             of, (rows, columns), bits, codes, transpose(scale, (1, 0)), transpose(zero, (1, 0)),
             groups=which, layout=str(method), offset=offset,
         )  # fmt: skip
+
+    def _mlx(self, name: str, of: str, slot: Slot) -> Plain | None:
+        """Return what MLX keeps in words of rows, as is said of all modules or of one; or transformers for Metal."""
+        told = dict_of(self.settings.get(of[:-1])) or self.settings
+        mode, bits, size = str(told.get("mode", "affine")), told.get("bits"), told.get("group_size")
+        scale, bias = self.get(f"{of}scales"), first_of(self.get(of + one) for one in ("biases", "qbiases"))
+        if slot.dtype != "uint32" or scale is None or type(bits) is not int or type(size) is not int:
+            return None
+        is_metal = self.settings.get("quant_method") == "metal"
+        if not 1 <= bits <= 8 or size < 1 or told.get("global_scale") or (is_metal and 32 % bits):
+            return None
+        columns = slot.shape[-1] * 32 // bits
+        shape = *slot.shape[:-1], columns
+        if scale.shape != (*shape[:-1], columns // size) or columns % size:
+            raise DamagedFileError(
+                f"{name}: codes and scales do not fit together", path=self.path,
+                expected=f"{columns // size} scales of {size} columns in {bits} bits for each row", found=scale.shape,
+            )  # fmt: skip
+        if mode == "affine" and bias is not None and (bias.shape, bias.dtype) == (scale.shape, scale.dtype):
+            every, dtype = [(slot, slot.dtype), (scale, "float32"), (bias, "float32")], scale.dtype
+            values = partial(scaled.of_groups, bits=bits, dtype=dtype, is_rounded_once=is_metal)
+        elif (mode, bits, size, scale.dtype) in _OF_MLX and len(slot.spans) == len(scale.spans) == 1:
+            kinds, dtype = _OF_MLX[mode, bits, size, "uint8"], "bfloat16"
+            every = [(_seen_as(one, kind), kind) for one, kind in zip((slot, scale), kinds, strict=True)]
+            values = partial(scaled.of_fp4, block=size, dtype=dtype, divides=None)
+            if mode == "mxfp8":
+                values = partial(scaled.multiplied, columns=columns, block=(1, size), dtype=dtype)
+        else:
+            return None
+        parts = [Part(one, width=one.shape[-1], dtype=kind) for one, kind in every]
+        return name, self._made(shape, matrices(shape, parts, values), dtype)
 
     def _integers(
         self, of: str, shape: Shape, bits: int, codes: Part, scale: Slot, zero: Slot | None,
