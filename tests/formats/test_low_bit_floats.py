@@ -320,6 +320,12 @@ def test_modules_of_mlx_have_modes_of_their_own():
     refused(of_mlx(tensors, group_size=32, bits=4, mode="nvfp4"), zckpt.SourceError, "do not fit together")
 
 
+def test_columns_that_are_not_in_groups_as_they_lie_are_refused():
+    tensors = {"q.weight": torch.ones(4, 64, dtype=torch.int8), "q.weight_scale": torch.ones(4, 2)}
+    tensors["q.weight_g_idx"] = torch.randint(2, (64,), dtype=torch.int32)
+    refused(made("s", tensors, quant_method="compressed-tensors"), zckpt.UnsupportedError, "of a kind")
+
+
 def test_what_a_file_in_a_quantised_models_directory_has_is_told_by_its_config():
     tensors = {"q.trellis2": torch.ones(4, 64, dtype=torch.int16), "w": torch.ones(4).half()}
     source = made("s", tensors, quant_method="odd")
@@ -389,6 +395,7 @@ def test_experts_of_deepseek_v4():
     ("more", "group", "words"),
     [
         ({"q.pre_quant_scale": torch.ones(50)}, {}, r"q\.pre_quant_scale: changes what a layer computes with"),
+        ({"q.svdquant_lora_a": torch.ones(2, 50)}, {}, r"q\.svdquant_lora_a: changes what a layer computes with"),
         ({}, {"apply": [{"location": "input"}]}, "transform_config r3: changes what"),
         ({}, {"apply": [{"location": ["odd"]}]}, "transform_config r3: changes what"),
         ({}, {"apply": [{"location": "weight_input"}]}, None),

@@ -151,7 +151,7 @@ class _Model:
 
     def refuse_what_inputs_get(self) -> None:
         """Raise UnsupportedError if inputs of a layer are scaled (AWQ, SmoothQuant) or rotated before it is applied."""
-        found = [name for name in self.slots if name.endswith((".act.scales", ".pre_quant_scale"))]
+        found = [name for name in self.slots if name.endswith((".act.scales", ".pre_quant_scale", ".svdquant_lora_a"))]
         groups = dict_of(dict_of(self.settings.get("transform_config")).get("config_groups"))
         for name, group in groups.items():
             applied = dict_of(group).get("apply", [])
@@ -184,6 +184,8 @@ class _Model:
         slot = self.slots[name]
         module = name.rpartition(".")[0]
         of = f"{module}." if module else ""
+        if f"{of}weight_g_idx" in self.slots:  # columns that are not in groups as they lie
+            return None
         kinds: tuple[Callable[[str, str, Slot], Plain | None], ...] = (
             self._bitsandbytes, self._fp8, self._int8, self._experts, self._fp4, self._words, self._columns, self._mlx,
         )  # fmt: skip
@@ -304,7 +306,7 @@ class _Model:
         is_said = (stated.shape, stated.dtype[:3]) == ((2,), "int")
         if not is_said or not scale.numel or len(scale.shape) != 2 or scale.dtype not in _FLOATS:
             return None
-        if f"{of}weight_g_idx" in self.slots or not name.endswith("weight_packed"):
+        if not name.endswith("weight_packed"):
             return None
         rows, columns = (int(one) for one in _read(stated))
         stated_bits = (n for one in self._groups() if type(n := one.get("num_bits")) is int and 1 <= n <= 8)
