@@ -103,6 +103,14 @@ def assert_same_bits_of_frozen(found, expected):
             assert torch.equal(bits(found.read(name, "weight")), bits(expected.read(name, "weight"))), name
 
 
+def test_the_order_of_a_training_is_known_again_after_zero3():
+    """A training that has its parameters in turns loads others without a word, each in another's place."""
+    cut(run_of("s2_bf16_dp2_rr"), "three", 3, stage=3)
+    orders = [content_of(model_file(tag))["param_shapes"]
+              for tag in (tag_of(run_of("s2_bf16_dp2_rr")), cut("three", "back", 2, stage=2))]  # fmt: skip
+    assert [list(group) for group in orders[0]] == [list(group) for group in orders[1]]
+
+
 @pytest.mark.parametrize("name", [*OF_FOUR, *OF_THREE, "s2_bf16_dp2_lion"])
 @pytest.mark.every(4)
 def test_there_and_back_gives_the_same_files(name):

@@ -289,8 +289,8 @@ def config_tree(target: Target) -> object:
         flat = {"elastic_checkpoint": target.elastic, "round_robin_gradients": target.round_robin,
                 "parameter_alignment": target.alignment}  # fmt: skip
         changed["zero_optimization"] = {**zero, "stage": target.stage} | {
-            key: value for key, value in flat.items() if key in zero or value
-        }
+            key: value for key, value in flat.items() if target.stage != 3 and (key in zero or value)
+        }  # ZeRO-3 heeds none of them: they stay what the training has for the others
         members = target.origin.members
         keeps = bool(members) and keeps_zenflow(target.checkpoint, members[0].stage, target.stage)
         # From another format matrices are in order, as 0.19.8 has them with ZenFlow, too, but at ZeRO-3.
