@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def engine_of(model: nn.Module, stage: int) -> Any:
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
-def trained(wrap: bool, empty: bool, stage: int, folder: Path) -> nn.Module:
+def trained(wrap: bool, empty: bool, stage: int, folder: Path, tag: str | None = None) -> nn.Module:
     """Train in the engine and let it save; return the model."""
     torch.manual_seed(1)
     model: nn.Module = Net(empty=empty)
@@ -53,7 +54,7 @@ def trained(wrap: bool, empty: bool, stage: int, folder: Path) -> nn.Module:
         torch.manual_seed(step)
         engine.backward(engine(torch.randn(2, 4)))
         engine.step()
-    engine.save_checkpoint(str(folder))
+    engine.save_checkpoint(str(folder), tag=tag)
     dist.barrier()
     return model
 
@@ -92,6 +93,21 @@ def test_what_is_frozen_and_has_no_elements_has_its_shape_under_zero3(tmp_path):
 def test_trained_parameters_of_no_elements_need_no_state(stage):
     path = Path(str(stage))
     assert_loaded_into_the_bare_model(path, trained(False, True, stage, path), empty=True)
+
+
+@on_ranks(2)
+def test_what_has_no_elements_is_in_none_of_zeros_groups(rank):
+    saved = trained(False, True, 0, Path("run"), tag="best/one")
+    if rank == 0:
+        zckpt.convert("run", "dcp", to="dcp")
+        zckpt.convert("dcp", "cut", to="deepspeed", world_size=2, stage=2, dtype="float32", verify=True)
+    dist.barrier()
+    for folder, in_place in (("cut", False), ("run", True), ("dcp", True)):
+        engine = engine_of(model := Net(empty=True), 2)
+        with zckpt.deepspeed.any_world_size(engine) if in_place else nullcontext():
+            assert engine.load_checkpoint(folder)[0] is not None
+        assert equal(model, saved)
+        assert [int(state["step"]) for state in engine.basic_optimizer.state.values()] == [2]
 
 
 def save_compiled(rank, world_size, folder: Path) -> list[torch.Tensor]:

@@ -372,7 +372,7 @@ def _folder(engine: Any, served: Served) -> Iterator[tuple[str, str]]:
     prefix = "bf16_" if engine.bfloat16_enabled() else ""
     tag = served.target.origin.directory.tag
     with names_folder() as folder:
-        Path(folder, tag).mkdir()
+        Path(folder, tag).mkdir(parents=True)
         for shard, _ in served.files.values():
             own = prefix if shard.role == OPTIMIZER else ""
             Path(folder, tag, own + shard.name.removeprefix("bf16_")).touch()

@@ -107,6 +107,8 @@ def _copies(checkpoint: Checkpoint, written: Checkpoint) -> Iterator[tuple[str, 
             group = written.param_groups[found.group].state if found.group is not None else {}
             values = {**group, **found.state, **found.slots}
         for key, slot in parameter.slots.items():
+            if not parameter.numel and key != WEIGHT:
+                continue  # what has no elements needs no state
             copy = values.get(key)
             if copy is None and key in (WEIGHT, MASTER):
                 other = values.get(MASTER if key == WEIGHT else WEIGHT)

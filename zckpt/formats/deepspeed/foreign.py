@@ -120,13 +120,15 @@ def with_weights_as(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 def as_engines_group(checkpoint: Checkpoint, stage: int | None = None, known: object = None) -> Checkpoint:
     """Return it with the param groups that DeepSpeed's engines make of an optimizer's.
 
-    They leave out what is frozen and groups without parameters. Only ZeRO-3 can have groups in which all is frozen; it
-    files them without parameters. `known`: the stage that it was saved at.
+    They leave out what is frozen or has no elements, and groups without parameters. Only ZeRO-3 can have groups in
+    which all is frozen; it files them without parameters. `known`: the stage that it was saved at.
     """
 
     def is_trained(name: str) -> bool:
         one = checkpoint.find(name)
-        return one is None or not one.frozen or bool(one.state or one.optimizer_slots)  # frozen after some steps
+        if one is None or not one.numel:
+            return one is None
+        return not one.frozen or bool(one.state or one.optimizer_slots)  # frozen after some steps
 
     filled = [group for group in checkpoint.param_groups if group.parameters or known == 3]
     trained = [replace(group, parameters=[*filter(is_trained, group.parameters)]) for group in filled]

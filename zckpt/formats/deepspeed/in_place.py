@@ -95,7 +95,7 @@ def is_as_it_is(checkpoint: Checkpoint, training: Training) -> bool:
     first, flat = origin.members[0], training.stage != 3
     found = (
         first.stage, topology.dp, first.elastic, bool(details.get(DETAIL)), first.bf16_optimizer,
-        bool(details.get("round_robin_gradients")), origin.model.zero_option("parameter_alignment"),
+        flat and bool(details.get("round_robin_gradients")), flat and origin.model.zero_option("parameter_alignment"),
     )  # fmt: skip
     wanted = (
         training.stage, training.world_size, False, False, training.bf16_optimizer, training.round_robin and flat,
@@ -263,7 +263,10 @@ def _group_of(names: Sequence[str], checkpoint: Checkpoint, trained: Collection[
     """Return the checkpoint's param group of these parameters, in this order."""
     known = checkpoint.parameters
     for group in checkpoint.param_groups:
-        members = {n for n in group.parameters if n in trained or n not in known or known[n].optimizer_slots}
+        members = {
+            n for n in group.parameters
+            if n in trained or n not in known or (known[n].optimizer_slots and known[n].numel)
+        }  # fmt: skip
         if members == set(names):
             return replace(group, parameters=list(names))
     raise _other_model(
