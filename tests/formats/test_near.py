@@ -181,7 +181,10 @@ def test_an_archive_is_told_as_one(name, content):
 def test_what_is_not_there_is_answered_with_what_may_be_meant(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checkpoint-500").mkdir()
+    (tmp_path / "gone").symlink_to("checkpoint-400")
     for path, words in {
+        "gone": "gone is a link to checkpoint-400, which is not there",
+        "gone/global_step4": "gone is a link to checkpoint-400, which is not there",
         "checkpoint-50": "did you mean checkpoint-500?",
         "runs/a/step": ". exists, but not runs in it",
         str(tmp_path / "checkpoint-500" / "a" / "b"): f"{tmp_path}/checkpoint-500 exists, but not a in it",
@@ -190,3 +193,13 @@ def test_what_is_not_there_is_answered_with_what_may_be_meant(tmp_path, monkeypa
     }.items():
         with refusing(zckpt.SourceError, re.escape(words)):
             zckpt.open(path)
+
+
+def test_a_model_whose_links_lead_nowhere_is_told_as_that(tmp_path):
+    """A snapshot of a hub's cache that was copied without the files that it links to."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").symlink_to("../blobs/0a1b")
+    with refusing(
+        zckpt.SourceError, "model.safetensors is a link to ../blobs/0a1b, which is not there; copy the files"
+    ):
+        zckpt.open(tmp_path)

@@ -126,6 +126,9 @@ def explained(error: SourceError, search: Search, misses: Sequence[NearMiss], by
 
 def meant(path: Path) -> str | None:
     """Say what may be meant by a path that is not there: something of a near name, or a model of a hub."""
+    lost = next(filter(None, map(_lost, (path, *path.parents))), None)
+    if lost is not None:
+        return lost
     above = next((one for one in path.parents if one.is_dir()), None)
     if above == path.parent:
         near = get_close_matches(path.name, [entry.name for entry in _entries(above)], n=1)
@@ -136,6 +139,12 @@ def meant(path: Path) -> str | None:
     if above is None or above == path.parent or above == Path("/"):
         return None
     return f"{above} exists, but not {path.relative_to(above).parts[0]} in it"
+
+
+def _lost(path: Path) -> str | None:
+    """Tell a link to something that is not there."""
+    is_lost = path.is_symlink() and not path.exists()
+    return f"{path} is a link to {path.readlink()}, which is not there" if is_lost else None
 
 
 def pointer(path: Path) -> NearMiss | None:
@@ -181,6 +190,9 @@ def _of_others(path: Path) -> NearMiss | None:
     pointers = [name for name in names if "/" not in name and pointer(path / name)]
     if pointers:
         return NearMiss(f"holds git-lfs pointers, such as {pointers[0]}, not the files", "run `git lfs pull`")
+    lost = next(filter(None, (_lost(path / name) for name in names if "/" not in name)), None)
+    if lost is not None:
+        return NearMiss(f"is not whole: {lost}", "copy the files that links lead to, too, as `cp -rL` does")
     return None
 
 
