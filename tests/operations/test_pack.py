@@ -10,6 +10,7 @@ import subprocess
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from tests.pairwise import some
 from tests.refusals import refusing
 from zckpt.errors import TargetError
 from zckpt.formats.units import Unit
-from zckpt.operations.pack import packed_into, unpack
+from zckpt.operations.pack import as_tensors, packed_into, unpack
 from zckpt.storage.packed import STORE, is_store
 from zckpt.storage.packed.index import RANGE, ROW, Filed, Index, read_index
 from zckpt.storage.packed.store import PackedStore, document, mounted_place
@@ -481,12 +482,24 @@ def test_a_patch_is_applied_to_the_same_state_in_any_format(made, a, b):
     base, result = made / "run" / a, made / "run" / b
     done = zckpt.patch(base, result, "p")
     zckpt.convert(base, "native", to="zckpt")
-    for source in (base, "native", made / "s.zckpt" / a):
+    zckpt.convert(base, "dcp", to="dcp")  # steps are tensors
+    zckpt.convert(base, "stage-3", to="deepspeed", world_size=3, stage=3)  # there are no weights
+    for source in (base, "native", "dcp", "stage-3", made / "s.zckpt" / a):
         zckpt.apply(source, "p", "out")
         assert contents("out") == contents(result)
         shutil.rmtree("out")
     assert done.equal + done.changed > 0
     assert done.stored_nbytes < done.nbytes
+
+
+def test_a_patch_of_zckpt_0_2_0_is_applied(made):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("zckpt.operations.patch.as_tensors", partial(as_tensors, alike=False))
+        zckpt.patch(made / "run/step-1", made / "run/step-2", "p")
+    details = read_index(Path("p/000001.index")).details
+    rewritten(Path("p"), 1, details={key: details[key] for key in ("base", "result")})
+    zckpt.apply(made / "run/step-1", "p", "out")
+    assert contents("out") == contents(made / "run/step-2")
 
 
 def test_a_patch_to_a_link_has_the_bytes_of_its_file():

@@ -14,6 +14,7 @@ from dataclasses import field, replace
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
+from zckpt.compare.logical import named
 from zckpt.engine import Reporter, reporting
 from zckpt.engine.plan import Copy, fill
 from zckpt.engine.targets import Hole
@@ -160,11 +161,22 @@ def _predictions(own: Known, base: Known | None, key: Key, slot: Slot, span: Spa
             yield "base", Prediction(AS_IT_IS, ranges)
 
 
-def as_tensors(checkpoint: Checkpoint) -> tuple[Known, list[Slot]]:
-    """Return the slots of a checkpoint as if each was a file of its elements in row-major order, and these slots."""
-    every = Known.of(GIVEN, {".": checkpoint})
+def as_tensors(checkpoint: Checkpoint, *, alike: bool = True) -> tuple[Known, list[Slot]]:
+    """Return the slots of a checkpoint as if each was a file of its elements in row-major order, and these slots.
+
+    `alike`: those that each format has of one state, in one order; else all, as zckpt 0.2.0 numbered them in patches.
+    """
+    every = sorted(Known.of(GIVEN, {".": checkpoint}).slots.items(), key=lambda one: one[0])
+    if alike:
+        every = [
+            ((".", one.name, key), slot)
+            for _, one in sorted(named(checkpoint).items())
+            for key, slot in sorted(one.slots.items(), key=lambda of: "" if of[0] in {WEIGHT, MASTER} else of[0])
+            if one.tied_to is None and slot.shape  # a single value may be no tensor
+            if key != WEIGHT or one.master is None  # which the weight is, rounded, and may be all that there is
+        ]
     slots, given = dict[Key, Slot](), list[Slot]()
-    for key, slot in sorted(every.slots.items(), key=lambda one: one[0]):
+    for key, slot in every:
         if itemsize(slot.dtype) in WIDTHS and slot.numel:
             path = os.fsdecode(b"%d" % len(given))
             slots[key] = replace(slot, spans=(Span(slot.whole, path, 0, slot.dtype),), replicas=(), factors=None)

@@ -151,7 +151,7 @@ def patch(
     if not dry_run:
         known, given = as_tensors(base)
         cuts = cuts_of(Known.of(NUMBER, {".": result}, source, files), known)
-        details: dict[str, object] = {"base": prints[0].text, "result": prints[1].text}
+        details: dict[str, object] = {"base": prints[0].text, "result": prints[1].text, "alike": True}
         with (
             written([path], overwrite=overwrite, owned=_OWNED) as [made],
             reporting(shared["reporter"], nbytes) as progress,
@@ -209,10 +209,10 @@ def apply(
             base, Path(patch), path, overwrite=overwrite, dry_run=dry_run, reporter=shared["reporter"]
         )
         return Unpacked(str(path), *done, dry_run)
-    _, given = as_tensors(base)
-    store = PackedStore(patch, kind=PATCH, given=partial(_elements, given))
+    store = PackedStore(patch, kind=PATCH)
     index = store.index(NUMBER)
     store.check_index(NUMBER)
+    store.given = partial(_elements, as_tensors(base, alike=bool(index.details.get("alike")))[1])
     expected, result = index.details.get("base"), index.details.get("result")
     copying = only(Copying, {**shared, "reporter": None})
     found = fingerprint(base, **copying).text
