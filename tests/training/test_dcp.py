@@ -355,6 +355,17 @@ def test_values_that_other_libraries_make_are_found(stock):
     assert (found["rest"]["array"].tolist(), found["rest"]["last"]) == ([0, 1, 2], deque([1], 2))
 
 
+@on_ranks(2)
+def test_tensors_of_every_type_go_to_the_rank_that_writes_them():
+    """Of some types torch's ranks cannot send each other tensors as objects."""
+    kinds = [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint64, torch.bool, torch.complex64]
+    rest = {str(kind): torch.arange(6).to(kind) for kind in kinds}
+    dcp.save({"model": {"w": torch.ones(2)}, "rest": rest}, storage_writer=zckpt.dcp.Writer("saved"))
+    found = {"rest": {key: torch.zeros_like(one) for key, one in rest.items()}}
+    dcp.load(found, storage_reader=zckpt.dcp.Reader("saved"))
+    assert_same_tree(found["rest"], rest)
+
+
 def test_a_whole_checkpoint_becomes_a_torch_file():
     """As `dcp_to_torch_save` does: a state dict made of what the checkpoint has."""
     planner = default_planner._EmptyStateDictLoadPlanner()

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import field, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -167,7 +168,9 @@ class Writer(StorageWriter):
             part.file = write_rank(shared.path, file, count, entries, shared.noted().decode())
             part.sent = shared.sent()
         done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(MetadataIndex(part.file.name), part.file.nbytes, part)])
+        sent = BytesIO()
+        torch.save(part, sent)  # torch's pickles of tensors alone, as it sends objects, cannot be read of every type
+        done.set_result([WriteResult(MetadataIndex(part.file.name), part.file.nbytes, sent.getvalue())])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -184,7 +187,8 @@ class Writer(StorageWriter):
         if made is None:
             raise UsageError("this writer has not planned a save", advice="use it through dcp.save")
         _WRITING.pop(self._target(), None)
-        parts: list[Part] = [one.storage_data for of_rank in results for one in of_rank]
+        every = (one.storage_data for of_rank in results for one in of_rank)
+        parts: list[Part] = [torch.load(BytesIO(one), weights_only=False) for one in every]
         with _ending(made):
             directory, identity, values = made.path, made.noted().decode(), Values()
             checkpoint = _whole(metadata, parts, values, str(self.path))
