@@ -112,7 +112,8 @@ class Directory:
     @property
     def other_adapters(self) -> list[Path]:
         """Folders of further adapters of an adapter's model, any of which may be what was trained."""
-        return [self.path / name for name in _adapters(folders_in(self.path))] if self.is_adapter else []
+        every = _adapters(folders_in(self.path)) if self.is_adapter else []
+        return [self.path / name for name in every if not name.startswith("checkpoint-")]  # a run's steps beside it
 
     @property
     def adapter_config(self) -> dict[str, Any]:

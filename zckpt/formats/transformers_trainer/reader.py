@@ -157,6 +157,8 @@ def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
     if directory.is_adapter:  # what says how it is added to its model, as far as it is not the default of nothing
         told = {key: value for key, value in directory.adapter_config.items() if value not in (None, {}, [], False, "")}
         checkpoint.details["adapter"] = told
+    if others := [one.name for one in directory.other_adapters]:
+        checkpoint.warnings.append(f"adapters in folders are not read: {listed(others)}; give each folder by itself")
     if directory.optimizers:
         model_of = models_of_optimizers(own, len(directory.optimizers))
         _read_optimizers(checkpoint, directory, weights, names, prefixes, model_of)
@@ -206,8 +208,8 @@ def _read_optimizers(
     models = _models_of(states, weights, is_cut=is_cut, placed=placed)
     if len(model_of) == len(weights) and not is_cut:
         models = [weights[at] for at in model_of]
-    others = [one.name for one in directory.other_adapters]
-    if names is None and any(_may_be_of(one, states) for one in directory.other_adapters):
+    others = names is None and any(_may_be_of(one, states) for one in directory.other_adapters)
+    if others:
         models = [None] * len(states)
     fronts = {id(one): prefix for one, prefix in zip(weights, prefixes, strict=True)}
     is_open = False
@@ -249,7 +251,7 @@ def _read_optimizers(
     elif is_open:
         base = "put config.json of the model that the adapter is added to there, or " if directory.is_adapter else ""
         base = "add --map=transformers, or " if any(one.is_converted for one in weights) else base
-        base = f"may be of an adapter in a folder, which is not read: {listed(others)}; " if others else base
+        base = "may be of an adapter in a folder; " if others else base
         checkpoint.warnings.append(f"{paths[0].name}: {base}{NAMES_ADVICE}")
 
 
