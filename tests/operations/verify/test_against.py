@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import zckpt
+from tests.cli.console import succeeded
 from tests.damage import copy, set_element
 from tests.refusals import refusing
 from zckpt.compare.digests import FILE_NAME, Fingerprint, bytes_of, read_digests, root
@@ -48,6 +49,14 @@ def test_a_checkpoint_has_its_digests_also_in_a_store(recorded):
     zckpt.pack(run, "store")
     for a, b in ((run, Path("store", run.name)), (Path("store", run.name), run), (run, run)):
         assert zckpt.verify(a, against=b).findings == []
+
+
+def test_a_run_and_a_file_have_the_digests_that_were_written_of_them(recorded):
+    run, _ = recorded
+    zckpt.consolidate(run, "m.safetensors")
+    for one in (run, Path("m.safetensors")):
+        succeeded("fingerprint", one, "--write")
+        assert zckpt.verify(one, against=one).findings == []
 
 
 def test_change_that_nothing_else_shows_is_found(recorded):

@@ -59,7 +59,7 @@ def verify(
         Read every byte once: checksums, NaN and Inf, signs, all weights against their masters, padding, copies. Without
         it, only structure and a bounded sample of weights and masters are read.
     against : path-like, optional
-        Digests that `zckpt fingerprint` recorded: a file, or a checkpoint's directory that has them; reads every slot.
+        Digests that `zckpt fingerprint` recorded: a file, or a checkpoint that has them; reads every slot.
     **shared
 
     Returns
@@ -79,11 +79,7 @@ def verify(
         raise UsageError("--direct does not apply to a sample", expected="--deep or --against with it")
     from zckpt.compare.twice import files_twice
 
-    expected = None
-    if against is not None:
-        from zckpt.compare.digests import read_digests
-
-        expected = read_digests(against)
+    expected = None if against is None else _recorded(Path(against), shared["tag"])
     try:
         checkpoint = opened(source, **shared)
     except SourceError as error:
@@ -109,6 +105,16 @@ def verify(
         checkpoint.opened, checkpoint.format, deep, in_order(findings, checkpoint.files), Checked(**counts), text,
         checkpoint, checkpoint.source,
     )  # fmt: skip
+
+
+def _recorded(path: Path, tag: str | None) -> Fingerprint:
+    """Return the digests of a file of them, or of a checkpoint that has them: of a run, of the latest or `tag`."""
+    from zckpt.compare.digests import FILE_NAME, digests_path_of_file, read_digests
+
+    if path.is_dir() and not (path / FILE_NAME).is_file():
+        path = Path(opened(path, tag=tag).source)
+    beside = digests_path_of_file(path)
+    return read_digests(beside if beside.is_file() else path)
 
 
 def _against(checkpoint: Checkpoint, expected: Fingerprint, how: dict[str, Any]) -> tuple[str | None, list[Finding]]:
