@@ -378,6 +378,10 @@ def test_groups_of_modules_that_are_packed_or_cut_otherwise():
     groups["2"], groups["3"] = ({"weights": {"block_structure": one}} for one in ([24, 24], [32, 32]))
     source = made("t", tensors, quant_method="compressed-tensors", config_groups=groups)
     refused(source, zckpt.UnsupportedError, "its scales may be of several blocks")
+    tensors = {"c.weight": torch.randn(20, 48).to(FP8), "c.weight_scale": torch.tensor([[1.0, 2.0]])}
+    groups["3"] = {"weights": {"block_structure": [32, 24]}}  # which is the same of so few rows
+    found = floats(made("u", tensors, quant_method="compressed-tensors", config_groups=groups), "m2")
+    assert torch.equal(found["c.weight"], tensors["c.weight"].float() * torch.tensor([1.0, 2.0]).repeat_interleave(24))
 
 
 def test_experts_of_deepseek_v4():

@@ -241,7 +241,11 @@ class _Model:
         of_modelopt = len(scale.shape) == len(shape) + 2 and scale.shape[-3::2] == (1, 1)
         grid = scale.shape[-4::2] if of_modelopt else scale.shape
         pairs = (one for one in every if isinstance(one, list) and len(one) == 2 and are_sizes(one) and all(one))
-        fitting = {(high, wide) for high, wide in pairs if grid == (*stack, -(-rows // high), -(-columns // wide))}
+        fitting = {
+            (min(high, rows), min(wide, columns))  # of one block, whatever its size
+            for high, wide in pairs
+            if grid == (*stack, -(-rows // high), -(-columns // wide))
+        }
         if len(fitting) == 1:
             return fitting.pop()
         if not fitting and scale.shape[:-1] == (*stack, rows) and scale.numel and not columns % scale.shape[-1]:
