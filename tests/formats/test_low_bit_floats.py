@@ -441,6 +441,9 @@ def test_what_says_how_codes_are_made_goes_with_them():
         assert file.metadata() == {"format": "pt", "q.weight": "of a class"}
     assert names_in("m") == ["config.json", "hf_quant_config.json", "model.safetensors"]
     assert names_in("f") == ["config.json", "model.safetensors"]
+    zckpt.consolidate("f/model.safetensors", "p", config=source)  # numbers, to which that does not apply
+    assert names_in("p") == names_in("f")
+    assert "quantization_config" not in json.loads(Path("p/config.json").read_text())
     with safe_open("f/model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}  # which is no code any more
 

@@ -118,7 +118,11 @@ def _place(slot: Slot) -> tuple[str, int] | None:
 
 def settings_of(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a model's configuration, and what it or a file beside it says of how weights are quantised; or nothing."""
-    given = (Path(root) for root in (checkpoint.opened, checkpoint.source) if root)
+    return settings_in(Path(root) for root in (checkpoint.opened, checkpoint.source) if root)
+
+
+def settings_in(given: Iterable[Path]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the same of directories, or of those that files are in."""
     roots = dict.fromkeys(root.parent if is_file(root) else root for root in given)
     config: dict[str, Any] = {}
     for path in (root / folder / name for root in roots for folder in FOLDERS for name in _SETTINGS):

@@ -28,7 +28,7 @@ from zckpt.formats.consolidated.model import Tensors, model_tensors, optimizer_s
 from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_hyperparameters
 from zckpt.formats.floats import dequantized
 from zckpt.formats.format import TargetFiles
-from zckpt.formats.low_bit import codes_in
+from zckpt.formats.low_bit import codes_in, settings_in
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.suffixes import DIRECTORY, IN_DIRECTORY, OWN_MODEL, SAFETENSORS, TORCH, kind_of_model, optimizer_path
 from zckpt.formats.torch_files.tensors import slot_of
@@ -50,6 +50,7 @@ from zckpt.operations.proof import check_arrived, check_same
 from zckpt.operations.salvage import salvage
 from zckpt.operations.target import How, Made, Proof, Written, write_from
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Slot, Span, by_key, dict_of, without
+from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.names import bare_names, like_model, renamed
 from zckpt.storage.files import json_object, read_json
 from zckpt.storage.ownership import Owned, called
@@ -373,6 +374,10 @@ def lay_out(
         )
     types = Counter(type_ for slot, type_ in tensors.values() if isinstance(slot, Computed))
     dtype = types.most_common(1)[0][0] if types and chosen.dequantize else None
+    if chosen.config is not None and settings_in([Path(chosen.config)])[1] and not codes_in(checkpoint):
+        every = Counter(type_ for slot, type_ in tensors.values() if len(slot.shape) > 1)
+        if all(is_floating(type_) and itemsize(type_) > 1 for type_ in every):  # not what the configuration is of
+            dtype = dtype or next((type_ for type_, _ in every.most_common(1)), None)
     if chosen.quantize is not None:
         from zckpt.formats.low_bit_codes import block_of, in_block_fp8
 
