@@ -19,6 +19,7 @@ from itertools import groupby, product
 from zckpt.compare.logical import single
 from zckpt.compare.slots import differences, pair
 from zckpt.engine.computed import Computed
+from zckpt.engine.scaled import Part, Portion, Scaled, as_they_are
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, listed
 from zckpt.formats.low_bit import codes_in
 from zckpt.formats.torch_files.tensors import holds_tensors
@@ -29,8 +30,9 @@ from zckpt.naming.document import Map, Rule, Template
 from zckpt.naming.renames import check_different
 from zckpt.naming.sizes import Sizes, Tensor
 from zckpt.state import WEIGHT, Checkpoint, Parameter, ParamGroup, Shape, Slot, by_key, differ, positions
-from zckpt.state.boxes import intersection, overlap
+from zckpt.state.boxes import intersection, overlap, row_major
 from zckpt.state.checkpoint import keys_listed
+from zckpt.state.spans import ZEROS, position
 from zckpt.state.views import narrow, pad, placed, reshape, transpose, zeros
 
 
@@ -266,10 +268,7 @@ class Joined:
         slots = [one.slots[key] for one in self._parts]
         first = slots[0]
         if any(isinstance(slot, Computed) for slot in slots):
-            raise self._not_arranged(
-                key,
-                "write it without the map first (`zckpt consolidate` to x.safetensors), then map or load the result",
-            )
+            return self._computed(key, target, slots)
         if all(not slot.shape for slot in slots) and self._parts[0].shape:
             self._value(key, slots)
             return first
@@ -289,6 +288,25 @@ class Joined:
                     found=f"{slot.dtype} and {first.dtype}",
                 )
         return arranged(target, list(zip(self._arrangements, slots, strict=True)))
+
+    def _computed(self, key: str, target: Arrangement, slots: Sequence[Slot]) -> Slot:
+        """Return a slot of computed ones, of which ranges lie end to end, as experts do in a stack."""
+        numbers = [Slot.at(str(n), 0, "uint8", slot.shape, key) for n, slot in enumerate(slots)]  # stand for them
+        whole = arranged(target, list(zip(self._arrangements, numbers, strict=True)))
+        portions, is_one = [], len({slot.dtype for slot in slots}) == 1
+        for span in (span for span in whole.spans if span.path != ZEROS):
+            own, shape = span.extent, whole.factors or whole.shape
+            first = next((n for n, size in enumerate(own.sizes) if size != 1), len(shape))
+            if not is_one or span.strides or own.sizes[first + 1 :] != shape[first + 1 :]:
+                raise self._not_arranged(
+                    key,
+                    "write it without the map first (`zckpt consolidate` to x.safetensors, with --dequantize if it has "
+                    "codes), then map or load the result",
+                )
+            at, slot = position(own.offsets, row_major(shape)) + own.start, slots[int(span.path)]
+            portions.append(Portion(at, own.numel, span.offset, (Part(slot, dtype=slot.dtype),), as_they_are))
+        every = tuple(sorted(portions, key=lambda one: one.start))
+        return Computed(key, slots[0].dtype, target.shape, (), function=Scaled(every))
 
     def _not_arranged(self, key: str, advice: str) -> UnsupportedError:
         return UnsupportedError(
