@@ -100,6 +100,9 @@ def test_the_full_state_of_flat_parameters(tmp_path):
         if "head.weight" not in name:
             assert torch.equal(opened.read(name, slot), one), key
     assert opened.warnings == []
+    for to, options in {"consolidated": {}, "zero-redundancy": {}, "deepspeed": {"world_size": 2, "stage": 2}}.items():
+        notes = str(zckpt.convert(tmp_path / "c.pt", tmp_path / to, to=to, **options).notes)
+        assert "not in the model's order, as FSDP1 lists flat ones" in notes, to
     alone = zckpt.open(tmp_path / "optimizer.pt")
     assert torch.equal(alone.read("layers.1.up.bias", "exp_avg"), held["exp_avg/layers.1.up.bias"])
 

@@ -12,6 +12,8 @@ from zckpt.state.checkpoint import Checkpoint
 from zckpt.state.mappings import are_distinct
 from zckpt.state.names import aligned
 
+DCP = "dcp"
+
 GIVEN = "parameter order"
 """Which of a checkpoint's details says that its parameters are in the order that was given."""
 
@@ -56,6 +58,32 @@ def tells_order(checkpoint: Checkpoint, names: Sequence[str]) -> bool:
     if not owners <= {*order} <= {*checkpoint.names}:
         return False
     return len(checkpoint.param_groups) < 2 or [name for name in order if name in members] != members
+
+
+def follows(names: Sequence[str], order: Sequence[str]) -> bool:
+    """Tell whether names are among others in the same order."""
+    rest = iter(order)
+    return all(name in rest for name in names)
+
+
+def other_order(checkpoint: Checkpoint, *formats: str) -> Sequence[str]:
+    """Return the names of a param group that files of formats have in another order than the model; none: ()."""
+    source = checkpoint.converted_from.get("format", checkpoint.format)
+    is_told = source in formats and not (checkpoint.unnamed or checkpoint.is_sorted)
+    order = list(checkpoint.parameters)
+    every = (group.parameters for group in checkpoint.param_groups if is_told)
+    return next((names for names in every if not follows(names, order)), ())
+
+
+def order_notes(checkpoint: Checkpoint) -> list[str]:
+    """Return what to say where an optimizer's parameters get numbers in another order than the model's."""
+    names = other_order(checkpoint, DCP, "torch")
+    said = (
+        f"the optimizer's parameters are numbered as the source lists them ({listed(names, most=3)}), not in the "
+        "model's order, as FSDP1 lists flat ones: an optimizer with another order would get others' state; "
+        "`zckpt.load` goes by name"
+    )
+    return [said] if names else []
 
 
 def _known(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:

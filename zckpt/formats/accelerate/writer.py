@@ -21,6 +21,7 @@ from typing import Any
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.evidence import refuse_unnamed
+from zckpt.evidence.order import DCP, other_order
 from zckpt.formats.assets import copies_of, find_assets, is_adapter
 from zckpt.formats.consolidated.model import model_tree, trained_tensors
 from zckpt.formats.consolidated.optimizer import optimizer_tree, rest_at_top
@@ -28,7 +29,7 @@ from zckpt.formats.dcp import writer as dcp_writer
 from zckpt.formats.dcp.own import own_tree
 from zckpt.formats.dcp.write_items import items_of, named_tree
 from zckpt.formats.format import Job, TargetFiles
-from zckpt.formats.fsdp_rank_files.kept import DCP, ONE, follows, one_group
+from zckpt.formats.fsdp_rank_files.kept import ONE, one_group
 from zckpt.formats.remainder import of_modules, remainder, types_of_weights
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.suffixes import OWN_NAME
@@ -150,16 +151,14 @@ def lay_out(job: Job) -> TargetFiles:
             raise UsageError("--groups=one only applies to a single model", expected="--groups=keep")
         checkpoint, said = one_group(checkpoint)
         notes += said
-    if form is None and not checkpoint.unnamed and checkpoint.converted_from.get("format", checkpoint.format) == DCP:
-        order = list(checkpoint.parameters)
-        for group in checkpoint.param_groups:
-            if not follows(group.parameters, order):  # which numbers them, and need not be the optimizer's own
-                raise UnsupportedError(
-                    "the optimizer lists its parameters in another order than the model (as FSDP1 does with flat "
-                    "ones), and without FSDP the order identifies them",
-                    found=f"{listed(group.parameters, most=3)} in a param group",
-                    advice=f"give --groups=one, or --fsdp={SHARDED}",
-                )
+    names = other_order(checkpoint, DCP)  # which numbers them, and need not be the optimizer's own
+    if form is None and names:
+        raise UnsupportedError(
+            "the optimizer lists its parameters in another order than the model (as FSDP1 does with flat ones), and "
+            "without FSDP the order identifies them",
+            found=f"{listed(names, most=3)} in a param group",
+            advice=f"give --groups=one, or --fsdp={SHARDED}",
+        )
     parts = parts_of(checkpoint, paired=form is not None)
     if form == SHARDED:
         files = list(_sharded(parts, job.options.world_size or 1, notes))

@@ -54,6 +54,7 @@ class Consolidated(TorchDirectory):
     def lay_out(self, job: Job) -> TargetFiles:
         """Return a directory, or one file where the target's name ends as torch's files do."""
         from zckpt.evidence import refuse_unnamed
+        from zckpt.evidence.order import order_notes
         from zckpt.formats.consolidated import model
         from zckpt.formats.consolidated.optimizer import rest_at_top
         from zckpt.formats.suffixes import SAFETENSORS, TORCH, kind_of_model
@@ -61,6 +62,7 @@ class Consolidated(TorchDirectory):
 
         if job.checkpoint.parameters and not all(map(is_number, job.checkpoint.unnamed)):
             refuse_unnamed(job.checkpoint, "without which those of several optimizers are one another's")
+        notes = order_notes(job.checkpoint)
         kind, keeps_rest = kind_of_model(job.target), bool(rest_at_top(job.checkpoint))
         if kind == SAFETENSORS:
             raise UsageError(
@@ -71,8 +73,8 @@ class Consolidated(TorchDirectory):
             )
         if kind == TORCH:
             file = model.lay_out_file(job.target.name, job.checkpoint, dtype=job.options.dtype)
-            return TargetFiles([file], is_file=True, keeps_rest=keeps_rest)
-        return TargetFiles(model.lay_out(job.checkpoint, dtype=job.options.dtype), keeps_rest=keeps_rest)
+            return TargetFiles([file], is_file=True, keeps_rest=keeps_rest, notes=notes)
+        return TargetFiles(model.lay_out(job.checkpoint, dtype=job.options.dtype), keeps_rest=keeps_rest, notes=notes)
 
 
 FORMATS = (Consolidated(),)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from zckpt.engine.targets import Lazily, TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.evidence.order import order_notes
 from zckpt.formats import remainder
 from zckpt.formats.deepspeed import foreign, loss_scaling
 from zckpt.formats.deepspeed.axes.auto_ep import alone, auto_experts, auto_layers
@@ -340,7 +341,7 @@ def _from_elsewhere(
     none = {key for key in foreign.NONE_IF_ABSENT if checkpoint.metadata.get(key) is None}
     restated = loss_scaling.HANDLED | none | set(filter(foreign.is_counted, checkpoint.metadata))
     tag = target.origin.directory.tag
-    notes += _lost_clipping(checkpoint, stage)
+    notes += [*_lost_clipping(checkpoint, stage), *order_notes(checkpoint)]
     files = target_files(target, f"{tag}/" if whole else "")
     return tag, TargetFiles(files, notes=notes, restated=restated), checkpoint
 

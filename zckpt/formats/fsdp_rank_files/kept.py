@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
-from zckpt.evidence.order import GIVEN
+from zckpt.evidence.order import DCP, GIVEN, follows
 from zckpt.formats.fsdp_rank_files.directory import EXTRA, rank_name
 from zckpt.formats.fsdp_rank_files.units import members_of
 from zckpt.formats.remainder import remainder, types_of_weights
@@ -93,7 +93,6 @@ def of_rank(kind: str, world_size: int, rank: int, key: str) -> str:
 
 ONE = "one"
 
-DCP = "dcp"
 """The format whose files have a model in the order of its state dict."""
 
 
@@ -162,12 +161,6 @@ def _of_first(scheduler: object, count: int) -> object:
         is_cut = key in PER_GROUP and isinstance(value, (list, tuple)) and len(value) == count
         found[key] = value[:1] if is_cut else _of_first(value, count) if key == "_schedulers" else value
     return found
-
-
-def follows(names: Sequence[str], order: Sequence[str]) -> bool:
-    """Tell whether names are among others in the same order."""
-    rest = iter(order)
-    return all(name in rest for name in names)
 
 
 KEY = "fsdp"

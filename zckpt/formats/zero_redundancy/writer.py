@@ -8,6 +8,7 @@ from typing import Any
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.evidence import NAMES_ADVICE
+from zckpt.evidence.order import order_notes
 from zckpt.formats.consolidated.model import model_tensors, model_tree, optimizer_slots
 from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.format import Job, TargetFiles
@@ -42,7 +43,8 @@ def lay_out(job: Job) -> TargetFiles:
         "shapes": {name: list(owned[name].shape) for name in outside},
         "unnamed": list(checkpoint.unnamed),
     }
-    return TargetFiles([*files, torch_writer.lay_out(METADATA_NAME, {**remainder(checkpoint), KEY: about})])
+    files.append(torch_writer.lay_out(METADATA_NAME, {**remainder(checkpoint), KEY: about}))
+    return TargetFiles(files, notes=order_notes(checkpoint))
 
 
 def _per_rank(checkpoint: Checkpoint, tree: dict[object, Any], world_size: int) -> Iterator[TargetFile]:
