@@ -135,6 +135,15 @@ def test_checkpoints_below_a_final_model_and_other_programs_models_are_foreign(t
     assert lost(final) == ["onnx/head.pt"]
 
 
+def test_a_folder_of_the_optimizers_that_nothing_reads_is_no_other_checkpoint(trainers):
+    """As `optimizer_0`, which Accelerate leaves beside what FSDP1 saves as LOCAL_STATE_DICT."""
+    (trainers / "optimizer_old.pt").unlink()
+    shutil.copytree(FIXTURES / "other/accel_fsdp2_dp2/state/optimizer_0", trainers / "optimizer")
+    with refusing(LeftOutError, r"optimizer/__0_0.distcp \(nothing has read it\)"):
+        zckpt.convert(trainers, "target", to="zckpt")
+    zckpt.convert(trainers, "target", to="zckpt", drop=["optimizer/*"])
+
+
 # --- torch files -----------------------------------------------------------------------------------------------------
 
 

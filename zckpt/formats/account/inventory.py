@@ -104,6 +104,9 @@ _STATE = re.compile(
 )
 """Names that programs give files of training state which they keep beside a checkpoint's own directory."""
 
+_OPTIMIZER = re.compile(r"optim(?:izer)?(?:_[0-9]+)?")
+"""Folders that have the state of this checkpoint's optimizer, never another checkpoint."""
+
 SEARCHED_DEPTH = 2
 """Folders below a directory in which other checkpoints are looked for."""
 
@@ -253,7 +256,8 @@ def below(root: Path, read: Collection[str], own: str) -> Iterator[tuple[Path, s
             why, real = about, os.path.realpath(entry.path)
             deeper = searched and entry.name not in FOREIGN_FOLDERS
             if deeper and real != own and not any(within(path, real) for path in read):
-                why = why or ("another checkpoint" if is_checkpoint(Path(entry.path)) else None)
+                is_another = not _OPTIMIZER.fullmatch(entry.name) and is_checkpoint(Path(entry.path))
+                why = why or ("another checkpoint" if is_another else None)
                 deeper = depth < SEARCHED_DEPTH
             if why is None and entry.name in FOREIGN_FOLDERS:
                 why = f"in the folder {entry.name}"
