@@ -738,3 +738,31 @@ def test_optimizers_of_another_package_go_on(name):
     zckpt.load("c", model=other, optimizer=its)
     stepped(other, its, range(6, 12))
     assert equal(other, model)
+
+
+class ScheduleFreeWrapper:
+    """schedulefree's (1.4), which is no torch.optim.Optimizer: it gives another one's state and groups as its own."""
+
+    __module__, __qualname__ = "schedulefree.wrap_schedulefree", "ScheduleFreeWrapper"
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.state, self.param_groups = base, base.state, base.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.base.load_state_dict(state)
+        self.state, self.param_groups = self.base.state, self.base.param_groups
+
+
+def test_a_schedule_free_wrapper_is_an_optimizer():
+    model, other = net(), net(seed=1)
+    optimizer, its = (ScheduleFreeWrapper(torch.optim.SGD(one.parameters(), lr=0.1)) for one in (model, other))
+    for p in model.parameters():
+        optimizer.state[p]["z"] = torch.randn_like(p)
+    optimizer.param_groups[0] |= {"k": 3, "weight_sum": 0.5}
+    zckpt.save("c", model=model, optimizer=optimizer)
+    zckpt.load("c", model=other, optimizer=its)
+    assert_same_tree(its.state_dict(), optimizer.state_dict())
+    assert equal(other, model)

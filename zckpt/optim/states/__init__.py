@@ -33,6 +33,8 @@ STATES = {
     "zckpt.optim.distributed.DistributedOptimizer": "zero_redundancy.WorkersState",
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": "zero_redundancy.TorchState",
     "torchao.optim.adam._AdamBase": "torchao.TorchaoState",
+    "schedulefree.wrap_schedulefree.ScheduleFreeWrapper": "by_parameter.OptimizerState",  # no torch.optim.Optimizer
+    "schedulefree.wrap_schedulefree_reference.ScheduleFreeWrapperReference": "by_parameter.OptimizerState",
     **{
         f"deepspeed.runtime.{name}": "deepspeed.DeepSpeedState"
         for name in (
