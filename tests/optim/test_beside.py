@@ -748,6 +748,9 @@ class ScheduleFreeWrapper:
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self.base, self.state, self.param_groups = base, base.state, base.param_groups
 
+    def step(self) -> None:
+        self.base.step()
+
     def state_dict(self) -> dict[str, Any]:
         return self.base.state_dict()
 
