@@ -13,6 +13,7 @@ from zckpt.state.mappings import are_distinct
 from zckpt.state.names import aligned
 
 DCP = "dcp"
+"""The format whose files have a model in the order of its state dict."""
 
 GIVEN = "parameter order"
 """Which of a checkpoint's details says that its parameters are in the order that was given."""

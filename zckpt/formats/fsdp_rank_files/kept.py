@@ -93,8 +93,6 @@ def of_rank(kind: str, world_size: int, rank: int, key: str) -> str:
 
 ONE = "one"
 
-"""The format whose files have a model in the order of its state dict."""
-
 
 def one_group(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
     """Return a checkpoint whose only param group has all parameters in the model's order, and what to say of it.
