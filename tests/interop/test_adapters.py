@@ -23,6 +23,7 @@ SIZES = {
 }  # fmt: skip
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "rank_pattern": {"down_proj": 2}},
+    "plain": {"target_modules": ["q_proj", "down_proj"]},
     "dora": {"target_modules": ["v_proj"], "use_dora": True, "use_rslora": True, "modules_to_save": ["lm_head"]},
     "tokens": {"target_modules": ["o_proj"], "trainable_token_indices": [3, 9, 4]},
 }
@@ -126,6 +127,53 @@ def _check(folder: Path, source: Path, tmp_path: Path, *, base: Path | None = No
 def test_what_deepspeed_saves(kind, stage, excluded, tmp_path):
     run(_by_deepspeed, 2, tmp_path, kind, stage, excluded)
     _check(tmp_path, tmp_path / "run", tmp_path, base=tmp_path / "base" if excluded else None)
+
+
+def _by_verl(rank: int, world_size: int, folder: Path, version: int, resumed: Path | None) -> list[float]:
+    """Train and save as verl does with `save_lora_only`, beside all of it; or load, and return the next losses."""
+    from peft.utils.other import fsdp_auto_wrap_policy
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+
+    model: Any = _adapted(folder, "plain", torch.float32)
+    if version == 1:
+        policy = fsdp_auto_wrap_policy(model)
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), auto_wrap_policy=policy)
+        FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    else:
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)  # of frozen ones, too
+    name = f"world_size_{world_size}_rank_{rank}.pt"
+    if resumed:
+        model.load_state_dict(torch.load(resumed / f"model_{name}", weights_only=False), strict=False)
+        optimizer.load_state_dict(torch.load(resumed / f"optim_{name}", weights_only=False))
+    losses = []
+    for number in range(2 if resumed else 0, 4):
+        if number == 2 and not resumed:
+            every = model.state_dict()
+            for at, some in (("all", every), ("alone", {key: one for key, one in every.items() if "lora_" in key})):
+                (folder / at).mkdir(exist_ok=True)
+                torch.save(some, folder / at / f"model_{name}")
+                torch.save(optimizer.state_dict(), folder / at / f"optim_{name}")
+        loss = _step(model, number % 2)  # the same on all ranks
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_adapter_alone_of_verl_has_its_state_and_goes_on(version, tmp_path):
+    [losses, *_] = run(_by_verl, 2, tmp_path, version, None)
+    expected, found = zckpt.open(tmp_path / "all"), zckpt.open(tmp_path / "alone")
+    assert found.parameters.keys() == {name for name in expected.parameters if "lora_" in name}
+    for name in found.parameters:
+        for slot in ("weight", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(found.read(name, slot), expected.read(name, slot))
+    if version == 2:
+        zckpt.convert(tmp_path / "alone", tmp_path / "3", to="fsdp-rank-files", world_size=3)
+        [again, *_] = run(_by_verl, 3, tmp_path, version, tmp_path / "3")
+        assert again == pytest.approx(losses[2:], abs=1e-5)
 
 
 @pytest.mark.nightly

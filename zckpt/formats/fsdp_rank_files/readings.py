@@ -45,7 +45,7 @@ from zckpt.state import (
     positions,
     without,
 )
-from zckpt.state.names import aligned
+from zckpt.state.names import aligned, is_added
 from zckpt.state.views import concat, reshape
 from zckpt.torchfile import MetaTensor
 
@@ -143,8 +143,26 @@ class _Solver:
 
     @cached_property
     def keys(self) -> list[Key]:
-        """All numbers, in the optimizer's order."""
-        return self.optimizer.keys
+        """All numbers, in the optimizer's order; of an adapter alone, those with state if it has as many parameters."""
+        keys = self.optimizer.keys
+        if self.plain or not self.owners or not all(map(is_added, self.owners)):
+            return keys
+        trained = [key for key in keys if self.optimizer.cut(key)]
+        return trained if len(trained) == len(self.owners) else keys
+
+    @cached_property
+    def given(self) -> GivenNames:
+        """The user's names of these numbers."""
+        every, known = self.optimizer.keys, {*self.keys}
+        if self.names is None or len(self.names) != len(every):
+            return self.names
+        return [name for key, name in zip(every, self.names, strict=True) if key in known]
+
+    @cached_property
+    def groups(self) -> list[list[Key]]:
+        """Those of each param group."""
+        known = {*self.keys}
+        return [[key for key in group["params"] if key in known] for group in self.optimizer.groups]
 
     @cached_property
     def owners(self) -> dict[str, Shape]:
@@ -220,15 +238,15 @@ class _Solver:
 
     def by_number(self, kind: str) -> list[Reading]:
         """Return the reading in which each number is one parameter, if there is one."""
-        every, groups = {**self.owners, **self.plain}, [group["params"] for group in self.optimizer.groups]
+        every, groups = {**self.owners, **self.plain}, self.groups
         said: Evidence[Key] = Evidence.of(self.checkpoint, groups, {}, rules=(
             lambda key, name: self.fits(kind, key, every[name]),
             lambda key, name: not (self.optimizer.cut(key) and said.is_original(name)),
         ))  # fmt: skip
-        if self.names is not None or len(self.keys) > len(self.owners):
+        if self.given is not None or len(self.keys) > len(self.owners):
             said = replace(said, candidates={name: every[name] for name in self.model.held if name in every})
-        if self.names is not None:
-            given = said.recorded(self.names)
+        if self.given is not None:
+            given = said.recorded(self.given)
             return [Reading(kind, _one_each(given.items()))] if given else []
         certain = said.certain()
         alone = Reading(kind, _one_each(certain.items()))
@@ -271,9 +289,9 @@ class _Solver:
 
     def flat(self) -> Iterator[Reading]:
         """Yield the readings in which each number is a flat parameter."""
-        if self.names is not None:
-            known = aligned(self.checkpoint.parameters, self.names)
-            given = [known.get(name, name) for name in self.names]
+        if self.given is not None:
+            known = aligned(self.checkpoint.parameters, self.given)
+            given = [known.get(name, name) for name in self.given]
             if are_distinct(given) and all(name in self.owners for name in given):
                 yield from self.cut_names(given)
             return

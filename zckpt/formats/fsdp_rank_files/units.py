@@ -8,7 +8,8 @@ in the order in which the units are met: the root's first.
     units     "", "layers.0", ...
 
 Which modules are units the names of modules in a model's file say (its `_metadata`). Where a program has lost those,
-two ways to wrap are tried: the model as one unit, and each member of a list of modules as one.
+three ways to wrap are tried: the model as one unit, each member of a list of modules as one, and each module that PEFT
+has added, too, as its policy for FSDP has it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from zckpt.errors import UsageError
-from zckpt.state.names import plain_name
+from zckpt.state.names import is_added, plain_name
 
 WRAPPED = "_fsdp_wrapped_module"
 """The attribute in which FSDP1 keeps what it wraps."""
@@ -71,8 +72,9 @@ def usual_wrappings(names: Sequence[str]) -> list[list[str]]:
         at = next((at for at, part in enumerate(parts) if part.isdecimal()), None)
         if at:
             layers[".".join(parts[: at + 1])] = None
-    whole = [""]
-    return [whole, in_order(["", *layers], names)] if layers else [whole]
+    added = dict.fromkeys(name.rpartition(".")[0] for name in names if is_added(name))
+    ways = [{}, layers, layers | added]
+    return [in_order(["", *units], names) for at, units in enumerate(ways) if units not in ways[:at]]
 
 
 def matching(patterns: Sequence[str], names: Sequence[str]) -> list[str]:

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ from zckpt.formats.fsdp_rank_files.kept import (
     ranks_with_state,
     scheduler_of,
 )
-from zckpt.formats.fsdp_rank_files.readings import FLAT
+from zckpt.formats.fsdp_rank_files.readings import FLAT, WHOLE
 from zckpt.formats.fsdp_rank_files.units import WRAPPED, Units, matching, members_of
 from zckpt.formats.group_values import refuse_several
 from zckpt.formats.remainder import of_modules
@@ -282,11 +283,11 @@ def lay_out(job: Job) -> TargetFiles:
     these files have no place for.
     """
     checkpoint, options = job.checkpoint, job.options
-    refuse(checkpoint)
-    target = _target(job)
     own = dict_of(checkpoint.details.get("fsdp_config")).get("FSDP_version") if checkpoint.format == FORMAT else None
     version: int = options.fsdp_version or (own if own in (FSDP1, FSDP2) else FSDP2)
     state = checkpoint.details.get("optimizer_state")
+    refuse(checkpoint, idle=_idle(checkpoint) if version == FSDP2 and state == WHOLE and options.groups != ONE else ())
+    target = _target(job)
     if version == FSDP1 and own == FSDP1 and checkpoint.param_groups and state != FLAT and not options.units:
         raise UnsupportedError(
             "cannot write the optimizer of FSDP1 with use_orig_params=True",
@@ -320,11 +321,21 @@ def lay_out(job: Job) -> TargetFiles:
     )
 
 
-def refuse(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedError for state that files of ranks have no place for."""
+def refuse(checkpoint: Checkpoint, *, idle: Collection[str] = ()) -> None:
+    """Raise UnsupportedError for state that files of ranks have no place for.
+
+    `idle`: numbers of parameters without names or state that keep their places.
+    """
     refuse_trees(checkpoint, "these files", "--dequantize writes floats; or convert to zckpt or dcp")
-    refuse_unnamed(checkpoint, "by which ranks number them as the model does")
+    known = [replace(one, parameters=[x for x in one.parameters if x not in idle]) for one in checkpoint.param_groups]
+    refuse_unnamed(replace(checkpoint, param_groups=known), "by which ranks number them as the model does")
     refuse_several(checkpoint, "these files have")
+
+
+def _idle(checkpoint: Checkpoint) -> frozenset[str]:
+    """Return numbers without state that are their places: a frozen model's, whose adapter was saved."""
+    places = {name for at, name in enumerate(checkpoint.grouped) if name == str(at)}
+    return frozenset(places - {*checkpoint.parameters, *checkpoint.unnamed})
 
 
 def _target(job: Job) -> Target:
