@@ -170,6 +170,13 @@ def test_an_adapter_alone_of_verl_has_its_state_and_goes_on(version, tmp_path):
     for name in found.parameters:
         for slot in ("weight", "exp_avg", "exp_avg_sq"):
             assert torch.equal(found.read(name, slot), expected.read(name, slot))
+    (tmp_path / "alone/huggingface").mkdir()
+    (tmp_path / "alone/huggingface/config.json").write_bytes((tmp_path / "base/config.json").read_bytes())
+    noted = zckpt.consolidate(tmp_path / "alone", tmp_path / "adapter").notes  # from_pretrained took it for a new model
+    assert any("no adapter_config.json was found" in one for one in noted)
+    assert {*load_file(tmp_path / "adapter/adapter_model.safetensors")} == {
+        name.replace(".default", "") for name in found.parameters
+    }
     if version == 2:
         zckpt.convert(tmp_path / "alone", tmp_path / "3", to="fsdp-rank-files", world_size=3)
         [again, *_] = run(_by_verl, 3, tmp_path, version, tmp_path / "3")

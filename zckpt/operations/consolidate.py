@@ -174,6 +174,10 @@ MEGATRONS = ".self_attention.linear_"
 
 NO_CONFIG = f"no {CONFIG_NAME} was found, which from_pretrained needs; give its directory with --config DIR"
 
+NO_ADAPTER_CONFIG = (
+    f"no {ADAPTER_CONFIG} was found, which PEFT needs: add the one that save_pretrained of the adapter writes"
+)
+
 NO_MODEL = "no config.json is written, for the names are Megatron's: --map NAME gives transformers' (docs/maps.md)"
 
 OWNED = Owned(called(OWN_MODEL))
@@ -296,8 +300,9 @@ def consolidate(
     [checkpoint], told = as_beside([checkpoint], chosen)
     notes = (*notes, *told)
     laid, num_tensors = lay_out(checkpoint, chosen)
-    if not laid.is_file and not {CONFIG_NAME, ADAPTER_CONFIG} & set(laid.copied):
-        notes = (*notes, NO_MODEL if has_megatrons_names(checkpoint) else NO_CONFIG)
+    adapter = any(one.name == ADAPTER_NAME for one in laid.files)
+    if not laid.is_file and not {ADAPTER_CONFIG, *(() if adapter else (CONFIG_NAME,))} & set(laid.copied):
+        notes = (*notes, NO_MODEL if has_megatrons_names(checkpoint) else NO_ADAPTER_CONFIG if adapter else NO_CONFIG)
     return write_from(
         Consolidated, found, replace(laid, notes=(*notes, *left_out)), chosen.path, how, owns=OWNED, dropped=dropped,
         sources=left.sources(found), missing=left.missing, filled=left.filled, num_tensors=num_tensors,
@@ -310,9 +315,9 @@ def as_beside(checkpoints: Sequence[Checkpoint], chosen: Chosen) -> tuple[list[C
     Raises UsageError: as `assets_of`; or names may be of files or memory.
     """
     assets = assets_of(checkpoints[0], chosen)
-    beside = read_json(assets.get(CONFIG_NAME, ""))
-    if beside is None and ADAPTER_CONFIG in assets:
+    if kind_of_model(chosen.path) == DIRECTORY and names_in_files(checkpoints[0].names):
         return [renamed(replace(one), names_in_files(one.names)) for one in checkpoints], ()
+    beside = read_json(assets.get(CONFIG_NAME, ""))
     if beside is None or chosen.how.options["map"] is not None:
         return list(checkpoints), ()
     from zckpt.naming.installed import as_in_files
