@@ -146,6 +146,38 @@ def test_another_optimizer_goes_on_or_is_refused_before_anything_changes(saved, 
         assert f"{named} cannot continue from " in text or saved == 0 or (other == "Adagrad" and stage == 3)
 
 
+# --- frozen while they are trained
+
+
+def save_frozen_later(rank, world_size, folder: Path, stage: int) -> dict[str, torch.Tensor]:
+    engine = engine_of(plain, "AdamW", stage, 1)
+    step(engine, 0)
+    engine.module[0].requires_grad_(False)
+    step(engine, 1)
+    engine.save_checkpoint(str(folder))
+    return weights_of(engine)
+
+
+def load_frozen_later(rank, world_size, folder: Path, stage: int, in_place: bool) -> dict[str, torch.Tensor]:
+    engine = engine_of(plain, "AdamW", stage, 2)
+    engine.module[0].requires_grad_(False)
+    with zckpt.deepspeed.any_world_size(engine) if in_place else nullcontext():
+        assert engine.load_checkpoint(str(folder))[0] is not None
+    return weights_of(engine)
+
+
+@pytest.mark.parametrize("stage", some([3], [2]))
+def test_what_was_frozen_while_it_was_trained_has_its_weights_and_state(stage, tmp_path):
+    """DeepSpeed lists it as trained, by its groups, and as frozen, where it looks for its weights."""
+    expected = run(save_frozen_later, 2, tmp_path / "run", stage)[0]
+    assert zckpt.verify(tmp_path / "run", deep=True).sound
+    zckpt.reshard(tmp_path / "run", tmp_path / "cut", world_size=3, verify=True)
+    zckpt.convert(tmp_path / "run", tmp_path / "zckpt", to="zckpt")
+    assert zckpt.diff(tmp_path / "cut", tmp_path / "zckpt", slots=["master", "exp_avg"]).equal
+    for source, ranks, in_place in (("cut", 3, False), ("run", 1, True), ("zckpt", 2, True)):
+        assert_same_tree(run(load_frozen_later, ranks, tmp_path / source, stage, in_place)[0], expected)
+
+
 # --- frozen parameters that were left out
 
 

@@ -253,7 +253,7 @@ def _like_the_engine(checkpoint: Checkpoint, training: Training, *, optimizer: b
                 groups.append(ParamGroup(dict(own), []))
     made = replace(checkpoint, parameters=parameters, per_rank=[]).regrouped(groups)
     for one in made.parameters.values():
-        one.frozen = one.tied_to is None and one.group is None
+        one.frozen = one.tied_to is None and (one.frozen or one.group is None)
         if _is_too_narrow(one, training.dtype):
             one.dtype, one.slots = "float32", {**one.slots, WEIGHT: replace(one.slots[MASTER], name=WEIGHT)}
     return made

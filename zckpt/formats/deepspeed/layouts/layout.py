@@ -225,12 +225,16 @@ class Layout:
             elif name in module and (owner := aliases.get(name)) is not None and (owner in held or owner in trained):
                 rank.parameters[name] = Parameter(name, (), slot.dtype, tied_to=owner)
             elif name in trained:
-                own, weight = trained[name], {} if self.parameterwise else {WEIGHT: slot}  # in whose files it is empty
-                if weight and slot.shape != own.shape:
-                    path = next((span.path for span in slot.spans), None)
+                own, later = trained[name], name in self.model.frozen  # frozen while it was trained
+                stored: Slot | None = slot
+                if self.parameterwise:  # whose files have no other weights
+                    stored = self.frozen(name, slot) if later else None
+                if stored is not None and stored.shape != own.shape:
+                    path = next((span.path for span in stored.spans), None)
                     expected = f"{own.shape} as in param_shapes"
-                    raise LayoutError(f"{name} has two shapes", path=path, expected=expected, found=slot.shape)
-                rank.parameters[name] = replace(own, dtype=slot.dtype, slots={**weight, **own.slots})
+                    raise LayoutError(f"{name} has two shapes", path=path, expected=expected, found=stored.shape)
+                weight = {} if stored is None else {WEIGHT: stored}
+                rank.parameters[name] = replace(own, dtype=slot.dtype, slots={**weight, **own.slots}, frozen=later)
             elif name in module and (module[name].storage in of_buffers or self.is_beside(name, slot)):
                 rank.buffers[name] = Parameter.of(name, slot)
             elif (frozen := self.frozen(name, slot)) is not None:
