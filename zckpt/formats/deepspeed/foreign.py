@@ -128,7 +128,7 @@ def as_engines_group(checkpoint: Checkpoint, stage: int | None = None, known: ob
         one = checkpoint.find(name)
         if one is None or not one.numel:
             return one is None
-        return not one.frozen or bool(one.state or one.optimizer_slots)  # frozen after some steps
+        return not one.frozen or bool(one.master or one.state or one.optimizer_slots)  # frozen while it was trained
 
     filled = [group for group in checkpoint.param_groups if group.parameters or known == 3]
     trained = [replace(group, parameters=[*filter(is_trained, group.parameters)]) for group in filled]
