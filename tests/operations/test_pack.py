@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import zckpt
-from tests.cli.console import FIXTURES, command, environment, succeeded
+from tests.cli.console import FIXTURES, command, environment, refused, succeeded
 from tests.damage import flip
 from tests.folders import names_in
 from tests.pairwise import some
@@ -579,6 +579,30 @@ def test_the_command_line_packs_unpacks_patches_and_applies(made):
     shutil.copytree("one", odd := Path("step\n1"))
     for words in (("pack", odd, "o", "--dry-run"), ("pack", odd, "o"), ("unpack", Path("o", odd), "back\n1")):
         assert "\n1" not in succeeded(*words).stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "pack run/step-1 memory://m/store", "unpack s.zckpt memory://m/out", "unpack memory://m/store out",
+        "patch run/step-1 run/step-2 memory://m/p", "apply run/step-1 memory://m/p out",
+        "apply run/step-1 s.zckpt memory://m/out", "inspect run/step-1 --html memory://m/page.html",
+    ],
+)  # fmt: skip
+def test_what_only_a_file_system_can_hold_is_refused_elsewhere(made, monkeypatch, words):
+    monkeypatch.chdir(made)
+    refused(2, words, words=("a path on",))
+    assert not Path("memory:").exists()
+
+
+def test_urls_of_files_are_paths(made):
+    here = f"file://{Path.cwd()}"
+    succeeded(f"pack file://{made}/run {here}/store")
+    succeeded(f"unpack {here}/store/step-1 {here}/one")
+    assert contents("one") == contents(made / "run/step-1")
+    succeeded(f"prune file://{made}/run --keep-last 1")
+    succeeded(f"inspect one --html {here}/page.html")
+    assert names_in() == ["one", "page.html", "store"]
 
 
 def test_a_first_pack_that_a_disk_ends_leaves_nothing(monkeypatch):

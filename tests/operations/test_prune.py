@@ -258,7 +258,7 @@ def test_the_document_is_what_is_printed():
     [
         (2, ". --keep-last 0", "--keep-last must be at least 1"),
         (2, ".", "keep-last"),
-        (2, "s3://bucket/run --keep-last 1", "in a store cannot be pruned"),
+        (2, "s3://bucket/run --keep-last 1", "cannot be in a store such as S3"),
         (3, ". --keep-last 1", "no checkpoint"),
     ],
 )

@@ -282,7 +282,7 @@ def test_a_process_that_watches_sees_what_another_saves(training):
         (". --settle 3", "--settle needs --watch"),
         (". --watch --tag x", "--tag does not go with --watch"),
         (". --watch --html x.html", "--html does not go with --watch"),
-        ("s3://bucket/run --watch", "a store cannot be watched"),
+        ("s3://bucket/run --watch", "cannot be in a store such as S3"),
         (". --watch --factor 1", "--factor must be above 1"),
     ],
 )

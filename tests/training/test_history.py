@@ -74,5 +74,5 @@ def test_a_step_that_is_saved_again_is_in_the_store_twice():
 
 
 def test_a_store_of_objects_is_refused():
-    with refusing(zckpt.UsageError, "a directory on a file system"):
+    with refusing(zckpt.UsageError, "cannot be in a store such as S3"):
         zckpt.Checkpointer("run", history="s3://bucket/store")

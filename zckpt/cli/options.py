@@ -44,7 +44,10 @@ class ByteSize(_IntegerType):
 
 
 class Named(click.Path):
-    """A path, which is not empty: that would be the current directory."""
+    """A path on this machine, which is not empty: that would be the current directory."""
+
+    elsewhere = False
+    """Whether it may be a URL of a store, which stays as it is."""
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401  # those of click
         super().__init__(path_type=Path, **options)
@@ -52,22 +55,22 @@ class Named(click.Path):
     def convert(
         self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
     ) -> str | bytes | os.PathLike[str]:
-        """Return a Path."""
+        """Return a Path, or the text of a URL."""
         if not value:
             self.fail(EMPTY, param, ctx)
+        if is_url(value):
+            from zckpt.operations.places import place_of
+
+            value = place_of(value)
+            if isinstance(value, str):
+                return value if self.elsewhere else self.fail("is a URL: expected a path on this machine", param, ctx)
         return super().convert(value, param, ctx)
 
 
 class Place(Named):
-    """A path, or a URL, which stays as it is."""
+    """A path, or a URL."""
 
-    name = "place"
-
-    def convert(
-        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
-    ) -> str | bytes | os.PathLike[str]:
-        """Return a Path, or the text of a URL."""
-        return value if is_url(value) else super().convert(value, param, ctx)
+    name, elsewhere = "place", True
 
 
 def comma_separated(_context: click.Context, _option: click.Parameter, values: Iterable[str]) -> list[str]:

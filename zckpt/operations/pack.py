@@ -24,6 +24,7 @@ from zckpt.formats.units import TRACKERS, Unit, is_named, latest_of
 from zckpt.immutable import immutable, mutable
 from zckpt.operations.history import units_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
+from zckpt.operations.places import on_disk, place_of
 from zckpt.state import (
     MASTER,
     WEIGHT,
@@ -49,7 +50,6 @@ from zckpt.storage.packed.index import Filed, is_inside
 from zckpt.storage.packed.store import GIVEN, PackedMount, PackedStore, place_in
 from zckpt.storage.packed.write import DEEPEST, Cut, Packing, Prediction, Range, files_of, writing
 from zckpt.storage.packed.write import Known as Chunks
-from zckpt.storage.remote import is_url
 
 CASTS = {"bfloat16": TO_BFLOAT16, "float16": TO_FLOAT16}
 
@@ -262,11 +262,10 @@ def pack(
     TargetError
         The store cannot be written, or another run is packing into it.
     """
-    if is_url(store):
-        raise UsageError("a store of checkpoints must be a directory on a file system", path=store)
+    place = on_disk(store)
     if not 1 <= full_every <= 200:
         raise UsageError("--full-every must be a number from 1 to 200", found=full_every)
-    run, place = by_name(source), Path(store)
+    run = by_name(source)
     every = units_of(run)
     if name is not None and (len(every) > 1 or not is_inside(name)):
         found = f"{len(every)} checkpoints" if len(every) > 1 else name
@@ -426,12 +425,12 @@ def unpack(
     TargetError
         The target exists or cannot be written.
     """
-    found = place_in(store)
+    path, found = on_disk(target), place_in(place_of(store))
     if found is None:
         raise SourceError(
             "is not a store of checkpoints", path=store, expected="a store that `zckpt pack` wrote, or a name in it"
         )
-    packed, path = PackedStore(found[0]), Path(target)
+    packed = PackedStore(found[0])
     names, wrong = packed.names()
     wanted = [found[1]] if found[1] in names else [n for n in names if not found[1] or n.startswith(f"{found[1]}/")]
     for error in () if found[1] and wanted else wrong.values():

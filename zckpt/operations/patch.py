@@ -25,6 +25,7 @@ from zckpt.operations.fingerprint import fingerprint
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Copying, Place, ReadCopied, Unpack, only, shares
 from zckpt.operations.pack import Known, Unpacked, as_tensors, cuts_of, write_files
+from zckpt.operations.places import on_disk
 from zckpt.operations.target import check_apart
 from zckpt.state import Checkpoint, Result, Slot, itemsize, nbytes_of
 from zckpt.storage.durable import written
@@ -119,7 +120,7 @@ def patch(
     TargetError
         The target exists or cannot be written.
     """
-    path, source = Path(target), Path(b)
+    path, source = on_disk(target), Path(b)
     if to not in FORMS or encoding not in ENCODINGS or (to == ZCKPT and encoding != XOR):
         raise UsageError("unknown form of a patch", expected="zckpt; or slime, with xor or overwrite", found=to)
     base, result = opened(a, **shared), open_checkpoint(source)
@@ -202,14 +203,13 @@ def apply(
     TargetError
         The target exists or cannot be written.
     """
-    base, path = opened(a, **shared), Path(target)
-    _check_apart(path, base, patch)
-    if is_delta(Path(patch)):
-        done = apply_published(
-            base, Path(patch), path, overwrite=overwrite, dry_run=dry_run, reporter=shared["reporter"]
-        )
+    delta = on_disk(patch)
+    base, path = opened(a, **shared), on_disk(target)
+    _check_apart(path, base, delta)
+    if is_delta(delta):
+        done = apply_published(base, delta, path, overwrite=overwrite, dry_run=dry_run, reporter=shared["reporter"])
         return Unpacked(str(path), *done, dry_run)
-    store = PackedStore(patch, kind=PATCH)
+    store = PackedStore(delta, kind=PATCH)
     index = store.index(NUMBER)
     store.check_index(NUMBER)
     store.given = partial(_elements, as_tensors(base, alike=bool(index.details.get("alike")))[1])

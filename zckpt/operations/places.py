@@ -15,6 +15,7 @@ from zckpt.errors import UsageError, ZckptError, shown, stands_for_urls
 from zckpt.state import Checkpoint
 from zckpt.storage.packed import is_store
 from zckpt.storage.remote import is_url
+from zckpt.storage.stand_ins import is_remote
 
 Result = TypeVar("Result")
 
@@ -85,6 +86,14 @@ def place_of(path: str | os.PathLike[str]) -> Path | str:
 
     url = str(path)
     return local_of(url) or url
+
+
+def on_disk(path: str | os.PathLike[str]) -> Path:
+    """Return the path of what must be on a file system. Raises UsageError: it is in a store."""
+    place = place_of(path)
+    if isinstance(place, str) or is_remote(place):
+        raise UsageError("cannot be in a store such as S3", path=path, expected="a path on a file system")
+    return place
 
 
 @contextmanager

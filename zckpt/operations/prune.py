@@ -26,12 +26,12 @@ from zckpt.formats.units import Unit, is_of_training
 from zckpt.immutable import immutable
 from zckpt.operations.history import SETTLE_S, Around, Recorded, files_of, look, units_of
 from zckpt.operations.options import Place
+from zckpt.operations.places import on_disk
 from zckpt.state import Checkpoint, Document, Result, as_float, by_key
 from zckpt.storage.durable import finish_removals, remove
 from zckpt.storage.files import is_file
 from zckpt.storage.ownership import REMOVED
 from zckpt.storage.packed import is_store
-from zckpt.storage.remote import is_url
 
 SHOWN = 3
 
@@ -137,9 +137,7 @@ def prune(
     for option, value in (("--keep-last", keep_last), ("--keep-every", keep_every)):
         if value is not None and value < 1:
             raise UsageError(f"{option} must be at least 1", found=value)
-    if is_url(run):
-        raise UsageError("checkpoints in a store cannot be pruned", path=run, expected="a directory on a file system")
-    top = Path(run)
+    top = on_disk(run)
     if is_store(top):
         raise UsageError(
             "a store of checkpoints cannot be pruned, because later ones need earlier ones",

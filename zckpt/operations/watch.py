@@ -25,10 +25,10 @@ from zckpt.operations.fingerprint import fingerprint
 from zckpt.operations.history import SETTLE_S, Around, Recorded, files_of, look
 from zckpt.operations.open import open as opened
 from zckpt.operations.options import Copying, Place, Unpack, shares
+from zckpt.operations.places import on_disk
 from zckpt.operations.series import measured, slots_of
 from zckpt.operations.verify import Finding
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, by_key, document
-from zckpt.storage.remote import is_url
 
 POLL_S = 5.0
 """Between looks at the directory; a settling time that is shorter is the longest."""
@@ -98,15 +98,14 @@ def watch(
     UsageError
         An unusable factor or time; or a store.
     """
-    if is_url(run):
-        raise UsageError("a store cannot be watched", path=run, expected="a directory on a file system")
+    path = on_disk(run)
     if not factor > 1 or not settle >= 0 or (idle is not None and not idle >= 0):
         raise UsageError(
             "--factor must be above 1, --settle and --idle at least 0", found=f"{factor}, {settle}, {idle}"
         )
     if shared["direct"] and not deep:
         raise UsageError("--direct does not apply to a sample", expected="--deep with it")
-    return _appearing(_Run(Path(run), settle), deep, idle, factor, {**shared})
+    return _appearing(_Run(path, settle), deep, idle, factor, {**shared})
 
 
 class _Run:

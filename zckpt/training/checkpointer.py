@@ -22,13 +22,12 @@ import torch.distributed as dist
 from zckpt.codes import CHECKSUM
 from zckpt.errors import DamagedFileError, SourceError, UsageError
 from zckpt.formats.native.reader import check_digests
-from zckpt.operations.places import at_path, place_of
+from zckpt.operations.places import at_path, on_disk, place_of
 from zckpt.optim.ranks import Place, Ranks
 from zckpt.optim.states.several import Given
 from zckpt.optim.tensors import Model, Stateful
 from zckpt.optim.values import number_of_steps
 from zckpt.state import first_of
-from zckpt.storage.remote import is_url
 from zckpt.training.directory import new_identity
 from zckpt.training.ending import Ending, Sigterm
 from zckpt.training.live import TpRules
@@ -118,8 +117,7 @@ class Checkpointer:
         tp_rules: TpRules = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if history is not None and is_url(history):
-            raise UsageError("a store of checkpoints must be a directory on a file system", path=history)
+        history = None if history is None else on_disk(history)
         for what, number in (("keep", keep), ("every", every), ("replicate_every", replicate_every)):
             if number is not None and number < 1:
                 raise UsageError(f"{what} must be at least 1", found=number)
