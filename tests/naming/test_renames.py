@@ -90,6 +90,13 @@ def test_what_cannot_be_is_refused_in_a_line(options, words):
     assert names_in() == []
 
 
+@pytest.mark.parametrize("rename", [{"fc": "x"}, ["fc"], "fc=layer", [("fc", "x", "y")], [("fc", 1)]])
+def test_what_is_no_pair_of_texts_is_refused(rename):
+    """Of a text of two letters, one would become the other."""
+    with refusing(zckpt.UsageError, r"unusable --rename: expected pairs, \[\(OLD, NEW\), ...\]"):
+        zckpt.consolidate(SOURCE, "m.safetensors", rename=rename)
+
+
 def test_globs_are_of_whole_names_and_put_back_what_they_find():
     options = ("--rename", "fc*.*=layers.*[0].*", "--rename", r"*.bias=\1.*")
     succeeded("consolidate", SOURCE, "m.pt", *options)

@@ -203,6 +203,7 @@ def test_an_open_checkpoint_is_a_source():
     [
         ({"weights": [1]}, "--weights needs one number per checkpoint: expected 2, found 1"),
         ({"weights": [1, float("nan")]}, "unusable --weights: expected finite numbers"),
+        ({"weights": "13"}, "unusable --weights: expected finite numbers"),
         ({"weights": [1, -1]}, "the weights add up to zero"),
         ({"ema": 1.5}, "unusable --ema: expected a number from 0 to 1, found 1.5"),
         ({"ema": 0.5, "weights": [1, 1]}, "exclude each other"),

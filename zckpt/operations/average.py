@@ -189,6 +189,8 @@ def _rule(count: int, weights: Sequence[float] | None, ema: float | None) -> tup
             raise UsageError("unusable --ema", expected="a number from 0 to 1", found=ema)
         shares = [ema ** (count - 1)] + [(1 - ema) * ema ** (count - 1 - i) for i in range(1, count)]
         return lambda slots, dtype: Decayed(slots, dtype, ema), shares
+    if isinstance(weights, str):
+        raise UsageError("unusable --weights", expected="finite numbers", found=repr(weights))
     used = [1.0] * count if weights is None else [float(one) for one in weights]
     if len(used) != count:
         raise UsageError("--weights needs one number per checkpoint", expected=count, found=len(used))
