@@ -146,6 +146,21 @@ def test_the_last_sound_one_is_never_removed():
         Path(".step-00000001.zckpt-removed").mkdir()  # left by a run that was killed
 
 
+def test_a_run_stays_where_it_began_wherever_the_program_goes(monkeypatch):
+    top, model = Path.cwd(), torch.nn.Linear(900, 900)
+    with zckpt.Checkpointer("run", every=1, async_=True, on_sigterm=False, history="all.store") as checkpointer:
+        for step in (1, 2):
+            checkpointer.step(step, model=model)
+            Path(f"{step}").mkdir()
+            monkeypatch.chdir(f"{step}")
+    saving = zckpt.save("one", model=model, async_=True)
+    monkeypatch.chdir(top)
+    saving.result()
+    assert names_in("1/2") == ["one"]
+    assert names_in() == ["1", "all.store", "run"]
+    assert names_in("run") == [RECORD, "latest", "step-00000001", "step-00000002"]
+
+
 def test_a_new_run_begins_afresh_and_replaces_a_step_of_its_own():
     model = torch.nn.Linear(2, 2)
     checkpointer = zckpt.Checkpointer("new", on_sigterm=False)

@@ -35,7 +35,7 @@ from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed
 from zckpt.formats.suffixes import check_directory
 from zckpt.formats.torch_files.tensors import TensorItem, encode
 from zckpt.immutable import immutable, mutable
-from zckpt.operations.places import place_of
+from zckpt.operations.places import lasting_place_of, place_of
 from zckpt.operations.shared_target import SharedTarget, shared_target
 from zckpt.optim.ranks import Place
 from zckpt.optim.values import Values, as_stored
@@ -202,8 +202,7 @@ class Writer(StorageWriter):
             made.commit([made.sent(), *(part.sent for part in parts)])
 
     def _target(self) -> Place:
-        target = place_of(str(self.path))
-        return target.absolute() if isinstance(target, Path) else target
+        return lasting_place_of(str(self.path))
 
     def _abandon(self) -> None:
         """Remove what a save that failed on another rank has left."""

@@ -96,6 +96,12 @@ def on_disk(path: str | os.PathLike[str]) -> Path:
     return place
 
 
+def lasting_place_of(path: str | os.PathLike[str]) -> Path | str:
+    """Return the same as `place_of`, and the same place wherever the program goes (`os.chdir`)."""
+    place = place_of(path)
+    return place.absolute() if isinstance(place, Path) else place
+
+
 @contextmanager
 def at_path(place: Path | str, *, missing: bool = False) -> Iterator[Path]:
     """Yield the path of what is to be read, which is mounted while the context lasts if it is a URL.

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from zckpt.codes import CHECKSUM
 from zckpt.errors import DamagedFileError, SourceError, UsageError
 from zckpt.formats.native.reader import check_digests
-from zckpt.operations.places import at_path, on_disk, place_of
+from zckpt.operations.places import at_path, lasting_place_of, on_disk
 from zckpt.optim.ranks import Place, Ranks
 from zckpt.optim.states.several import Given
 from zckpt.optim.tensors import Model, Stateful
@@ -117,17 +117,16 @@ class Checkpointer:
         tp_rules: TpRules = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        history = None if history is None else on_disk(history)
         for what, number in (("keep", keep), ("every", every), ("replicate_every", replicate_every)):
             if number is not None and number < 1:
                 raise UsageError(f"{what} must be at least 1", found=number)
-        self.directory = place_of(directory)
+        self.directory = lasting_place_of(directory)
         self._place = RunPlace(self.directory)
         self.keep = keep
         self.every = every
         self.async_ = async_
         self.fingerprint = fingerprint
-        self.history = history
+        self.history = None if history is None else on_disk(history).absolute()
         self._tp_rules = tp_rules
         self.is_ending = False
         self._process_group = process_group

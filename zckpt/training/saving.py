@@ -23,7 +23,7 @@ import torch.distributed as dist
 from zckpt.errors import UsageError, WorkerError
 from zckpt.formats.suffixes import check_directory
 from zckpt.immutable import mutable
-from zckpt.operations.places import place_of
+from zckpt.operations.places import lasting_place_of, place_of
 from zckpt.optim import files
 from zckpt.optim.ranks import Place, Ranks
 from zckpt.optim.states import state_class
@@ -195,7 +195,7 @@ def save(
         "step": number_of_steps(step), "tp_rules": tp_rules,
     }  # fmt: skip
     return save_given(
-        place_of(path), given, process_group,
+        lasting_place_of(path) if async_ else place_of(path), given, process_group,
         format=format, async_=async_, overwrite=overwrite, fingerprint=fingerprint,
     )  # fmt: skip
 
