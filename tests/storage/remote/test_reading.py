@@ -32,6 +32,7 @@ from zckpt.errors import Interrupted
 from zckpt.storage import stand_ins
 from zckpt.storage.journal import Purpose
 from zckpt.storage.remote import attempts, web
+from zckpt.storage.remote.addresses import address_of
 
 SOURCE = FIXTURES / "s2_bf16_dp2"
 
@@ -75,6 +76,13 @@ def test_verbs_read_files_in_a_store_as_on_disk(served):
     zckpt.sanitize(url, "clean")
     for one in SOURCE.rglob("*.pt"):
         assert Path("clean", one.relative_to(SOURCE)).read_bytes() == one.read_bytes()
+
+
+def test_names_of_sftp_are_as_they_are_and_secrets_are_written_with_per_cent_signs(served):
+    url = put(served("sftp"), SOURCE, "a b/x#1?%41[1]")
+    found = zckpt.inspect(url.replace("zckpt-secret", "zckpt%2Dsecret"))
+    assert found.step == zckpt.inspect(SOURCE).step
+    assert address_of("webdav://a%40b:p%3A%2F@host:1/x").credentials == ("a@b", "p:/")
 
 
 def test_a_server_without_ranges_is_told_from_one_that_fails():

@@ -29,6 +29,13 @@ class Address:
     url: str  # all of it, with what must not be shown
 
     @property
+    def credentials(self) -> tuple[str, str]:
+        """User and password of the URL, in which other characters are written with per cent signs."""
+        authority = self.url.partition("://")[2].partition("/")[0]
+        user, _, password = authority.rpartition("@")[0].partition(":")
+        return unquote(user), unquote(password)
+
+    @property
     def shown(self) -> str:
         """The URL without credentials: no user, password or query."""
         return "/".join([f"{self.scheme}://{self.host}", *self.parts])

@@ -10,7 +10,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from glob import escape
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from zckpt.storage.remote.addresses import Address
 from zckpt.storage.remote.attempts import ShortBodyError, attempt
@@ -31,9 +32,6 @@ SILENT_SECONDS = 20
 class FsspecStore(Store):
     """A file system of fsspec."""
 
-    settings: ClassVar[Mapping[str, object]] = {}
-    """What its library is given besides the URL."""
-
     moves_folders = False
     """Whether a directory gets another name in one step."""
 
@@ -44,7 +42,7 @@ class FsspecStore(Store):
     def _open(self) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
 
-        fs, root = url_to_fs(self.address.url, **self.settings)
+        fs, root = url_to_fs(self.address.url)
         if self.address.scheme == "hf":
             root = root.removeprefix("models/")  # which its keys do not have, as those of data sets have theirs
         if fs.async_impl:  # what fails beside a request, this one raises
@@ -172,15 +170,22 @@ class FsspecStore(Store):
 class SftpStore(FsspecStore):
     """SFTP, by paramiko. A channel of its connection answers one thread at a time; there are a few."""
 
-    settings: ClassVar = {"timeout": 10}
     moves_folders = True
 
     def _open(self) -> tuple[Any, str]:
         self._idle: queue.LifoQueue[Any] = queue.LifoQueue()  # of another process, if there were any
         self._channels = threading.BoundedSemaphore(CHANNELS)
-        fs, root = attempt(super()._open, self.address.shown)
+        fs, root = attempt(self._connected, self.address.shown)
         fs.ftp.get_channel().settimeout(SILENT_SECONDS)
         return fs, root
+
+    def _connected(self) -> tuple[Any, str]:
+        from fsspec import filesystem
+
+        place = urlsplit(f"//{self.address.host}")
+        own = zip(("username", "password", "port"), (*self.address.credentials, place.port), strict=True)
+        given = {key: value for key, value in own if value}
+        return filesystem("sftp", host=place.hostname, timeout=10, **given), "/" + "/".join(self.address.parts)
 
     @contextmanager
     def channel(self) -> Iterator[Any]:

@@ -144,8 +144,7 @@ class WebdavStore(FsspecStore):
     def _open(self) -> tuple[Any, str]:
         from webdav4.fsspec import WebdavFileSystem
 
-        authority = self.address.url.partition("://")[2].partition("/")[0]
-        user, _, password = authority.rpartition("@")[0].partition(":")
+        user, password = self.address.credentials
         scheme = "https" if self.address.scheme in ("webdavs", "davs") else "http"
         auth = {"auth": (user, password)} if user else {}
         return WebdavFileSystem(f"{scheme}://{self.address.host}", **auth), "/".join(self.address.parts)
