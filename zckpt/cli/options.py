@@ -169,7 +169,7 @@ def _read_names(path: Path | None) -> list[str] | None:
             raise UsageError("too large", path=path, expected=f"names in at most {MAXIMUM_NAMES_NBYTES} bytes")
         return [line.strip() for line in text.decode("utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError("cannot be read", path=path, found=str(error)) from error
+        raise UsageError("cannot be read", path=path, found=getattr(error, "strerror", str(error))) from error
 
 
 class FormatCommand(Verb):
