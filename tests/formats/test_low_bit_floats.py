@@ -175,13 +175,19 @@ def test_gptq(bits, sorted_columns):
     order = order[torch.randperm(columns)] if sorted_columns else order
     wanted = (codes - zeros[:, order]).half() * scale[:, order]
     for number, (kept, more) in enumerate(
-        [(1, {}), (1, {"checkpoint_format": "gptq"}), (0, {"checkpoint_format": "gptq_v2"})]
+        [
+            (1, {}),
+            (1, {"checkpoint_format": "gptq"}),
+            (1, {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}),
+            (0, {"quant_method": "auto-round", "packing_format": "auto_round"}),
+            (0, {"checkpoint_format": "gptq_v2"}),
+        ]
     ):
         tensors = {"q.qweight": packed(codes.T, bits, 0), "q.qzeros": packed(zeros.T - kept, bits, 1)}
         tensors |= {"q.scales": scale.T.contiguous(), "q.g_idx": order.int(), "q.bias": torch.ones(rows).half()}
         if number == 0 and not sorted_columns:
             del tensors["q.g_idx"]
-        source = made(f"{number}", tensors, quant_method="gptq", bits=bits, group_size=size, **more)
+        source = made(f"{number}", tensors, **{"quant_method": "gptq", "bits": bits, "group_size": size, **more})
         found = floats(source, f"{number}m")
         assert sorted(found) == ["q.bias", "q.weight"]
         assert torch.equal(found["q.weight"], wanted.float())
@@ -211,11 +217,14 @@ def test_awq():
     words = [packed(one.T.reshape(-1, rows // 8, 8)[..., order].reshape(-1, rows), 4, 1) for one in (codes, zeros)]
     tensors = {"q.qweight": words[0], "q.qzeros": words[1], "q.scales": scale.T.contiguous()}
     how = {"quant_method": "awq", "bits": 4, "group_size": size}
-    for number, more in enumerate(({}, {"version": "gemm"}, {"version": "GEMM"}, {"format": "gemm"})):
-        found = floats(made(f"{number}", tensors, **how, **more), f"{number}m")
+    auto = {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}
+    plain = auto | {"extra_config": {"lm_head": {"bits": 16}}}
+    for number, more in enumerate(({}, {"version": "gemm"}, {"version": "GEMM"}, {"format": "gemm"}, plain)):
+        found = floats(made(f"{number}", tensors, **(how | more)), f"{number}m")
         wanted = (codes - zeros.repeat_interleave(size, 1)).half() * scale.repeat_interleave(size, 1)
         assert torch.equal(found["q.weight"], wanted.float())
-    for number, more in enumerate(({"version": "gemv"}, {"bits": 8}, {"quant_method": "auto-round"})):
+    other = auto | {"extra_config": {"q": {"bits": 8}}}
+    for number, more in enumerate(({"version": "gemv"}, {"bits": 8}, {"quant_method": "auto-round"}, other)):
         source = made(f"r{number}", tensors, **{**how, **more})
         refused(source, zckpt.UnsupportedError, "of a kind that zckpt cannot dequantise")
     tensors["q.qzeros"] = words[0].clone()
@@ -323,7 +332,7 @@ def test_modules_of_mlx_have_modes_of_their_own():
 def test_columns_that_are_not_in_groups_as_they_lie_are_refused():
     tensors = {"q.weight": torch.ones(4, 64, dtype=torch.int8), "q.weight_scale": torch.ones(4, 2)}
     tensors["q.weight_g_idx"] = torch.randint(2, (64,), dtype=torch.int32)
-    refused(made("s", tensors, quant_method="compressed-tensors"), zckpt.UnsupportedError, "of a kind")
+    refused(made("s", tensors, quant_method="compressed-tensors"), zckpt.UnsupportedError, r"q\.weight_g_idx: changes")
 
 
 def test_what_a_file_in_a_quantised_models_directory_has_is_told_by_its_config():

@@ -20,7 +20,9 @@ from zckpt.storage.files import entries_of, files_in, read_head
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model."
-OF_CODES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "quanto_qmap.json")
+OF_CODES = (
+    "hf_quant_config.json", "quantization_config.json", "quantize_config.json", "quant_config.json", "quanto_qmap.json",
+)  # fmt: skip
 """Files that say how weights are quantised."""
 
 FOLDERS = ("", "huggingface")

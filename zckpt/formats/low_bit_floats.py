@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,10 @@ Plain = tuple[str, Slot]
 """What codes stand for: its name in a plain model, and its numbers."""
 
 _FLOATS = ("float32", "bfloat16", "float16")
+
+_OF_AUTO_ROUND = {
+    "auto_round": ("gptq", "gptq_v2"), "auto_round:auto_gptq": ("gptq", "gptq"), "auto_round:auto_awq": ("awq", "gemm"),
+}  # fmt: skip
 
 _OF_MLX = {
     ("mxfp4", 4, 32, "uint8"): ("uint8", "uint8"),
@@ -99,6 +103,8 @@ def weights_as_floats(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
             advice="dequantise it with the program that made it",
         )
     plain = {name: Parameter.of(*found) for name, found in made.items() if found is not None}
+    work.used.update(codes)
+    work.refuse_what_else_modules_have(one.name for one in plain.values())
     parameters = {
         each.name: each
         for one in checkpoint.tensors()
@@ -147,20 +153,33 @@ class _Model:
         self.dtype = stated if stated in _FLOATS else "float32"
         self.used: set[str] = set()
         is_of_gpt2 = any(one.get("model_type") in _OF_CONV1D for one in (config, *map(dict_of, config.values())))
-        self.has_conv1d = is_of_gpt2 and self.settings.get("quant_method") in ("bitsandbytes", "gptq")
+        self.has_conv1d = is_of_gpt2 and self.settings.get("quant_method") in ("bitsandbytes", "gptq", "auto-round")
 
     def refuse_what_inputs_get(self) -> None:
         """Raise UnsupportedError if inputs of a layer are scaled (AWQ, SmoothQuant) or rotated before it is applied."""
-        found = [name for name in self.slots if name.endswith((".act.scales", ".pre_quant_scale", ".svdquant_lora_a"))]
+        found = [name for name in self.slots if name.endswith((".act.scales", ".pre_quant_scale"))]
         groups = dict_of(dict_of(self.settings.get("transform_config")).get("config_groups"))
         for name, group in groups.items():
             applied = dict_of(group).get("apply", [])
             places = [dict_of(one).get("location") for one in applied] if isinstance(applied, list) else [None]
             if any(one not in ("weight_input", "weight_output") for one in places):
                 found.append(f"transform_config {name}")
+        if self.settings.get("rotation_config"):
+            found.append("rotation_config")
+        self._refuse(found)
+
+    def refuse_what_else_modules_have(self, plain: Iterable[str]) -> None:
+        """Raise UnsupportedError if something is left of modules that had codes: an order, rotations, low ranks."""
+        modules = {name.removesuffix(".weight") for name in plain if name.endswith(".weight")}
+        self._refuse(
+            [name for name in self.slots.keys() - self.used
+             if not name.endswith(("weight", "bias")) and name.rpartition(".")[0] in modules]
+        )  # fmt: skip
+
+    def _refuse(self, found: list[str]) -> None:
         if found:
             raise UnsupportedError(
-                f"{listed(found)}: changes what a layer computes with, which no plain model does",
+                f"{listed(sorted(found))}: changes what a layer computes with, which no plain model does",
                 path=self.path,
                 expected="codes and scales alone",
                 advice="dequantise it with the program that made it",
@@ -184,8 +203,6 @@ class _Model:
         slot = self.slots[name]
         module = name.rpartition(".")[0]
         of = f"{module}." if module else ""
-        if f"{of}weight_g_idx" in self.slots:  # columns that are not in groups as they lie
-            return None
         kinds: tuple[Callable[[str, str, Slot], Plain | None], ...] = (
             self._bitsandbytes, self._fp8, self._int8, self._experts, self._fp4, self._words, self._columns, self._mlx,
         )  # fmt: skip
@@ -328,7 +345,11 @@ class _Model:
     def _columns(self, name: str, of: str, slot: Slot) -> Plain | None:
         """Return what GPTQ and AWQ keep as (in, out), with zeros beside it."""
         scale, zero, order = self.get(f"{of}scales"), self.get(f"{of}qzeros"), self.get(f"{of}g_idx")
-        told, method = self.settings, self.settings.get("quant_method")
+        told, method = dict(self.settings), self.settings.get("quant_method")
+        if method == "auto-round":  # none of its modules has other bits, unless it is no code
+            others = [dict_of(one) for one in dict_of(told.get("extra_config")).values()]
+            if all(one.get("bits") == 16 for one in others):
+                method, told["format"] = _OF_AUTO_ROUND.get(str(told.get("packing_format")), (None, None))
         kind = told.get("version") or told.get("checkpoint_format") or told.get("format")
         kinds = {"gptq": {"gptq": 1, "gptq_v2": 0}, "awq": {"gemm": 0}}.get(str(method), {})  # what is added to zeros
         offset = kinds.get(str(kind).lower() if kind else next(iter(kinds), ""))
