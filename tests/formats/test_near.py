@@ -80,6 +80,7 @@ def test_arrays_of_numpy(tmp_path):
         (["mp_rank_00_000/model_rng.pt", "mp_rank_01_000/distrib_optim.pt"], "Megatron-LM"),
         (["model/pp_00/tp_00/sdp_00.pt", "optimizer/pp_00/tp_00/sdp_00.pt", "trainer/rank_00.pt"], "fairseq2"),
         (["rank_0.safetensors", "rank_1.safetensors", "metadata.yaml", "ok"], "Fast-LLM"),
+        (["config.json", "model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"], "vLLM"),
         (["class_and_ctor_args.pkl", "rllib_checkpoint.json", "algorithm_state.pkl"], "RLlib"),
         (["config.cfg", "meta.json", "textcat/model", "vocab/strings.json"], "spaCy"),
         (["model.gguf", "README.md"], "GGUF"),

@@ -58,6 +58,7 @@ _DIRECTORIES = (
     (r"mp_rank_[0-9]{2}(_[0-9]{3})*/(model_rng|distrib_optim)\.pt", "is a checkpoint of Megatron-LM"),
     (r"(model/)?pp_[0-9]{2}", "is a checkpoint of fairseq2"),
     (r"rank_[0-9]+\.safetensors", "is a checkpoint of Fast-LLM"),
+    (r"model-rank-[0-9]+-part-[0-9]+\.safetensors", "is a sharded state of vLLM's or SGLang's engine"),
     (r"class_and_ctor_args\.pkl", "is a checkpoint of RLlib"),
     (r"vocab/strings\.json", "is a pipeline of spaCy"),
     (r".+\.gguf", "holds GGUF files of llama.cpp"),
