@@ -255,7 +255,7 @@ class _Merging:
                 f"{own[0]} replaces a tied tensor, but the other name's original values are in no file",
                 path=self.base.named,
                 expected="both names, as in a state dict from torch.save",
-                advice="merge it with PEFT's merge_and_unload",
+                advice="--map=transformers gives both, if it knows the model; or merge it with PEFT's merge_and_unload",
             )
         return {"tie_word_embeddings": False} if len(alike) > 1 else {}
 
