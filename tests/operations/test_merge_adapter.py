@@ -369,7 +369,7 @@ def test_an_embedding_that_was_saved_beside_its_adapter_stays_tied():
         write_model(name, {"embed.weight": base.clone(), **tied}, config)
     zckpt.merge_adapter("both", path, "m")
     assert json.loads(Path("m/config.json").read_text())["tie_word_embeddings"] is False
-    with refusing(zckpt.UnsupportedError, r"embed\.weight replaces a tied tensor.*in no file.*--map=transformers gives both"):
+    with refusing(zckpt.UnsupportedError, r"embed\.weight replaces a tied .*in no file.*--map=transformers gives"):
         zckpt.merge_adapter("one", path, "n")
     # PEFT then keeps them tied, and saves it under both names: the base has one
     options: dict[str, Any] = {"modules_to_save": ["embed"], "ensure_weight_tying": True, "task_type": "CAUSAL_LM"}
