@@ -76,9 +76,12 @@ def test_a_model_is_what_transformers_makes_of_it(kind):
         assert state["model.layers.1.mlp.experts.gate_up_proj_scale_inv"] == ((4, 2, 2), False)
     again, info = cls.from_pretrained(Path("out"), dtype=torch.bfloat16, output_loading_info=True)
     assert not any(info.values())
-    loaded = cls(config).bfloat16()  # whose experts are one tensor
-    zckpt.load("out", model=loaded, dequantize=True)
-    assert_same_tree(dict(loaded.state_dict()), dict(again.state_dict()))
+    for dtype in (torch.bfloat16, torch.float32):
+        loaded = cls(config).to(dtype)  # whose experts are one tensor
+        zckpt.load("out", model=loaded, dequantize=True)
+        zckpt.consolidate("out", f"{dtype}", dequantize=True, dtype=str(dtype).removeprefix("torch."))
+        expected = cls.from_pretrained(Path(f"{dtype}"), dtype=dtype)
+        assert_same_tree(dict(loaded.state_dict()), dict(expected.state_dict()))
     zckpt.consolidate("out", "back", dequantize=True, dtype="bfloat16")
     back = cls.from_pretrained(Path("back"), dtype=torch.bfloat16)
     assert_same_tree(dict(back.state_dict()), dict(again.state_dict()))

@@ -304,7 +304,8 @@ class Joined:
                     "codes), then map or load the result",
                 )
             at, slot = position(own.offsets, row_major(shape)) + own.start, slots[int(span.path)]
-            portions.append(Portion(at, own.numel, span.offset, (Part(slot, dtype=slot.dtype),), as_they_are))
+            part = Part(slot, dtype="float64" if slot.dtype == "float64" else "float32")  # rounded once, later
+            portions.append(Portion(at, own.numel, span.offset, (part,), as_they_are))
         every = tuple(sorted(portions, key=lambda one: one.start))
         return Computed(key, slots[0].dtype, target.shape, (), function=Scaled(every))
 
