@@ -396,8 +396,11 @@ class _Model:
         scale, bias = self.get(f"{of}scales"), first_of(self.get(of + one) for one in ("biases", "qbiases"))
         if slot.dtype != "uint32" or scale is None or type(bits) is not int or type(size) is not int:
             return None
-        is_metal = self.settings.get("quant_method") == "metal"
-        if not 1 <= bits <= 8 or size < 1 or told.get("global_scale") or (is_metal and 32 % bits):
+        method = self.settings.get("quant_method")
+        is_metal = method == "metal"
+        if method not in ("mlx", "metal") or told.get("global_scale"):
+            return None
+        if not 1 <= bits <= 8 or size < 1 or (is_metal and 32 % bits):
             return None
         columns = slot.shape[-1] * 32 // bits
         shape = *slot.shape[:-1], columns
