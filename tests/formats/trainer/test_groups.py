@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import zckpt
 from tests.cli.console import FIXTURES
@@ -16,8 +18,9 @@ from tests.formats.holding import converted
 from tests.logical import assert_same_tree
 from zckpt.errors import UnsupportedError
 from zckpt.formats.transformers_trainer.architectures import architecture
+from zckpt.formats.transformers_trainer.states import scheduler
 from zckpt.formats.transformers_trainer.writer import as_the_trainer_has_them
-from zckpt.state import ParamGroup
+from zckpt.state import Checkpoint, ParamGroup
 
 Shape = tuple[int, ...]
 Moments = dict[str, torch.Tensor]
@@ -138,3 +141,26 @@ def test_groups_that_cannot_be_one_say_what_their_steps_are(torch_file):
     path = torch_file({"model": weights, "optimizer": state, "step": 5})
     with pytest.raises(UnsupportedError, match=r"are one in the Trainer differ.* found step 1\.0 and 5\.0$"):
         zckpt.convert(path, "target", to="transformers-trainer", train_batch_size=2, names=names)
+
+
+def test_a_schedule_of_any_kind_goes_on_in_as_many_groups_as_are_written():
+    """DeepSpeed leaves out the group in which nothing is trained, as every LoRA has one; the Trainer has both."""
+    rates = []
+    for changed in (False, True):
+        groups: list[Any] = [{"params": [torch.ones(1)]}, {"params": []}]
+        schedule = ReduceLROnPlateau(SGD(groups[:1], lr=1.0), patience=2, min_lr=0.05)
+        schedule.step(1.0)
+        schedule.step(2.0)
+        if changed:
+            state: dict[str, object] = {"scheduler": schedule.state_dict()}
+            checkpoint = Checkpoint(Path("x"), "", metadata=state, param_groups=[ParamGroup({"lr": 1.0}, [])] * 2)
+            notes: list[str] = []
+            schedule = ReduceLROnPlateau(SGD(groups, lr=1.0), patience=9, min_lr=0.05)
+            schedule.load_state_dict(scheduler(checkpoint, notes))
+            assert "the source's for these param groups" in notes[0]
+        found = []
+        for _ in range(6):
+            schedule.step(2.0)
+            found.append(schedule.get_last_lr()[0])
+        rates.append(found)
+    assert rates[0] == rates[1] == [1.0, 0.1, 0.1, 0.1, 0.05, 0.05]

@@ -19,7 +19,7 @@ _ACCELERATES = re.compile(r"random_states_([0-9]+)")
 RANDOM_KEYS = {"python": "random_state", "numpy": "numpy_random_seed", "cpu": "torch_manual_seed"}
 """What the Trainer and Accelerate call the same states."""
 
-PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
+PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs")
 """What a scheduler keeps for each param group."""
 
 
@@ -41,18 +41,28 @@ def scheduler(checkpoint: Checkpoint, notes: list[str], *, name: str = "schedule
     last = found.get("last_epoch", checkpoint.step or 0)
     rates = [as_float(group.hyperparameters.get("lr")) for group in checkpoint.param_groups]
     bases = [as_float(group.hyperparameters.get("initial_lr")) for group in checkpoint.param_groups]
+    kept: dict[object, object] = {key: value for key, value in found.items() if key not in PER_GROUP}
+    for key in PER_GROUP[3:]:  # which no param group says
+        limits = found.get(key)
+        if isinstance(limits, (list, tuple)) and limits and all(one == limits[0] for one in limits):
+            kept[key] = [limits[0]] * count
+    is_lambda = not found or "lr_lambdas" in found
+    if is_lambda:
+        kept["lr_lambdas"] = [None] * count
+    what = "a LambdaLR" if is_lambda else "the source's for these param groups"
     notes.append(
-        f"{name} was generated: a LambdaLR after {last} steps"
+        f"{name} was generated: {what} after {last} steps"
         + ("" if None not in bases else ", whose base rates are those that it is created with")
     )
-    return {
+    kept |= {
         "last_epoch": last,
         "_step_count": found.get("_step_count", last + 1 if isinstance(last, int) else 1),
         "_get_lr_called_within_step": False,
-        "lr_lambdas": [None] * count,
-        **({} if None in rates else {"_last_lr": rates}),
-        **({} if None in bases else {"base_lrs": bases}),
     }
+    for key, values in (("_last_lr", rates), ("base_lrs", bases)):
+        if None not in values:
+            kept[key] = values
+    return kept
 
 
 def random_states(checkpoint: Checkpoint) -> dict[str, object]:
