@@ -41,12 +41,12 @@ def scheduler(checkpoint: Checkpoint, notes: list[str], *, name: str = "schedule
     last = found.get("last_epoch", checkpoint.step or 0)
     rates = [as_float(group.hyperparameters.get("lr")) for group in checkpoint.param_groups]
     bases = [as_float(group.hyperparameters.get("initial_lr")) for group in checkpoint.param_groups]
-    kept: dict[object, object] = {key: value for key, value in found.items() if key not in PER_GROUP}
+    is_lambda = not found or "lr_lambdas" in found or "_schedulers" in found  # whose own have lists, too
+    kept: dict[object, object] = {} if is_lambda else {key: found[key] for key in found if key not in PER_GROUP}
     for key in PER_GROUP[3:]:  # which no param group says
         limits = found.get(key)
         if isinstance(limits, (list, tuple)) and limits and all(one == limits[0] for one in limits):
             kept[key] = [limits[0]] * count
-    is_lambda = not found or "lr_lambdas" in found
     if is_lambda:
         kept["lr_lambdas"] = [None] * count
     what = "a LambdaLR" if is_lambda else "the source's for these param groups"
