@@ -179,6 +179,11 @@ def test_an_archive_is_told_as_one(name, content):
         zckpt.open(name)
 
 
+def test_what_names_the_latest_checkpoint_is_not_it():
+    with refusing(zckpt.SourceError, "latest: only names the latest checkpoint; give its directory, "):
+        zckpt.open(FIXTURES / "s2_bf16_dp2/latest")
+
+
 def test_what_is_not_there_is_answered_with_what_may_be_meant(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checkpoint-500").mkdir()

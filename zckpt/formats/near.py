@@ -158,6 +158,8 @@ def pointer(path: Path) -> NearMiss | None:
 def _of_other(path: Path) -> NearMiss | None:
     """Tell a file of another program."""
     head = _head(path)
+    if path.name in latest_of(path.parent):
+        return NearMiss("only names the latest checkpoint", f"give its directory, {path.parent}")
     if is_archive(path):
         return NearMiss("is an archive", "unpack it, and give its contents")
     for first, name, what in _FILES:
