@@ -96,6 +96,21 @@ def test_all_files_of_a_model_are_read_with_its_optimizer_or_without(kind):
     assert zckpt.verify("c", deep=True).sound
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_mistrals_own_files_are_a_model(is_whole):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False))
+    held = model.state_dict()
+    where = {
+        name: "consolidated.safetensors" if is_whole else f"consolidated-{n}.safetensors" for n, name in enumerate(held)
+    }
+    for file in {*where.values()}:
+        save_file({name: one for name, one in held.items() if where[name] == file}, file)
+    if not is_whole:
+        Path("consolidated.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    Path("params.json").write_text('{"dim": 4}')
+    assert_holds(".", model)
+
+
 def test_a_head_that_the_models_own_file_has_too_is_not_read_twice(tmp_path):
     save(tmp_path / "model.safetensors", {"a.weight": torch.ones(2, 2), "v_head.weight": torch.ones(2)})
     save(tmp_path / "value_head.safetensors", {"v_head.weight": torch.zeros(2)})

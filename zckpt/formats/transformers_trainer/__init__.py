@@ -1,7 +1,7 @@
 """Directories of Hugging Face's Trainer, of Accelerate, PEFT and diffusers, where no DeepSpeed and no DCP is inside.
 
 DIR/model.safetensors, or model-0000I-of-0000N.safetensors with model.safetensors.index.json
-DIR/pytorch_model.bin, or its shards with pytorch_model.bin.index.json; diffusion_pytorch_model.*
+DIR/pytorch_model.bin, or its shards with pytorch_model.bin.index.json; diffusion_pytorch_model.*, consolidated.*
 DIR/adapter_model.safetensors or .bin, adapter_config.json         PEFT: what it adds to a model
 DIR/model_index.json, unet/, vae/, text_encoder/ ...               diffusers: a pipeline of models, each in its folder
 DIR/unet/, unet_ema/, optimizer.bin, random_states_0.pkl           diffusers: what Accelerate's hooks keep of a training
