@@ -120,13 +120,14 @@ def with_weights_as(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 def as_engines_group(checkpoint: Checkpoint, stage: int | None = None, known: object = None) -> Checkpoint:
     """Return it with the param groups that DeepSpeed's engines make of an optimizer's.
 
-    They leave out what is frozen or has no elements, and groups without parameters. Only ZeRO-3 can have groups in
-    which all is frozen; it files them without parameters. `known`: the stage that it was saved at.
+    They leave out what is frozen, in ZeRO's files also what has no elements, and groups without parameters. Only ZeRO-3
+    can have groups in which all is frozen; it files them without parameters. `stage`: None of universal files; `known`:
+    the stage that it was saved at.
     """
 
     def is_trained(name: str) -> bool:
         one = checkpoint.find(name)
-        if one is None or not one.numel:
+        if one is None or not (one.numel or stage is None):
             return one is None
         return not one.frozen or bool(one.master or one.state or one.optimizer_slots)  # frozen while it was trained
 
