@@ -47,8 +47,6 @@ def scheduler(checkpoint: Checkpoint, notes: list[str], *, name: str = "schedule
         limits = found.get(key)
         if isinstance(limits, (list, tuple)) and limits and all(one == limits[0] for one in limits):
             kept[key] = [limits[0]] * count
-    if is_lambda:
-        kept["lr_lambdas"] = [None] * count
     what = "a LambdaLR" if is_lambda else "the source's for these param groups"
     notes.append(
         f"{name} was generated: {what} after {last} steps"
@@ -58,6 +56,7 @@ def scheduler(checkpoint: Checkpoint, notes: list[str], *, name: str = "schedule
         "last_epoch": last,
         "_step_count": found.get("_step_count", last + 1 if isinstance(last, int) else 1),
         "_get_lr_called_within_step": False,
+        **({"lr_lambdas": [None] * count} if is_lambda else {}),
     }
     for key, values in (("_last_lr", rates), ("base_lrs", bases)):
         if None not in values:
