@@ -13,13 +13,10 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import zckpt
-from tests.cli.console import FIXTURES
 from tests.formats.holding import converted
 from tests.logical import assert_same_tree
 from zckpt.errors import UnsupportedError
-from zckpt.formats.transformers_trainer.architectures import architecture
 from zckpt.formats.transformers_trainer.states import scheduler
-from zckpt.formats.transformers_trainer.writer import as_the_trainer_has_them
 from zckpt.state import Checkpoint, ParamGroup
 
 Shape = tuple[int, ...]
@@ -101,15 +98,6 @@ def test_groups_of_a_program_with_others_stay_as_they_are(halves, rates):
     again = converted(source, "again", "transformers-trainer")
     assert_same_optimizer(again, source)
     assert torch.load(again / "scheduler.pt")["base_lrs"] == rates
-
-
-def test_groups_of_a_trainers_run_with_deepspeed_stay_as_they_are():
-    """Of an optimizer of one's own; the Trainer's has norms in its second group."""
-    run = zckpt.open(FIXTURES / "hf_llama_s2_bf16_dp2")
-    one = run.regrouped([ParamGroup(dict(run.param_groups[0].hyperparameters), list(run.parameters))])
-    assert len(as_the_trainer_has_them(one, architecture("llama"), []).param_groups) == 2
-    one.metadata["trainer_state"] = {}
-    assert as_the_trainer_has_them(one, architecture("llama"), []) is one
 
 
 def test_other_groups_keep_their_numbers(tmp_path):

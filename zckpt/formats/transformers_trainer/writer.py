@@ -155,23 +155,19 @@ def as_the_trainer_has_them(checkpoint: Checkpoint, known: Architecture, notes: 
     """Return a checkpoint with the two param groups that the Trainer has, one of which may be empty.
 
     Groups that are the Trainer's stay as they are, as do those of a Trainer's directory, also by way of another format
-    that says so, or of its run with DeepSpeed: a Trainer with others (an optimizer of one's own, LLaMA-Factory's LoRA+,
-    ms-swift, which drops an empty one) asks for as many. Others are parted and joined by its rule, where those that
-    come to be in one group have the same hyperparameters. `known`: of the model; `notes`: gets what was done. Raises
-    UnsupportedError: the Trainer's groups cannot be told, or have no hyperparameters that hold for all in one.
+    that says so: a Trainer with others (an optimizer of one's own, LLaMA-Factory's LoRA+, ms-swift, which drops an
+    empty one) asks for as many. Others are parted and joined by its rule, where those that come to be in one group have
+    the same hyperparameters. `known`: of the model; `notes`: gets what was done. Raises UnsupportedError: the Trainer's
+    groups cannot be told, or have no hyperparameters that hold for all in one.
     """
     groups = checkpoint.param_groups
     members = [list(group.parameters) for group in groups]
-    origin = (
-        checkpoint.converted_from.get("format", checkpoint.format) if "trainer_state" in checkpoint.metadata else ""
-    )
-    if len(groups) == 1 and origin != FORMAT and not any(group_of(name, known) == UNDECAYED for name in members[0]):
-        members.append([])
-    is_other = not _are_the_trainers(checkpoint, members, known)
-    if origin == FORMAT or (origin == "deepspeed" and is_other):
+    if checkpoint.converted_from.get("format", checkpoint.format) == FORMAT and "trainer_state" in checkpoint.metadata:
         _check_order(members, known)
         return checkpoint
-    if is_other:
+    if len(groups) == 1 and not any(group_of(name, known) == UNDECAYED for name in members[0]):
+        members.append([])
+    if not _are_the_trainers(checkpoint, members, known):
         members = _parted(checkpoint, known)
         count = f"{len(groups)} param groups" if len(groups) > 1 else "the param group"
         notes.append(f"{count} became the Trainer's two: one with weight decay, one with norms and biases")
