@@ -305,7 +305,7 @@ def _check_apart(new: Iterable[tuple[str, Unit]], known: Collection[str]) -> Non
 def _are_packed(path: Path, files: Sequence[Filed], packed: Sequence[Filed], apart: Collection[Path]) -> bool:
     """Tell whether a store has files as they are.
 
-    Of old it has a link where that leads to a file or a folder elsewhere, and checkpoints that lie in another twice.
+    Of old it has a link where that leads to a file elsewhere, and checkpoints that lie in another twice.
     """
     root = path.resolve()
     others = {one.relative_to(root) for one in apart if root in one.parents}
@@ -318,8 +318,7 @@ def _are_packed(path: Path, files: Sequence[Filed], packed: Sequence[Filed], apa
     packed = tuple(one for one in packed if is_of_it(Path(one.name)))
     links = {one.name: one for one in packed if one.kind == "link" and (path / one.name).is_symlink()}
     same = {name for name, one in links.items() if str((path / name).readlink()) == one.target}
-    left = (one for one in files if same.isdisjoint(map(str, Path(one.name).parents)))
-    return packed == files or packed == tuple(links[one.name] if one.name in same else one for one in left)
+    return packed == files or packed == tuple(links[one.name] if one.name in same else one for one in files)
 
 
 def packed_into(

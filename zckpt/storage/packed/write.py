@@ -104,8 +104,8 @@ def files_of(path: Path, apart: Iterable[Path] = ()) -> tuple[Filed, ...]:
     """Return all that a checkpoint is: the files, links and directories at or below a path; not other checkpoints.
 
     `apart`: these, by paths without links. A link to a file elsewhere, or in one of these, is that file: Hugging Face's
-    cache has nothing but such links, whose bytes would not be in the store. So is one to a folder elsewhere, unless
-    that is around the link. Raises SourceError: it cannot be read, or something is neither.
+    cache has nothing but such links, whose bytes would not be in the store. Raises SourceError: it cannot be read, or
+    something is neither.
     """
     if path.is_file():
         return (_filed(path.resolve(), path.name),)  # of a link, what it leads to, whose bytes are read
@@ -113,22 +113,20 @@ def files_of(path: Path, apart: Iterable[Path] = ()) -> tuple[Filed, ...]:
     others = {one for one in apart if root in one.parents}
     above = {up for one in others for up in one.parents}
 
-    def below(folder: Path, front: str, way: tuple[Path, ...]) -> Iterator[Filed]:
+    def below(folder: Path, front: str) -> Iterator[Filed]:
         for entry in entries_of(folder):
             at, here = Path(entry.path), root / front / entry.name
             if here in others:
                 continue
-            there = at.resolve() if at.is_symlink() and at.exists() else here
+            there = at.resolve() if at.is_symlink() and at.is_file() else here
             is_elsewhere = not there.is_relative_to(root) or not others.isdisjoint((there, *there.parents))
-            if there.is_dir():  # of a checkpoint in this one the link stays, and of what would have no end
-                is_elsewhere = not any(one.is_relative_to(there) or there.is_relative_to(root) for one in way)
             one = _filed(there if is_elsewhere else at, f"{front}{entry.name}")
-            inner = [*below(at, f"{one.name}/", (*way, there))] if one.kind == "folder" else []
+            inner = [*below(at, f"{one.name}/")] if one.kind == "folder" else []
             if inner or here not in above:  # what only leads to others is none of its
                 yield one
                 yield from inner
 
-    return tuple(below(path, "", (root,)))
+    return tuple(below(path, ""))
 
 
 def _filed(path: Path, name: str) -> Filed:
