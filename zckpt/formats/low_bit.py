@@ -21,7 +21,7 @@ from typing import Any
 
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.assets import CONFIG_NAME, FOLDERS
-from zckpt.state import Checkpoint, Slot
+from zckpt.state import Checkpoint, Slot, dict_of
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.storage.files import is_file, read_json
 
@@ -46,8 +46,9 @@ _PACKED = re.compile(r"(.*)\.quant_state\..*", re.DOTALL)
 _FLAT = (".weight.compressed", ".dense_weights")
 """Ends of names of codes that are no matrices."""
 
-OF_CONFIG = ("quantization_config", "compression_config", "quantization")
-"""What a config.json says of how weights are quantised; the last is MLX's."""
+OF_MLX = "quantization"
+OF_CONFIG = ("quantization_config", "compression_config", OF_MLX)
+"""What a config.json says of how weights are quantised."""
 
 _SETTINGS = {CONFIG_NAME: OF_CONFIG, "hf_quant_config.json": ("quantization",)}
 
@@ -64,12 +65,14 @@ def codes_in(checkpoint: Checkpoint) -> list[str]:
     if not low:
         return []
     settings = settings_of(checkpoint)[1]
+    if not settings:  # matrices of int64 are positions
+        low = [one for one in low if one.dtype != "int64" or one.name.endswith(_FLAT)]
     is_unknown = bool(settings) and settings.get("quant_method") not in _NAMED
     scaled = packed | {found["of"] for one in every if (found := _SCALE.fullmatch(one.name)) is not None}
     return [
         one.name
         for one in low
-        if (is_unknown and one.dtype != "int64")  # which are positions
+        if (is_unknown and one.dtype != "int64")
         or (settings and (one.dtype.startswith("float8") or _KNOWN.fullmatch(one.name)))
         or one.name in scaled
         or ((found := _CODES.fullmatch(one.name)) is not None and found["of"] in scaled)
@@ -131,7 +134,8 @@ def settings_in(given: Iterable[Path]) -> tuple[dict[str, Any], dict[str, Any]]:
         inner = [one for one in (found, found.get("text_config")) if isinstance(one, dict)]
         for one in inner:
             for key in _SETTINGS[path.name]:
-                if isinstance(one.get(key), dict) and one[key]:
-                    is_mlx = path.name == CONFIG_NAME and {"group_size", "bits"} <= one[key].keys()
-                    return config or one, {**({"quant_method": "mlx"} if is_mlx else {}), **one[key]}
+                told = dict_of(one.get(key))
+                is_mlx = path.name == CONFIG_NAME and {"group_size", "bits"} <= told.keys()
+                if told and (is_mlx or path.name != CONFIG_NAME or key != OF_MLX):
+                    return config or one, {**({"quant_method": "mlx"} if is_mlx else {}), **told}
     return config, {}
