@@ -85,8 +85,8 @@ def engine_steps(engine: Any) -> None:
 def read_back(place: Path) -> dict[str, torch.Tensor]:
     """What an engine has saved."""
     one = zckpt.open(place)
-    slots = ("weight", *MOMENTS)
-    return {f"{slot}/{name}": one.read(name, slot).reshape(-1) for slot in slots for name in one.parameters}
+    slots = {"weight": None, **{slot: slot for slot in MOMENTS}}  # ZeRO-3's weights are its masters
+    return {f"{key}/{name}": one.read(name, slot).reshape(-1) for key, slot in slots.items() for name in one.parameters}
 
 
 def held(model: Any, optimizer: Any, front: str = "") -> dict[str, torch.Tensor]:
