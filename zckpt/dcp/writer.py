@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -168,9 +169,11 @@ class Writer(StorageWriter):
             part.file = write_rank(shared.path, file, count, entries, shared.noted().decode())
             part.sent = shared.sent()
         done: Future[list[WriteResult]] = Future()
-        sent = BytesIO()
-        torch.save(part, sent)  # torch's pickles of tensors alone, as it sends objects, cannot be read of every type
-        done.set_result([WriteResult(MetadataIndex(part.file.name), part.file.nbytes, sent.getvalue())])
+        sent: Part | bytes = part
+        if dist.is_initialized():  # torch's pickles of tensors alone, as it sends objects, cannot be read of every type
+            torch.save(part, whole := BytesIO())
+            sent = whole.getvalue()
+        done.set_result([WriteResult(MetadataIndex(part.file.name), part.file.nbytes, sent)])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -188,7 +191,9 @@ class Writer(StorageWriter):
             raise UsageError("this writer has not planned a save", advice="use it through dcp.save")
         _WRITING.pop(self._target(), None)
         every = (one.storage_data for of_rank in results for one in of_rank)
-        parts: list[Part] = [torch.load(BytesIO(one), weights_only=False) for one in every]
+        parts: list[Part] = [
+            torch.load(BytesIO(one), weights_only=False) if isinstance(one, bytes) else one for one in every
+        ]
         with _ending(made):
             directory, identity, values = made.path, made.noted().decode(), Values()
             checkpoint = _whole(metadata, parts, values, str(self.path))

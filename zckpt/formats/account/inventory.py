@@ -105,7 +105,7 @@ _STATE = re.compile(
 """Names that programs give files of training state which they keep beside a checkpoint's own directory."""
 
 _OPTIMIZER = re.compile(r"optim(?:izer)?(?:_[0-9]+)?")
-"""Folders that have the state of this checkpoint's optimizer, never another checkpoint."""
+"""Folders of DCP that have the state of this checkpoint's optimizer, and are no other checkpoint."""
 
 SEARCHED_DEPTH = 2
 """Folders below a directory in which other checkpoints are looked for."""
@@ -256,7 +256,8 @@ def below(root: Path, read: Collection[str], own: str) -> Iterator[tuple[Path, s
             why, real = about, os.path.realpath(entry.path)
             deeper = searched and entry.name not in FOREIGN_FOLDERS
             if deeper and real != own and not any(within(path, real) for path in read):
-                is_another = not _OPTIMIZER.fullmatch(entry.name) and is_checkpoint(Path(entry.path))
+                is_own = _OPTIMIZER.fullmatch(entry.name) and Path(entry.path, ".metadata").is_file()
+                is_another = not is_own and is_checkpoint(Path(entry.path))
                 why = why or ("another checkpoint" if is_another else None)
                 deeper = depth < SEARCHED_DEPTH
             if why is None and entry.name in FOREIGN_FOLDERS:

@@ -42,7 +42,7 @@ def model_tensors(
         if parameter.tied_to is not None and tied == "drop":
             continue
         owner = checkpoint.owner(parameter.name)
-        if owner.frozen and exclude_frozen:
+        if owner.frozen and owner.master is None and exclude_frozen:  # one that was frozen later was trained
             continue
         chosen = chosen_slot(owner, dtype)
         if chosen is not None:
@@ -64,7 +64,7 @@ def chosen_slot(parameter: Parameter, dtype: str | None) -> tuple[Slot, str] | N
     best = master or weight
     if best is None:
         return None
-    if parameter.frozen or not is_floating(best.dtype):
+    if (parameter.frozen and master is None) or not is_floating(best.dtype):
         return best, best.dtype
     if dtype == "keep":
         if weight is not None and weight.dtype != best.dtype:

@@ -61,7 +61,8 @@ def decide(checkpoint: Checkpoint, options: RecutOptions, *, sub_group_size: int
     size = origin.model.zero.get("sub_group_size") if sub_group_size is None else sub_group_size
     size = int(size) if isinstance(size, (int, float)) and size >= 1 else DEFAULT_SUB_GROUP_SIZE
     target = Target(checkpoint, origin, options.world_size, stage, elastic and flat, round_robin and flat,
-                    aligned and flat, first.bf16_optimizer, tp=degree,
+                    aligned and flat, first.bf16_optimizer,
+                    {"round_robin_gradients": round_robin, "parameter_alignment": aligned}, tp=degree,
                     transposed=sub_group_size is None and keeps_zenflow(checkpoint, first.stage, stage)
                     and checkpoint.details[DETAIL] is True,
                     sub_group_size=None if flat else size,

@@ -164,7 +164,8 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
         without_master += [p.name for p in members if not p.master and p.dtype != "float32"]
     if without_master:
         found.append(f"masters of {listed(without_master)} are copied from the weights: the source has none")
-    unsure = [p.name for p in checkpoint.parameters.values() if p.group is None and not (p.frozen or p.tied_to)]
+    every = checkpoint.parameters.values()
+    unsure = [p.name for p in every if p.group is None and p.numel and not (p.frozen or p.tied_to)]
     if stage == 3 and unsure:
         found.append(
             f"{listed(unsure)}, which the optimizer does not have, {('is' if len(unsure) == 1 else 'are')} written "

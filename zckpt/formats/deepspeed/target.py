@@ -203,6 +203,8 @@ class Target:
     round_robin: bool
     alignment: bool
     bf16_optimizer: bool
+    configured: Mapping[str, bool] = field(default_factory=dict)
+    """What the training has for ZeRO-1 and 2, which the configuration states at ZeRO-3, too, that heeds none of it."""
     rules: Mapping[str, object] | None = None
     """`universal_checkpoint_info` to be written; None: as the source's files have it."""
     pp: int = 1  # stages of a pipeline, and tensor-parallel ranks of each

@@ -286,11 +286,10 @@ def config_tree(target: Target) -> object:
     changed = dict(config)
     zero = changed.get("zero_optimization")
     if isinstance(zero, dict):
-        flat = {"elastic_checkpoint": target.elastic, "round_robin_gradients": target.round_robin,
-                "parameter_alignment": target.alignment}  # fmt: skip
+        flat = {"elastic_checkpoint": target.elastic, **target.configured}
         changed["zero_optimization"] = {**zero, "stage": target.stage} | {
-            key: value for key, value in flat.items() if target.stage != 3 and (key in zero or value)
-        }  # ZeRO-3 heeds none of them: they stay what the training has for the others
+            key: value for key, value in flat.items() if key in zero or value
+        }
         members = target.origin.members
         keeps = bool(members) and keeps_zenflow(target.checkpoint, members[0].stage, target.stage)
         # From another format matrices are in order, as 0.19.8 has them with ZenFlow, too, but at ZeRO-3.

@@ -474,7 +474,8 @@ class _Reading:
         unknown = [one.name for one in folders_in(self.folder) if one.name not in known]
         if unknown:
             self.checkpoint.warnings.append(f"folders that the model files do not name are left out: {listed(unknown)}")
-        if self.first.zero_option("round_robin_gradients") and not self.rest:
+        zero = self.first.zero
+        if zero.get("round_robin_gradients") and zero.get("stage") != 3 and not self.rest:
             self.checkpoint.warnings.append(
                 "the run had round_robin_gradients, with which DeepSpeed's converter confuses parameters"
             )

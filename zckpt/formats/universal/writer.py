@@ -184,7 +184,8 @@ def _notes(checkpoint: Checkpoint, whole: Whole) -> Iterator[str]:
             "own: their layers are not listed under these names"
         )
     config = plain(node_of(checkpoint.metadata.get("ds_config")))
-    if section(dict_of(config), "zero_optimization").get("round_robin_gradients"):
+    zero = section(dict_of(config), "zero_optimization")
+    if zero.get("round_robin_gradients") and zero.get("stage") != 3:
         yield (
             "with round_robin_gradients DeepSpeed's universal loader takes parameters for one another, except in param "
             "groups that parameter_alignment pads; switch it off"
