@@ -8,7 +8,9 @@ of an embedding, and a head and norms of its own. `config.json` is that of the m
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,24 @@ def test_the_trainers_adapter_comes_back_as_it_was(kind, through):
     ours, its = (torch.load(path / "optimizer.pt") for path in (target, directory))
     assert [one["params"] for one in ours["param_groups"]] == [one["params"] for one in its["param_groups"]]
     assert_same_tree(ours["state"], its["state"])
+
+
+@pytest.mark.parametrize("kind", ["lora", "modules"])
+def test_an_adapter_in_memory_is_written_as_peft_loads_it(kind):
+    """As DeepSpeed has it in what the Trainer saves; without its configuration the Trainer loads names in memory."""
+    directory, live = adapter(kind, "a", config=True), truth_of(kind)[0]
+    rename = [(f"^{re.escape(filed(name))}$", name) for group in live for name in group]
+    zckpt.convert(directory, "live", to="dcp", rename=rename)
+    convert = partial(zckpt.convert, to="transformers-trainer", train_batch_size=2, verify=True)
+    convert("live", "bare")
+    assert load_file("bare/model.safetensors").keys() == {name for group in live for name in group}
+    for name in ("adapter_config.json", "config.json"):
+        shutil.copy(directory / name, "live")
+    convert("live", "target")
+    assert_is_truth(Path("target"), kind)
+    ours, its = (load_file(path / "adapter_model.safetensors") for path in (Path("target"), directory))
+    assert_same_tree(ours, its)
+    assert not Path("target/model.safetensors").exists()
 
 
 @pytest.mark.parametrize("kind", KINDS)

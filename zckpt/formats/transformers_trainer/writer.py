@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.evidence import refuse_unnamed
 from zckpt.evidence.modules import TooManyOrdersError, possible
+from zckpt.formats.adapters import names_in_files
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter
 from zckpt.formats.consolidated.model import trained_tensors
 from zckpt.formats.consolidated.optimizer import optimizer_tree, rest_at_top
@@ -38,6 +40,7 @@ from zckpt.formats.transformers_trainer.reader import FORMAT
 from zckpt.formats.transformers_trainer.readings import DECAYED, UNDECAYED, group_of, shortened
 from zckpt.formats.transformers_trainer.states import FILES, random_states, scheduler
 from zckpt.state import Checkpoint, ParamGroup, dict_of, number_of, size_of, stated, without
+from zckpt.state.names import renamed
 from zckpt.storage.files import read_json
 
 OPTIMIZER_NAME = "optimizer.pt"
@@ -65,6 +68,8 @@ def lay_out(job: Job) -> TargetFiles:
     checkpoint = job.checkpoint
     _check(checkpoint)
     assets = find_assets(checkpoint)
+    if ADAPTER_CONFIG in assets:  # beside which PEFT looks for its own names
+        checkpoint = renamed(replace(checkpoint), names_in_files(checkpoint.names))
     model_type = (read_json(assets[CONFIG_NAME]) or {}).get("model_type") if CONFIG_NAME in assets else None
     known = architecture(model_type)
     notes: list[str] = []
