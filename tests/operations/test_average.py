@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,15 @@ def test_adapters_that_are_scaled_otherwise_are_refused():
     assert names_in("m") == ["adapter_config.json", "adapter_model.safetensors"]
     with refusing(zckpt.UsageError, "the adapter's scale differs from"):
         zckpt.average(["a", "c"], "n")
+    for name in "abc":  # what a training has of it, which says nothing of scales itself
+        zckpt.convert(name, f"{name}.live", to="dcp", rename=[(r"(lora_[AB])\.", r"\1.default.")])
+        shutil.copy(f"{name}/adapter_config.json", f"{name}.live")
+    zckpt.average(["a.live", "b.live"], "live")
+    with refusing(zckpt.UsageError, "the adapter's scale differs from"):
+        zckpt.average(["a.live", "c.live"], "n")
+    Path("c.live/adapter_config.json").unlink()
+    with refusing(zckpt.UsageError, r"the adapter's scale differs from.*found no adapter_config\.json"):
+        zckpt.average(["a.live", "c.live"], "n")
 
 
 def test_a_slot_that_one_lacks_is_refused_by_name():

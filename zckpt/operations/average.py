@@ -24,6 +24,7 @@ from zckpt.engine.computed import Computed, Function
 from zckpt.engine.scan import SlotSet, refuse_endless
 from zckpt.engine.sums import Decayed, Mean
 from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.formats.assets import ADAPTER_CONFIG, find_assets
 from zckpt.formats.floats import dequantized
 from zckpt.formats.low_bit import codes_in
 from zckpt.immutable import immutable, mutable
@@ -33,8 +34,8 @@ from zckpt.operations.open import Source, opened, several
 from zckpt.operations.options import Averaging, Place, Unpack, naming_of, shares
 from zckpt.operations.target import How, summary
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Parameter, Slot, by_key
-from zckpt.state.names import like_model
-from zckpt.storage.files import by_name
+from zckpt.state.names import is_added, like_model
+from zckpt.storage.files import by_name, read_json
 
 SCALED_BY = ("peft_type", "lora_alpha", "r", "use_rslora", "rank_pattern", "alpha_pattern")
 """Settings of a LoRA adapter that say what its factors are multiplied with."""
@@ -127,14 +128,14 @@ def average(
     chosen = Chosen.of(target, How.of("average", shared, weights=weights, ema=ema, from_last=from_last), shared)
     found: Sequence[Checkpoint] = _opened(sources, **shared)
     dropped = check_nothing_lost(found, shared["drop"], of_model=not shared["slots"])
-    settings = [one.details.get("adapter") for one in found]
-    scales = [tuple(one.get(key) for key in SCALED_BY) if isinstance(one, dict) else None for one in settings]
+    scales = [_scale(one) for one in found]
     for one, scale in zip(found, scales, strict=True):
         if scale != scales[0]:  # a mean has one configuration
             raise UsageError(
                 f"the adapter's scale differs from {found[0].named}",
                 path=one.named,
                 expected=f"the same {', '.join(SCALED_BY)}",
+                found=f"no {ADAPTER_CONFIG} with one of them" if None in (scale, scales[0]) else None,
                 advice="merge each one with `zckpt merge-adapter`, and average the models",
             )
     found, left_out = dequantized(found, chosen.dequantize)
@@ -178,6 +179,14 @@ def _opened(
             same = roots if len(paths) == 1 else [Path(root) / by_name(one).name for root in roots]
             found.append(opened(one, roots=same, **where))
     return found
+
+
+def _scale(checkpoint: Checkpoint) -> tuple[Any, ...] | None:
+    """Return what says how an adapter's factors are scaled, also of one that lies beside a training's files."""
+    told = checkpoint.details.get("adapter")
+    if told is None and any(map(is_added, checkpoint.names)):
+        told = read_json(find_assets(checkpoint).get(ADAPTER_CONFIG, ""))
+    return tuple(told.get(key) or None for key in SCALED_BY) if isinstance(told, dict) else None
 
 
 def _rule(count: int, weights: Sequence[float] | None, ema: float | None) -> tuple[Rule, list[float]]:
