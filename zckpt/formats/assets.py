@@ -15,7 +15,7 @@ from zckpt.errors import UsageError
 from zckpt.formats.companions import copy_of
 from zckpt.state import Checkpoint, without
 from zckpt.state.names import PEFT, PROMPT, is_added, without_adapter
-from zckpt.storage.files import entries_of, files_in, read_head
+from zckpt.storage.files import entries_of, files_in, folders_in, read_head
 
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -37,9 +37,14 @@ _LIVE = frozenset({"default", "modules_to_save", "original_module"})
 _MODEL = "base_model."
 """What all names begin with where a kind has something once for all modules: VeRA's projections, a bank of vectors."""
 
+MODULES_NAME = "modules.json"
+MODULE = re.compile(r"([0-9]+)_\w+")
+"""A folder of what sentence-transformers puts behind a model, which lies in the directory itself: `2_Dense`."""
+
 _NAMES = re.compile(
     r"(?:config|generation_config|adapter_config|preprocessor_config|processor_config|video_preprocessor_config"
-    r"|special_tokens_map|added_tokens|vocab|tokenizer|tokenizer_config|chat_template)\.json"
+    r"|special_tokens_map|added_tokens|vocab|tokenizer|tokenizer_config|chat_template"
+    r"|modules|sentence_bert_config|config_sentence_transformers)\.json"
     r"|merges\.txt|vocab\.txt|chat_template\.jinja|tokenizer\.model|spiece\.model|sentencepiece[^/]*\.model"
     r"|[^/]+\.tiktoken|(?:modeling|configuration|tokenization|processing|image_processing)_[^/]+\.py"
 )
@@ -98,6 +103,12 @@ def stem_of(assets: Mapping[str, Path]) -> str:
     return DIFFUSERS_STEM if is_diffusers else STEM
 
 
+def modules_of(assets: Mapping[str, Path]) -> dict[str, str]:
+    """Return the folders of sentence-transformers' modules, by what the names of their tensors begin with."""
+    folders = [name.partition("/")[0] for name in assets if "/" in name]
+    return {f"{int(folder.partition('_')[0])}.": folder for folder in folders}
+
+
 def copies_of(assets: dict[str, Path]) -> list[TargetFile]:
     """Return the files of a target that are copies of assets."""
     return [copy_of(path, name) for name, path in assets.items()]
@@ -105,4 +116,8 @@ def copies_of(assets: dict[str, Path]) -> list[TargetFile]:
 
 def _assets_in(directory: Path) -> dict[str, Path]:
     every = files_in(directory) if directory.is_dir() else []
-    return {name: directory / name for name in every if name in OF_CODES or _NAMES.fullmatch(name)}
+    if MODULES_NAME in every:
+        inside = [one for one in folders_in(directory) if MODULE.fullmatch(one.name)]
+        every = [*every, *(f"{one.name}/{name}" for one in inside for name in files_in(one))]
+    names = {name: name.rpartition("/")[2] for name in every}
+    return {name: directory / name for name, own in names.items() if own in OF_CODES or _NAMES.fullmatch(own)}

@@ -28,7 +28,7 @@ OWN_NAME = "zckpt.pt"
 
 OWN_MODEL = (
     r"(?:diffusion_pytorch_)?model(?:(?:-\d{5}-of-\d{5})?\.safetensors|\.safetensors\.index\.json)"
-    r"|(?:optimizer|adapter_model)\.safetensors"
+    r"|(?:optimizer|adapter_model|[0-9]+_\w+/model)\.safetensors"
 )
 """A pattern of the files of a model's directory that are safetensors, or their index, as zckpt writes it."""
 

@@ -23,7 +23,16 @@ from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.evidence.solver import NAMES_ADVICE
 from zckpt.formats import open_checkpoint
 from zckpt.formats.adapters import MAXIMUM_CONFIG_NBYTES, has_live_adapter, names_in_files, of_modules
-from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, OF_CODES, copies_of, find_assets, is_adapter, stem_of
+from zckpt.formats.assets import (
+    ADAPTER_CONFIG,
+    CONFIG_NAME,
+    OF_CODES,
+    copies_of,
+    find_assets,
+    is_adapter,
+    modules_of,
+    stem_of,
+)
 from zckpt.formats.consolidated.model import Tensors, model_tensors, optimizer_slots
 from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_hyperparameters
 from zckpt.formats.floats import dequantized
@@ -427,7 +436,9 @@ def _model_files(
         return [safetensors_layout.lay_out(name, entries, texts)]
     if is_adapter(tensors, assets):
         return [safetensors_layout.lay_out(ADAPTER_NAME, entries, texts)]
-    return safetensors_layout.lay_out_directory(entries, chosen.max_shard_size, stem=stem_of(assets), metadata=texts)
+    return safetensors_layout.lay_out_directory(
+        entries, chosen.max_shard_size, stem=stem_of(assets), metadata=texts, folders=modules_of(assets)
+    )
 
 
 def _texts(checkpoint: Checkpoint, tensors: Tensors) -> dict[str, str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zckpt
@@ -109,6 +109,36 @@ def test_mistrals_own_files_are_a_model(is_whole):
         Path("consolidated.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     Path("params.json").write_text('{"dim": 4}')
     assert_holds(".", model)
+
+
+def test_sentence_transformers_modules_are_written_into_their_folders():
+    model, optimizer, names = saved(Path("c"), next(kind for kind in KINDS if "sentence" in kind))
+    save_state(Path("c"), optimizer)
+    texts = [
+        "config.json",
+        "config_sentence_transformers.json",
+        "1_Pooling/config.json",
+        "2_Dense/config.json",
+        "3_Dense/config.json",
+    ]
+    for name in texts:
+        Path("c", name).parent.mkdir(exist_ok=True)
+        Path("c", name).write_text(json.dumps({"of": name}))
+    zckpt.consolidate("c", "model")
+    zckpt.average(["c", "c"], "mean", max_shard_size=70)
+    zckpt.convert("c", "again", to="transformers-trainer", train_batch_size=1)
+    zckpt.convert("c", "again", to="transformers-trainer", train_batch_size=1, overwrite=True)
+    for folder in (Path("model"), Path("mean"), Path("again")):
+        for name in (*texts, "modules.json"):
+            assert (folder / name).read_bytes() == Path("c", name).read_bytes()
+        for front in ("2", "3"):
+            found = load_file(folder / f"{front}_Dense" / "model.safetensors")
+            assert {*found} == {"linear.weight", "linear.bias"}
+            assert torch.equal(found["linear.weight"], model[front].weight)
+        assert {*zckpt.open(folder).parameters} == {*names.values()}
+    again = zckpt.open("again")
+    for name, one in model.named_parameters():
+        assert_state(again, names[name], optimizer.state[one])
 
 
 def test_a_head_that_the_models_own_file_has_too_is_not_read_twice(tmp_path):

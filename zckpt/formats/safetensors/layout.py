@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from types import MappingProxyType
 
 from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.errors import UnsupportedError
@@ -119,15 +120,22 @@ def lay_out_directory(
     indexed: bool = False,
     stem: str = "model",
     metadata: Mapping[str, str] | None = None,
+    folders: Mapping[str, str] = MappingProxyType({}),
 ) -> list[TargetFile]:
     """Return the files of a directory in Hugging Face's layout: one, or shards of at most `maximum` bytes and an index.
 
     A tensor larger than that has a shard to itself. Errors are those of `lay_out`.
 
     `maximum`: bytes; `indexed`: whether one file is a shard, too, and has an index; `stem`: what the files' names begin
-    with; `metadata`: texts that each file's header has.
+    with; `metadata`: texts that each file's header has; `folders`: those in which a model of their own is made of the
+    tensors whose names begin so, without that.
     """
     check_names([entry.name for entry in entries])
+    own: list[TargetFile] = []
+    for front, folder in folders.items():
+        if part := [replace(one, name=one.name[len(front) :]) for one in entries if one.name.startswith(front)]:
+            own.append(lay_out(f"{folder}/{stem}.safetensors", part, metadata))
+    entries = [one for one in entries if not one.name.startswith(tuple(folders))]
     shards: list[list[Entry]] = [[]]
     nbytes = 0
     for entry in entries:
@@ -137,7 +145,7 @@ def lay_out_directory(
         shards[-1].append(entry)
         nbytes += entry.nbytes
     if len(shards) == 1 and not indexed:
-        return [lay_out(f"{stem}.safetensors", shards[0], metadata)]
+        return [lay_out(f"{stem}.safetensors", shards[0], metadata), *own]
     names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     index = {
         "metadata": {"total_size": nbytes_of(entries)},
@@ -145,4 +153,4 @@ def lay_out_directory(
     }
     text = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
     files = [lay_out(name, shard, metadata) for name, shard in zip(names, shards, strict=True)]
-    return [*files, TargetFile.of(f"{stem}.safetensors.index.json", text)]
+    return [*files, TargetFile.of(f"{stem}.safetensors.index.json", text), *own]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import SourceError, listed
-from zckpt.formats.assets import ADAPTER_CONFIG
+from zckpt.formats.assets import ADAPTER_CONFIG, MODULE, MODULES_NAME
 from zckpt.formats.dcp.directory import FOLDER
 from zckpt.formats.format import NearMiss, Search
 from zckpt.formats.safetensors.file import SHARD, read_header
@@ -50,10 +50,6 @@ _NUMBERED = re.compile(r"(?i)(?:model|optim(?:izer)?)[-_.]?[0-9]+[^0-9]*$")
 
 APART = re.compile(r"(value_head|scoring_head|vit)\.(?:safetensors|bin)")
 """What LLaMA-Factory (a reward's or a critic's head) and ms-swift keep of a model in a file beside its own."""
-
-MODULES_NAME = "modules.json"
-_MODULE = re.compile(r"([0-9]+)_\w+")
-"""A folder of what sentence-transformers puts behind a model, which lies in the directory itself: `2_Dense`."""
 
 _OPTIMIZER = re.compile(r"optimizer(?:_([1-9][0-9]{0,3}))?\.(pt|bin)")
 _OF_A_LOOP = re.compile(r"optim(?:izer)?\.(?:pt|pth|bin|ckpt)")
@@ -163,7 +159,7 @@ def find(search: Search) -> Directory | NearMiss | None:
         apart = {match[1]: name for name in sorted(names, reverse=True) if (match := APART.fullmatch(name))}
         parts = [Part(path / name, is_last=stem != "vit") for stem, name in sorted(apart.items())]
     if not further and MODULES_NAME in names:
-        places = {int(m[1]): one for one in inside if (m := _MODULE.fullmatch(one.name))}
+        places = {int(m[1]): one for one in inside if (m := MODULE.fullmatch(one.name))}
         files = {number: first_model(folder) for number, folder in sorted(places.items())}
         parts += [Part(one.path, f"{number}.") for number, one in files.items() if one is not None]
     if plain and not further and not optimizers and STATE_NAME not in names and own is None and not parts:

@@ -24,7 +24,7 @@ from zckpt.errors import UnsupportedError, UsageError
 from zckpt.evidence import refuse_unnamed
 from zckpt.evidence.modules import TooManyOrdersError, possible
 from zckpt.formats.adapters import names_in_files
-from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter
+from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter, modules_of
 from zckpt.formats.consolidated.model import trained_tensors
 from zckpt.formats.consolidated.optimizer import optimizer_tree, rest_at_top
 from zckpt.formats.format import Job, TargetFiles
@@ -78,7 +78,7 @@ def lay_out(job: Job) -> TargetFiles:
     if adapter:
         files = [safetensors_layout.lay_out(f"{ADAPTER_STEM}.safetensors", entries)]
     else:
-        files = safetensors_layout.lay_out_directory(entries, DEFAULT_MAX_SHARD_NBYTES)
+        files = safetensors_layout.lay_out_directory(entries, DEFAULT_MAX_SHARD_NBYTES, folders=modules_of(assets))
     if checkpoint.param_groups:
         checkpoint = as_the_trainer_has_them(checkpoint, known, notes)
         slots = checkpoint.optimizer_slot_names()
