@@ -118,6 +118,7 @@ def test_verls_actor_is_base_and_adapter_and_says_its_scale():
     assert_same_tree(merged(actor, actor, "beside.safetensors"), expected)
     (actor / "lora_train_meta.json").unlink()  # before verl had it
     assert_same_tree(merged(actor, actor, "without.safetensors"), expected)
+    assert_same_tree(merged("run", "run", "of_the_run.safetensors"), expected)
     (actor / "lora_train_meta.json").write_text('{"r": 4}')
     with refusing(zckpt.DamagedFileError, "has no lora_alpha"):
         zckpt.merge_adapter(actor, actor, "m")

@@ -40,6 +40,7 @@ from zckpt.torchfile import brief
 
 CONFIG_NAME = "adapter_config.json"
 VERL_NAME = "lora_train_meta.json"
+COPY = "lora_adapter"
 MODEL_NAMES = (ADAPTER_NAME, "adapter_model.bin")
 VISION = "vit.safetensors"
 """What ms-swift trains whole beside an adapter, under PEFT's names."""
@@ -378,7 +379,7 @@ def read_adapter(path: Path, opened: Callable[[Path], Checkpoint], config: Path 
     if path.is_dir():
         folders = {one.parent.name: one.parent for one in sorted(path.glob(f"*/{CONFIG_NAME}"))}
         own = {"default": path} if holds_adapter(path) else {}
-        again = re.compile("checkpoint-.*|lora_adapter")  # a Trainer's last steps beside it, verl's copy of it
+        again = re.compile(f"checkpoint-.*|{COPY}")  # a Trainer's last steps beside it, verl's copy of it
         several = own | {one: its for one, its in folders.items() if not (own and again.fullmatch(one))}
         if len(several) > 1 and name not in several:
             raise UsageError(f"holds adapters: {listed(list(several))}", path=path, found=name,
@@ -393,7 +394,8 @@ def read_adapter(path: Path, opened: Callable[[Path], Checkpoint], config: Path 
         )
     where = config or (path if path.is_dir() else path.parent)
     if config is None and not holds_adapter(where):
-        where = Path(checkpoint.source) if Path(checkpoint.source).is_dir() else where  # a run's last step
+        step = Path(checkpoint.source)  # a run's last
+        where = next((one for one in (step, step / COPY) if holds_adapter(one)), step if step.is_dir() else where)
     if where.is_dir():
         where /= VERL_NAME if (where / VERL_NAME).is_file() and not (where / CONFIG_NAME).is_file() else CONFIG_NAME
     if not where.is_file():
