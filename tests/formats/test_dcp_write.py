@@ -229,6 +229,15 @@ def test_param_names_are_where_the_source_has_them(named):
     assert not any("param_names" in key for key in flat)
 
 
+def test_another_order_than_the_models_is_known_behind_another_format():
+    model, _ = trained()
+    dcp.save(state_dict_of(model, torch.optim.AdamW([*model.parameters()][::-1])), checkpoint_id="torch", no_dist=True)
+    assert "not in the model's order" in str(zckpt.convert("torch", "whole", to="consolidated").notes)
+    for source in ("torch", "whole"):
+        with refusing(zckpt.UnsupportedError, "in another order than the model"):
+            zckpt.convert(source, "state", to="accelerate")
+
+
 def test_metadata_names_only_classes_that_torch_has_had_since_2_3(monkeypatch):
     """2.3 has no StorageMeta, and no torch before 2.15 takes tensor properties of six members."""
     directory = written_of("s2_bf16_dp4", "dcp")

@@ -136,3 +136,14 @@ def test_layers_that_hqq_keeps_in_dicts_are_not_left_out(tmp_path):
     torch.save({"embed": {"weight": torch.ones(4, 4)}, "layers.0.q_proj": layer}, tmp_path / "qmodel.pt")
     with refusing(zckpt.UnsupportedError, "layers.0.q_proj: layers in HQQ's codes of few bits.*dequantise it"):
         zckpt.open(tmp_path / "qmodel.pt")
+    torch.save({"model": {"W_q": torch.ones(4, 4), "scale": torch.ones(4)}}, tmp_path / "m.pt")
+    assert {*zckpt.open(tmp_path / "m.pt").parameters} == {"W_q", "scale"}
+
+
+def test_positions_and_settings_of_other_things_are_no_codes(tmp_path):
+    table = torch.arange(8).reshape(2, 4)
+    save_file({"vq.codes": table, "vq.codebooks": torch.ones(2, 2)}, tmp_path / "a.safetensors")
+    save_file({"x.table": table.int(), "w": torch.ones(2, 2)}, tmp_path / "b.safetensors")
+    (tmp_path / "config.json").write_text('{"quantization": {"codebook_size": 1024}}')
+    for name in ("a", "b"):
+        zckpt.consolidate(tmp_path / f"{name}.safetensors", tmp_path / f"{name}.pt", dtype="float16")

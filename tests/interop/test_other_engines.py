@@ -174,6 +174,10 @@ def test_what_was_frozen_while_it_was_trained_has_its_weights_and_state(stage, o
     expected = run(save_frozen_later, 2, tmp_path / "run", stage, optimizer)[0]
     assert zckpt.verify(tmp_path / "run", deep=True).sound
     zckpt.reshard(tmp_path / "run", tmp_path / "cut", world_size=3, verify=True)
+    zckpt.consolidate(tmp_path / "run", tmp_path / "m.safetensors", dtype="float16", exclude_frozen=True)
+    parameters = zckpt.open(tmp_path / "m.safetensors").parameters
+    assert parameters.keys() == expected.keys()
+    assert {one.dtype for one in parameters.values()} == {"float16"}
     zckpt.convert(tmp_path / "run", tmp_path / "zckpt", to="zckpt")
     zckpt.convert(tmp_path / "zckpt", tmp_path / "again", to="deepspeed", world_size=1, dtype="float32", verify=True)
     for source, ranks, in_place in (("cut", 3, False), ("again", 1, False), ("run", 1, True), ("zckpt", 2, True)):

@@ -142,6 +142,9 @@ def test_a_folder_of_the_optimizers_that_nothing_reads_is_no_other_checkpoint(tr
     with refusing(LeftOutError, r"optimizer/__0_0.distcp \(nothing has read it\)"):
         zckpt.convert(trainers, "target", to="zckpt")
     zckpt.convert(trainers, "target", to="zckpt", drop=["optimizer/*"])
+    shutil.rmtree(trainers / "optimizer")
+    shutil.copytree(trainers, trainers / "optim")
+    zckpt.convert(trainers, "again", to="zckpt")
 
 
 # --- torch files -----------------------------------------------------------------------------------------------------

@@ -109,6 +109,8 @@ def test_the_order_of_a_training_is_known_again_after_zero3():
     orders = [content_of(model_file(tag))["param_shapes"]
               for tag in (tag_of(run_of("s2_bf16_dp2_rr")), cut("three", "back", 2, stage=2))]  # fmt: skip
     assert [list(group) for group in orders[0]] == [list(group) for group in orders[1]]
+    cut(run_of("s2_bf16_dp2_rr"), "other", 3, stage=3, round_robin=False)
+    assert not zckpt.open(cut("other", "plain", 2, stage=2)).details["round_robin_gradients"]
 
 
 @pytest.mark.parametrize("name", [*OF_FOUR, *OF_THREE, "s2_bf16_dp2_lion"])
