@@ -169,7 +169,7 @@ class _Model:
         self._refuse(found)
 
     def refuse_what_else_modules_have(self, plain: Iterable[str]) -> None:
-        """Raise UnsupportedError if something is left of modules that had codes: an order, rotations, low ranks."""
+        """Raise UnsupportedError if modules that had codes have something else of their own: an order, a rotation."""
         modules = {name.removesuffix(".weight") for name in plain if name.endswith(".weight")}
         self._refuse(
             [name for name in self.slots.keys() - self.used

@@ -291,7 +291,8 @@ class Joined:
 
     def _computed(self, key: str, target: Arrangement, slots: Sequence[Slot]) -> Slot:
         """Return a slot of computed ones, of which ranges lie end to end, as experts do in a stack."""
-        numbers = [Slot.at(str(n), 0, "uint8", slot.shape, key) for n, slot in enumerate(slots)]  # stand for them
+        numbers = [Slot.at(str(n), 0, "uint8", slot.shape, key) for n, slot in enumerate(slots)]
+        # They stand for them: of an element in a byte, a span's path is which one it is of, its offset which element.
         whole = arranged(target, list(zip(self._arrangements, numbers, strict=True)))
         portions, is_one = [], len({slot.dtype for slot in slots}) == 1
         for span in (span for span in whole.spans if span.path != ZEROS):

@@ -443,10 +443,8 @@ def _model_files(
 
 def _texts(checkpoint: Checkpoint, tensors: Tensors) -> dict[str, str]:
     """Return what the headers of safetensors say, and no two of them otherwise, of tensors that stay as they are."""
-    origin = dict_of(checkpoint.details.get("origin")).get(
-        "format", checkpoint.format
-    )  # kept through zckpt's own format
-    if origin != "safetensors" or any(
+    kept = dict_of(checkpoint.details.get("origin"))  # through zckpt's own format
+    if kept.get("format", checkpoint.format) != "safetensors" or any(
         isinstance(slot, Computed) or slot.dtype != type_ for slot, type_ in tensors.values()
     ):
         return {}
