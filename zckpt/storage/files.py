@@ -387,11 +387,17 @@ class Sources:
         self._mapped.clear()
 
 
+STEP_NBYTES = 1 << 20
+"""Written at once. Linux takes memory for what is written at once in pages as large. Pages of 2 MiB that are free are
+given back to the machine that a virtual one runs on (free page reporting), and take several times as long to get.
+"""
+
+
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:
     """Write all of `data` at a byte offset of an open file; what the system raises, this raises."""
     done = 0
     while done < len(data):
-        done += os.pwrite(descriptor, data[done:], offset + done)
+        done += os.pwrite(descriptor, data[done : done + STEP_NBYTES], offset + done)
 
 
 def too_short(path: str, expected: int, found: int) -> DamagedFileError:
