@@ -190,3 +190,38 @@ def test_what_fsdp2_saves(kind, tmp_path):
     for number, source in enumerate(("run", "ranks")):
         (tmp_path / str(number)).mkdir()
         _check(tmp_path, tmp_path / source, tmp_path / str(number))
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "Vera": {"target_modules": ["q_proj"], "r": 4},  # what all modules share is a buffer of the whole
+    "VBLoRA": {"target_modules": ["q_proj"], "num_vectors": 10, "vector_length": 4, "topk": 2},
+    "C3A": {"target_modules": ["q_proj"], "block_size": 8},
+    "Glora": {"target_modules": ["q_proj"]},  # a part of it has parts of its own
+    "PromptTuning": {"num_virtual_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("kind", some(["Vera", "PromptTuning"], [one for one in OTHERS if one != "Vera"]))
+def test_other_kinds_are_adapters_too(kind, tmp_path):
+    """What is trained of one is PEFT's file; with the model around it, it is no model's."""
+    import peft
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    base = LlamaForCausalLM(LlamaConfig(**SIZES))
+    base.save_pretrained(tmp_path / "base")
+    config = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", **OTHERS[kind])
+    adapted: Any = peft.get_peft_model(base, config)
+    adapted.save_pretrained(tmp_path / "saved")
+    frozen = {name for name, one in adapted.named_parameters() if not one.requires_grad}
+    every = {name: one.clone() for name, one in adapted.state_dict().items()}
+    torch.save(every, tmp_path / "whole.pt")
+    torch.save({name: one for name, one in every.items() if name not in frozen}, tmp_path / "some.pt")
+    with refusing(zckpt.UsageError, "has an adapter in it.*merge-adapter"):
+        zckpt.consolidate(tmp_path / "whole.pt", tmp_path / "whole", config=tmp_path / "base")
+    if kind == "PromptTuning":
+        return
+    zckpt.consolidate(tmp_path / "some.pt", tmp_path / "adapter")
+    saved = load_file(tmp_path / "saved/adapter_model.safetensors")
+    found = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert all(torch.equal(found[name], one) for name, one in saved.items())

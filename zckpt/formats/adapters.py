@@ -34,7 +34,7 @@ from zckpt.formats.patterns import Patterns
 from zckpt.formats.suffixes import ADAPTER_NAME
 from zckpt.immutable import immutable, mutable
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, are_sizes, are_texts, first_of
-from zckpt.state.names import PEFT, is_added, without_adapter
+from zckpt.state.names import PEFT, PEFT_MODEL, is_of_adapter, without_adapter
 from zckpt.storage.files import json_object
 from zckpt.torchfile import brief
 
@@ -89,7 +89,7 @@ _OF_BASE = re.compile(
     r"(?P<module>.+?)(?:\.(?:base_layer|original_module|token_adapter))+"
     r"\.(?P<name>(?!.*\b(?:base_layer|original_module|token_adapter)\.).+)"
 )
-_ADDED = re.compile(r"\.(?:lora_|modules_to_save\.|(?:ia3_|hada_|lokr_|oft_|vera_|boft_|trainable_tokens_)\w*)")
+_OF_PROMPTS = ("prompt_encoder.", "word_embeddings.")
 
 
 @immutable
@@ -181,7 +181,7 @@ class Adapter:
                 own[factor] = owner.master or owner.slots[WEIGHT]
             elif match and match.re is _TOKENS:
                 tokens.setdefault(owner.name, []).append(match["module"])
-            elif not match and _ADDED.search(f".{name}"):
+            elif not match and is_of_adapter(name):
                 strange.append(name)
             elif match or ".original_module." not in name:
                 plain = f"{match['module']}.{match['name']}" if match else _unwrapped(name)
@@ -411,16 +411,17 @@ def read_adapter(path: Path, opened: Callable[[Path], Checkpoint], config: Path 
 
 
 def has_live_adapter(names: Iterable[str]) -> bool:
-    """Tell whether a model has an adapter in it: what PEFT added, and what it wrapped."""
+    """Tell whether a model has an adapter in it: what PEFT added, and what it wrapped, or a prompt before it all."""
     every = _plain(names).values()
-    return any(_ADDED.search(f".{one}") for one in every) and any(_OF_BASE.fullmatch(one) for one in every)
+    if every and all(name.startswith((PEFT_MODEL, *_OF_PROMPTS)) for name in every):
+        return any(name.startswith(_OF_PROMPTS) or is_of_adapter(name) for name in every)
+    return any(map(is_of_adapter, every)) and any(_OF_BASE.fullmatch(one) for one in every)
 
 
 def names_in_files(names: Collection[str]) -> dict[str, str]:
     """Return PEFT's names in files for what an adapter is in memory; none where a base or another adapter is there."""
-    found = {name: without_adapter(name) for name in names if name.startswith(PEFT)}
-    own = all("modules_to_save" in name.split(".") or is_added(name) for name in found)
-    return found if own and len(found) == len(names) == len({*found.values()}) else {}
+    found = {name: without_adapter(name) for name in names if name.startswith(PEFT_MODEL) and is_of_adapter(name)}
+    return found if len(found) == len(names) == len({*found.values()}) else {}
 
 
 def of_modules(config: Path, names: Iterable[str]) -> bytes:
@@ -442,7 +443,7 @@ def of_modules(config: Path, names: Iterable[str]) -> bytes:
 def without_adapters(names: Iterable[str]) -> dict[str, str]:
     """Return the name that each tensor of a model has without what PEFT puts around it; none of what PEFT adds."""
     found = _plain(names)
-    kept = {name: short for name, short in found.items() if not _ADDED.search(f".{short}")}
+    kept = {name: short for name, short in found.items() if not is_of_adapter(short)}
     return {name: _unwrapped(short) for name, short in kept.items()}
 
 

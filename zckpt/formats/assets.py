@@ -14,7 +14,7 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import UsageError
 from zckpt.formats.companions import copy_of
 from zckpt.state import Checkpoint, without
-from zckpt.state.names import PEFT, PROMPT, is_added, without_adapter
+from zckpt.state.names import PEFT, PEFT_MODEL, PROMPT, is_added, without_adapter
 from zckpt.storage.files import entries_of, files_in, folders_in, read_head
 
 CONFIG_NAME = "config.json"
@@ -33,9 +33,6 @@ STEM, DIFFUSERS_STEM = "model", "diffusion_pytorch_model"
 _DIFFUSERS_KEY = b'"_diffusers_version"'
 _LIVE = frozenset({"default", "modules_to_save", "original_module"})
 """Parts of names in a live model of PEFT that its files do not have."""
-
-_MODEL = "base_model."
-"""What all names begin with where a kind has something once for all modules: VeRA's projections, a bank of vectors."""
 
 MODULES_NAME = "modules.json"
 MODULE = re.compile(r"([0-9]+)_\w+")
@@ -88,12 +85,13 @@ def is_adapter(names: Iterable[str], assets: Collection[str]) -> bool:
     live = any(_LIVE & {*parts} for parts in every.values())
     if not every or live:
         return False
-    if ADAPTER_CONFIG in assets and (PROMPT in every or all(name.startswith(_MODEL) for name in every)):
+    if ADAPTER_CONFIG in assets and (PROMPT in every or all(name.startswith(PEFT_MODEL) for name in every)):
         return True
-    own = {name for name in every if name.startswith(_MODEL) and is_added(name)}
+    own = {name for name in every if name.startswith(PEFT_MODEL) and is_added(name)}
     if not all(name in own or name.startswith(PEFT) for name in every):
         return False
-    return bool(own) and all(without_adapter(name) == name for name in own)
+    without = {without_adapter(name) for name in own}
+    return not without.isdisjoint(own) or len(without) < len(own)  # in memory the adapter's name is in each
 
 
 def stem_of(assets: Mapping[str, Path]) -> str:

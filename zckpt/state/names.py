@@ -48,7 +48,10 @@ FRONT = "module."
 AVERAGED = "n_averaged"
 """What torch's AveragedModel has beside the model: of how many it is the mean."""
 
-PEFT = "base_model.model."
+PEFT_MODEL = "base_model."
+"""What all names begin with where a kind has something once for all modules: VeRA's projections, a bank of vectors."""
+
+PEFT = f"{PEFT_MODEL}model."
 
 
 def plain_name(name: str) -> str:
@@ -87,6 +90,11 @@ MAGNITUDE = "lora_magnitude_vector"
 def is_added(name: str) -> bool:
     """Tell a parameter of an adapter by its name."""
     return any(part.startswith(ADDED) for part in name.split("."))
+
+
+def is_of_adapter(name: str) -> bool:
+    """Tell the same of one that PEFT puts around a module, too: a copy of it that is trained."""
+    return is_added(name) or "modules_to_save" in name.split(".")
 
 
 def without_adapter(name: str) -> str:
