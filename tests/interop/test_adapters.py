@@ -203,7 +203,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", some(["Vera", "PromptTuning"], [one for one in OTHERS if one != "Vera"]))
 def test_other_kinds_are_adapters_too(kind, tmp_path):
-    """What is trained of one is PEFT's file; with the model around it, it is no model's."""
+    """What is trained of one is PEFT's file, and `diff` knows it; with the model around it, it is no model's."""
     import peft
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -225,3 +225,6 @@ def test_other_kinds_are_adapters_too(kind, tmp_path):
     saved = load_file(tmp_path / "saved/adapter_model.safetensors")
     found = load_file(tmp_path / "adapter/adapter_model.safetensors")
     assert all(torch.equal(found[name], one) for name, one in saved.items())
+    compared = zckpt.diff(tmp_path / "some.pt", tmp_path / "saved")
+    assert not compared.changed
+    assert not compared.only_in_b
