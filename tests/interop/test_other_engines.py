@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import zckpt
@@ -245,6 +246,24 @@ def test_what_is_cut_anew_has_no_list_of_some_frozen_parameters(tmp_path):
     with pytest.raises(UnsupportedError, match="all frozen parameters or none"):
         zckpt.reshard(tmp_path / "saved", tmp_path / "there", world_size=3, stage=3)
     assert not (tmp_path / "there").exists()
+
+
+def test_what_was_left_out_is_missing_after_another_format_too_until_it_is_filled_in(tmp_path):
+    """A list of some frozen parameters, the tied one, would end in DeepSpeed's KeyError."""
+    model = partial(Tied, layer=True)
+    was = run(save_without_frozen, 2, tmp_path / "saved", 2, model)[0]
+    zckpt.convert(tmp_path / "saved", tmp_path / "dcp", to="dcp")
+    zckpt.convert(tmp_path / "dcp", tmp_path / "two", to="deepspeed", stage=2, world_size=2)
+    before, after, _ = run(load_without_frozen, 2, tmp_path / "two", 2, model, False)[0]
+    assert torch.equal(after["base.weight"], before["base.weight"])
+    with pytest.raises(UnsupportedError, match="all frozen parameters or none"):
+        zckpt.convert(tmp_path / "dcp", tmp_path / "three", to="deepspeed", stage=3, world_size=2)
+    base = tmp_path / "base.safetensors"
+    save_file({name: weight.clone() for name, weight in was.items()}, base)
+    for source, stage in (("saved", 3), ("dcp", 3), ("saved", 2)):
+        target = tmp_path / f"filled_{source}_{stage}"
+        zckpt.convert(tmp_path / source, target, to="deepspeed", stage=stage, world_size=2, fill_from=base)
+        assert_same_tree(run(load_without_frozen, 2, target, stage, model, False)[0][1], was)
 
 
 class Adapter(nn.Module):

@@ -16,6 +16,7 @@ from zckpt.immutable import mutable
 from zckpt.operations.losses import refuse_rank_values
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Parameter, Slot, Span, is_floating, without
 from zckpt.state.boxes import boxes_of
+from zckpt.state.checkpoint import HAS_FROZEN
 from zckpt.state.names import aligned
 from zckpt.state.spans import LOST
 from zckpt.state.views import narrow, plain
@@ -95,11 +96,12 @@ def salvage(checkpoint: Checkpoint, given: Mapping[str, object], *, of_optimizer
     names = {*parameters, *unnamed}
     groups = [replace(one, parameters=[n for n in one.parameters if n in names]) for one in checkpoint.param_groups]
     whole = [one for one in checkpoint.duplicates if not (one.slot.lost or one.original.lost)]
-    origin = None if checkpoint.lost else checkpoint.origin
+    origin = checkpoint.origin if base is None and not checkpoint.lost else None
     away = [key for key, value in checkpoint.metadata.items() if any(one.slot.lost for one in pieces(value))]
     warnings = [*checkpoint.warnings, *(f"{key} is incomplete, and left out" for key in away)]
+    details = checkpoint.details if base is None else checkpoint.details | {HAS_FROZEN: True}
     found = replace(checkpoint, parameters=parameters, buffers=buffers, unnamed=unnamed, param_groups=groups,
-                    duplicates=whole, origin=origin, warnings=warnings,
+                    duplicates=whole, origin=origin, warnings=warnings, details=details,
                     metadata=without(checkpoint.metadata, *away))  # fmt: skip
     if not any(one.slots for section in (parameters, buffers, unnamed) for one in section.values()):
         raise ShardError(

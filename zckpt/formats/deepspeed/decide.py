@@ -12,7 +12,7 @@ from zckpt.formats.deepspeed.axes.restage import is_staged, stage_states
 from zckpt.formats.deepspeed.axes.tensor_parallel import written_rules
 from zckpt.formats.deepspeed.hyperparameters import Group, read_hyperparameters, with_hyperparameters
 from zckpt.formats.deepspeed.options import STAGES, RecutOptions
-from zckpt.formats.deepspeed.origin import Origin, origin_of
+from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.rare import aliases
 from zckpt.formats.deepspeed.rare.muon import is_of_muon
 from zckpt.formats.deepspeed.rare.zenflow import DETAIL, keeps_zenflow
@@ -22,7 +22,7 @@ from zckpt.formats.deepspeed.target_groups import target_groups
 from zckpt.formats.deepspeed.values import SUMS_IN_GROUPS
 from zckpt.formats.remainder import origin as origin_of_state
 from zckpt.state import Checkpoint, Topology
-from zckpt.state.checkpoint import keys_listed
+from zckpt.state.checkpoint import HAS_FROZEN, keys_listed
 from zckpt.state.partition import check_world_size
 from zckpt.torchfile import brief
 
@@ -66,7 +66,7 @@ def decide(checkpoint: Checkpoint, options: RecutOptions, *, sub_group_size: int
                     transposed=sub_group_size is None and keeps_zenflow(checkpoint, first.stage, stage)
                     and checkpoint.details[DETAIL] is True,
                     sub_group_size=None if flat else size,
-                    lists_frozen=not _lacks_frozen(origin, checkpoint))  # fmt: skip
+                    lists_frozen=checkpoint.details.get(HAS_FROZEN, was.get(HAS_FROZEN)) is not False)  # fmt: skip
     path, given = options.hyperparameters, None
     if path is not None:
         if not is_bare(first):
@@ -101,21 +101,6 @@ def with_ranks(target: Target, options: RecutOptions, given: Sequence[Group] | N
 def is_bare(first: OptimizerShard) -> bool:
     """Tell whether a checkpoint's files hold no hyperparameters."""
     return first.elastic and not first.groups
-
-
-def _lacks_frozen(origin: Origin, checkpoint: Checkpoint) -> bool:
-    """Tell whether frozen parameters were left out when it was saved: of tied ones the second name stays, alone.
-
-    Notes
-    -----
-    Source: DeepSpeed 0.14.5 to 0.19.8, `exclude_frozen_parameters`: ZeRO-2 and 3 have None for a list then; ZeRO-1 has
-    none at all.
-    """
-    if origin.is_foreign:
-        return False
-    if origin.members[0].stage != 1:
-        return origin.model.content.get("frozen_param_shapes", ()) is None
-    return any(owner not in checkpoint.parameters for owner in origin.model.shared.values())
 
 
 def _refuse_form(target: Target, options: RecutOptions) -> None:

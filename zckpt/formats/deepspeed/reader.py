@@ -61,6 +61,7 @@ from zckpt.formats.deepspeed.values import (
 )
 from zckpt.formats.torch_files.tensors import as_mapping, carried, describe
 from zckpt.state import WEIGHT, Checkpoint, GivenNames, SourceFile, Topology, as_float, dict_of, size_of
+from zckpt.state.checkpoint import HAS_FROZEN
 from zckpt.state.inventory import LEFT_OUT, UNNAMED_STATE, Rule
 from zckpt.torchfile import Object, read_torchfile
 
@@ -276,6 +277,8 @@ class _Files:
                 "parameter_alignment": pads or model.zero_option("parameter_alignment"),
                 "bf16_optimizer": lead.bf16_optimizer,
             }
+            if _lacks_frozen(model, lead.stage, checkpoint):
+                details[HAS_FROZEN] = False
             if model.uses_zenflow:
                 from zckpt.formats.deepspeed.rare.zenflow import DETAIL, WARNING
 
@@ -331,6 +334,19 @@ class _Files:
             own_rules = [rule for one in (before, {file.path: of_role}, *rules) for rule in one.get(file.path, ())]
             one = describe(file, shard.role, shard.dp_rank, shard.mp_rank, rules=own_rules, known=known)
             checkpoint.files.append(one)
+
+
+def _lacks_frozen(model: ModelShard, stage: int, checkpoint: Checkpoint) -> bool:
+    """Tell whether frozen parameters were left out when it was saved: of tied ones the second name stays, alone.
+
+    Notes
+    -----
+    Source: DeepSpeed 0.14.5 to 0.19.8, `exclude_frozen_parameters`: ZeRO-2 and 3 have None for a list then; ZeRO-1 has
+    none at all.
+    """
+    if stage != 1:
+        return model.content.get("frozen_param_shapes", ()) is None
+    return any(owner not in checkpoint.parameters for owner in model.shared.values())
 
 
 def _layout(members: Sequence[OptimizerShard]) -> type[Layout]:

@@ -375,14 +375,6 @@ def recut(job: Job) -> TargetFiles:
         target, names = stage0, without_zero.names_in(stage0) or None
     else:
         target, names = _decide(checkpoint, job.options), None
-    frozen = alone_among_frozen(target)
-    if frozen:
-        raise UnsupportedError(
-            f"{listed(frozen)}: ZeRO-3's files have either all frozen parameters or none, but others were left out "
-            "when this was saved",
-            expected="--stage 1 or 2",
-            advice="a ZeRO-3 engine can load it within `zckpt.deepspeed.any_world_size`",
-        )
     tag = target.origin.directory.tag
     written = TargetFiles(
         target_files(target, f"{tag}/" if is_run(job) else ""),
@@ -429,12 +421,23 @@ def _one_model(job: Job) -> TargetFiles:
 def _decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     """Return what `decide` returns; its errors name the verb that does it instead."""
     try:
-        if not options.requantize:
-            return decide(checkpoint, options)
-        from zckpt.formats.deepspeed.rare.requantised import decide_requantised
+        if options.requantize:
+            from zckpt.formats.deepspeed.rare.requantised import decide_requantised
 
-        return decide_requantised(checkpoint, options)
+            target = decide_requantised(checkpoint, options)
+        else:
+            target = decide(checkpoint, options)
     except UnsupportedError as error:
         if not checkpoint.per_rank:  # or no other verb could do it, either
             error.advice = error.advice or ELSEWHERE
         raise
+    frozen = alone_among_frozen(target)
+    if frozen:
+        raise UnsupportedError(
+            f"{listed(frozen)}: ZeRO-3's files have either all frozen parameters or none, but others were left out "
+            "when this was saved",
+            expected="--stage 1 or 2",
+            advice="`zckpt convert --to deepspeed --fill-from BASE` takes the others from the model before training; a "
+            "ZeRO-3 engine can load it within `zckpt.deepspeed.any_world_size`",
+        )
+    return target
