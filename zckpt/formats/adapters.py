@@ -16,6 +16,9 @@ NAME, base_layer.NAME, modules_to_save.ADAPTER.NAME      takes the place of MODU
 
 In the state dict of a whole model the adapter's name comes behind these (`lora_A.default.weight`), what is wrapped is
 `base_layer.NAME` and `original_module.NAME`, and there is no configuration. Source: PEFT 0.21, tuners/lora and utils.
+
+Of mlx-lm (0.32, tuner/), adapter_config.json says `fine_tune_type` and `lora_parameters`, and adapters.safetensors has
+lora_a, lora_b, (in, r) and (r, out), and m, of DoRA the magnitudes; or, of `full`, what takes the place of tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -33,15 +36,16 @@ from zckpt.errors import DamagedFileError, SourceError, UnsupportedError, UsageE
 from zckpt.formats.patterns import Patterns
 from zckpt.formats.suffixes import ADAPTER_NAME
 from zckpt.immutable import immutable, mutable
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, are_sizes, are_texts, first_of
-from zckpt.state.names import PEFT, PEFT_MODEL, is_of_adapter, without_adapter
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, are_sizes, are_texts, dict_of, first_of
+from zckpt.state.names import MAGNITUDE, PEFT, PEFT_MODEL, is_of_adapter, without_adapter
+from zckpt.state.views import transpose
 from zckpt.storage.files import json_object
 from zckpt.torchfile import brief
 
 CONFIG_NAME = "adapter_config.json"
 VERL_NAME = "lora_train_meta.json"
 COPY = "lora_adapter"
-MODEL_NAMES = (ADAPTER_NAME, "adapter_model.bin")
+MODEL_NAMES = (ADAPTER_NAME, "adapter_model.bin", "adapters.safetensors")
 VISION = "vit.safetensors"
 """What ms-swift trains whole beside an adapter, under PEFT's names."""
 
@@ -89,6 +93,7 @@ _OF_BASE = re.compile(
     r"(?P<module>.+?)(?:\.(?:base_layer|original_module|token_adapter))+"
     r"\.(?P<name>(?!.*\b(?:base_layer|original_module|token_adapter)\.).+)"
 )
+_OF_MLX = re.compile(r"(.+)\.(lora_[ab]|m)")
 _OF_PROMPTS = ("prompt_encoder.", "word_embeddings.")
 
 
@@ -405,9 +410,24 @@ def read_adapter(path: Path, opened: Callable[[Path], Checkpoint], config: Path 
             advice="give it with --adapter-config",
         )
     adapter = Adapter(checkpoint, _settings(where), where)
+    if "fine_tune_type" in adapter.settings:
+        adapter.checkpoint = _as_of_peft(checkpoint)
     with about(checkpoint.source):
         adapter.read(name)
     return adapter
+
+
+def _as_of_peft(checkpoint: Checkpoint) -> Checkpoint:
+    """Return an adapter of mlx-lm with PEFT's names, and factors as these lie."""
+    found = dict[str, Parameter]()
+    for name, one in checkpoint.parameters.items():
+        module, factor = match.groups() if (match := _OF_MLX.fullmatch(name)) else ("", "")
+        kind = MAGNITUDE if factor == "m" else f"lora_{factor[-1:].upper()}.weight"
+        turned = len(one.shape) == 2 and kind != MAGNITUDE
+        slots = {key: transpose(slot, (1, 0)) if turned else slot for key, slot in one.slots.items()}
+        new = replace(one, name=f"{module}.{kind}", shape=one.shape[::-1] if turned else one.shape, slots=slots)
+        found |= {new.name: new} if match else {name: one}
+    return replace(checkpoint, parameters=found)
 
 
 def has_live_adapter(names: Iterable[str]) -> bool:
@@ -466,6 +486,12 @@ def _settings(path: Path) -> dict[str, Any]:
         if missing := {"r", "lora_alpha"} - found.keys():
             raise DamagedFileError(f"has no {listed(sorted(missing))}", path=path, advice="give --adapter-config")
         found = {"peft_type": "LORA", "init_lora_weights": True, **found}
+    if isinstance(kind := found.get("fine_tune_type"), str) and "peft_type" not in found:
+        told = dict_of(found.get("lora_parameters"))
+        r, scale = told.get("rank"), told.get("scale")
+        alpha = r * scale if isinstance(r, (int, float)) and isinstance(scale, (int, float)) else scale
+        own = {"peft_type": "LORA", "r": r, "lora_alpha": alpha, "use_dora": kind == "dora"}
+        return {"fine_tune_type": kind, **own}
     kind = found.get("peft_type")
     if kind != "LORA":
         stays = re.search("PROMPT|PREFIX|P_TUNING|CPT|CARTRIDGE|POLY|XLORA", str(kind))

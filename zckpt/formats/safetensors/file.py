@@ -217,7 +217,7 @@ def header_in(source: FileRange) -> tuple[dict[str, Slot], dict[str, str]]:
         with collector_paused():
             header = json.loads(text, object_pairs_hook=each_once)
         del text
-        metadata = header.pop(METADATA_KEY, {})
+        metadata = {} if (said := header.pop(METADATA_KEY, None)) is None else said  # mlx writes null where it has none
         if not isinstance(metadata, dict) or not are_texts(metadata.values()):
             raise DamagedFileError("unreadable metadata", expected="strings by name")
         slots: dict[str, Any] = dict.fromkeys(header)  # in the order of the header
