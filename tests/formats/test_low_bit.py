@@ -46,6 +46,8 @@ KINDS: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {
     "spqr": ({"q.dense_weights": CODES[0].long(), "q.col_vals": CODES[0].int()}, {"quant_method": "spqr"}),
     "sparse": ({"q.weight.compressed": FP8[0].clone(), "q.weight_scale": torch.ones(4, 1)}, {"quant_method": "x"}),
     "scaled fp8": ({"q.weight": FP8, "q.scale_weight": torch.tensor(1.0)}, {}),
+    "svdquant": ({"q.qweight": CODES.to(torch.int8), "q.wscales": torch.ones(1, 4).half()}, {}),
+    "quip": ({"q.Qidxs": CODES.short(), "q.SU": torch.ones(4).half()}, {}),
     "without scales": ({"q.weight": FP8}, {"quant_method": "fp8"}),
 }
 

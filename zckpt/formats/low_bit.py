@@ -9,7 +9,8 @@ torchao       NAME._weight_qdata and ._weight_scale
 MLX           NAME.weight of uint32 and .scales; Mistral NAME.weight of float8 and .qscale_weight
 others        NAME.trellis and .suh (EXL3), .codes and .codebooks (AQLM), .indices (VPTQ), .W_q (HQQ), .B and .s, ...
 
-Or any of these where the model's config.json has a quantization_config, and other files that say so.
+Or integers that are called as weights (NAME.weight, .qweight, .W_q, .B_24, .Qidxs), or any of these where the model's
+config.json has a quantization_config, and other files that say so.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ _CODES = re.compile(
     r"|embedding_quantized)|_blocks|(?<=\.)_(?:weight_q)?data(?:\._data)?)",
     re.DOTALL,
 )
+_ALONE = re.compile(r"(?:.*\.)?(?:q?weight|weight_packed|W_q|B_24|Qidxs|quantized_weight_values)", re.DOTALL)
+"""What no integers but codes are called, whatever their scales are."""
+
 _KNOWN = re.compile(
     r"(?:.*\.)?(?:weight|qweight|qzeros|weight_packed|weight_zero_point)|.*_(?:blocks|scales)", re.DOTALL
 )
@@ -75,6 +79,7 @@ def codes_in(checkpoint: Checkpoint) -> list[str]:
         if (is_unknown and one.dtype != "int64")
         or (settings and (one.dtype.startswith("float8") or _KNOWN.fullmatch(one.name)))
         or one.name in scaled
+        or (not one.dtype.startswith("float") and _ALONE.fullmatch(one.name))
         or ((found := _CODES.fullmatch(one.name)) is not None and found["of"] in scaled)
     ]
 

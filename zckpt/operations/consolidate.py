@@ -287,8 +287,9 @@ def consolidate(
     found = left.checkpoint
     if chosen.dequantize and not slots and not codes_in(found):
         raise UsageError(
-            "--dequantize applies to the optimizer's slots, which are not written", advice="add --slots=all"
-        )
+            "--dequantize finds no weights of few bits, and the optimizer's slots are not written",
+            path=found.named, advice="add --slots=all",
+        )  # fmt: skip
     [found], left_out = dequantized([found], chosen.dequantize)
     if hyperparameters is not None:
         if not (slots and found.is_bare):
