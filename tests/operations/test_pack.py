@@ -133,6 +133,19 @@ def test_a_link_to_a_file_elsewhere_is_that_file_and_one_to_nothing_a_link():
     assert Path("again/step-1/gone").readlink() == Path("/nowhere/at/all")
 
 
+def test_a_link_to_a_folder_elsewhere_stays_one_and_that_is_said():
+    for step in ("step-1/tokenizer", "step-2"):
+        Path("run", step).mkdir(parents=True)
+        save_file({"w": np.arange(12.0)}, Path("run", step.partition("/")[0], "model.safetensors"))
+    Path("run/step-1/tokenizer/vocab.txt").write_text("a")
+    Path("run/step-1/same").symlink_to("tokenizer")
+    Path("run/step-2/tokenizer").symlink_to("../step-1/tokenizer")
+    said = "run/step-2/tokenizer is packed as a link to ../step-1/tokenizer: that folder is not in this checkpoint"
+    assert [note.partition(", and")[0] for note in zckpt.pack("run", "s").notes] == [said]
+    unpack("s", "again")
+    assert Path("again/step-2/tokenizer/vocab.txt").read_text() == "a"
+
+
 @pytest.mark.parametrize(("first", "name"), [("step-1", "step-1/more"), ("runs/step-1", "runs")])
 def test_no_checkpoint_of_a_store_lies_below_another(made, first, name):
     zckpt.pack(made / "run/step-1", "s", name=first)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import field, replace
 from pathlib import Path, PurePosixPath
@@ -353,11 +353,19 @@ def packed_into(
             packing = Packing(store, chunks, number, unit.path, files[name], full_every - 1, progress.advance, apart)
             stored = packing.write(name, cuts_of(known, base), {})
             done.append(PackedOne(name, nbytes_of(files[name]), stored))
+            notes += _leading_out(unit.path, files[name])
             chunks.named(number)
             store.originals = {number: unit.path}
             mounts.close()  # the next one is predicted from this one's own files
             base = known
     return Packed(str(store.path), done, [*names], dry_run=False, notes=notes)
+
+
+def _leading_out(path: Path, files: Sequence[Filed]) -> Iterator[str]:
+    """Yield what to say of links to folders elsewhere, which stay links."""
+    for at, to in ((path / one.name, one.target) for one in files if one.kind == "link"):
+        if at.is_dir() and not at.resolve().is_relative_to(path.resolve()):
+            yield f"{at} is packed as a link to {to}: that folder is not in this checkpoint, and is needed with it"
 
 
 def _states(unit: Unit, notes: list[str]) -> dict[str, Checkpoint]:
