@@ -85,9 +85,22 @@ def test_another_run_is_the_same_only_with_the_same_options():
     assert not {"memory", "overwrite", "reporter", "dry_run", "resume"} & recorded.keys()
 
 
-def test_a_text_is_one_root_and_is_no_list_of_names():
+def test_a_text_is_no_list_of_names():
     with refusing(zckpt.UsageError, "names is a text: expected a list"):
         zckpt.open(SOURCE, names="names.txt")
+    with refusing(zckpt.UsageError, "unusable --names: expected a list of names"):
+        zckpt.open(SOURCE, names=[1, 2])  # type: ignore[list-item]
+
+
+def test_names_that_a_source_has_of_its_own_are_said_to_be_ignored():
+    source = FIXTURES / "other" / "mcore16_grouped_tp2_ep2" / "ckpt"
+    assert zckpt.open(source, names=zckpt.open(source).grouped).warnings == []
+    assert zckpt.open(source, names=["a"]).warnings == [
+        "--names is ignored: the files have the names of the parameters"
+    ]
+
+
+def test_a_text_is_one_root():
     assert zckpt.open(SOURCE, roots=str(SOURCE)).parameters
 
 

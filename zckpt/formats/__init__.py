@@ -72,11 +72,13 @@ def open_checkpoint(
         The source cannot be read, is damaged, or no format recognises it.
     """
     from zckpt.formats.lost import salvaging, settle
-    from zckpt.state.names import bare
+    from zckpt.state.names import aligned, bare
 
     path = by_name(source)
     if isinstance(names, str):
         raise UsageError("names is a text", expected="a list of names", advice="give the lines of its file")
+    if not all(isinstance(one, str) for one in (() if names is None else names)):
+        raise UsageError("unusable --names", expected="a list of names", found=repr(names))
     if isinstance(roots, str | os.PathLike):
         roots = [roots]
     rules = None if tp_rules is None else Path(tp_rules)
@@ -105,6 +107,12 @@ def open_checkpoint(
     settle(checkpoint, lost)
     checkpoint.opened, checkpoint.roots = str(path), tuple(map(str, roots))
     checkpoint.given_names = None if names is None else tuple(names)
+    if names is not None and not (checkpoint.is_numbered or checkpoint.unnamed):
+        from zckpt.evidence import note_not_used
+
+        is_said = any("--names" in one for one in checkpoint.warnings)
+        if not is_said and len(aligned([*checkpoint.names, *checkpoint.grouped], names)) < len({*names}):
+            note_not_used(checkpoint, names, "the files have")
     if path.is_dir() and not found_by.lists_files:
         from zckpt.formats.account.values import carry_values
         from zckpt.formats.companions import read_companions
