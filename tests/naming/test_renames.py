@@ -8,6 +8,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -90,11 +91,17 @@ def test_what_cannot_be_is_refused_in_a_line(options, words):
     assert names_in() == []
 
 
-@pytest.mark.parametrize("rename", [{"fc": "x"}, ["fc"], "fc=layer", [("fc", "x", "y")], [("fc", 1)]])
+@pytest.mark.parametrize("rename", [{"fc": "x"}, ["fc"], "fc=layer", [("fc", "x", "y")], [("fc", 1)], 5, np.ones(2)])
 def test_what_is_no_pair_of_texts_is_refused(rename):
     """Of a text of two letters, one would become the other."""
     with refusing(zckpt.UsageError, r"unusable --rename: expected pairs, \[\(OLD, NEW\), ...\]"):
         zckpt.consolidate(SOURCE, "m.safetensors", rename=rename)
+
+
+@pytest.mark.parametrize("option", ["strip_prefix", "add_prefix"])
+def test_a_prefix_is_a_text(option):
+    with refusing(zckpt.UsageError, f"unusable --{option.replace('_', '-')}: expected a text, found 5"):
+        zckpt.consolidate(SOURCE, "m.safetensors", **{option: 5})
 
 
 def test_globs_are_of_whole_names_and_put_back_what_they_find():

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -196,6 +197,15 @@ def test_an_open_checkpoint_is_a_source():
     assert_same_tree(averaged([zckpt.open(SAME[0]), SAME[1], zckpt.open(SAME[2])]), averaged(SAME))
 
 
+@pytest.mark.parametrize("of", [np.array, torch.tensor])
+def test_weights_are_numbers_of_any_kind(of):
+    paths = pair(torch.zeros(2), torch.ones(2))
+    zckpt.average(paths, "m.safetensors", weights=of([1.0, 3.0]))
+    assert load_file("m.safetensors")["x"].tolist() == [0.75, 0.75]
+    zckpt.average(paths, "m.safetensors", ema=of(0.25), overwrite=True)
+    assert load_file("m.safetensors")["x"].tolist() == [0.75, 0.75]
+
+
 # --- what is refused
 
 
@@ -205,6 +215,9 @@ def test_an_open_checkpoint_is_a_source():
         ({"weights": [1]}, "--weights needs one number per checkpoint: expected 2, found 1"),
         ({"weights": [1, float("nan")]}, "unusable --weights: expected finite numbers"),
         ({"weights": "13"}, "unusable --weights: expected finite numbers"),
+        ({"weights": {0: 1, 1: 3}}, "unusable --weights: expected finite numbers"),
+        ({"weights": torch.ones(2, 2)}, "unusable --weights: expected finite numbers"),
+        ({"ema": "half"}, "unusable --ema: expected finite numbers"),
         ({"weights": [1, -1]}, "the weights add up to zero"),
         ({"ema": 1.5}, "unusable --ema: expected a number from 0 to 1, found 1.5"),
         ({"ema": 0.5, "weights": [1, 1]}, "exclude each other"),

@@ -63,6 +63,18 @@ class Naming:
     map_config: Config | None = None
     """Numbers that shapes do not tell (heads, groups of them); by default the source's own configuration."""
 
+    def __post_init__(self) -> None:
+        for flag, prefix in (("--strip-prefix", self.strip_prefix), ("--add-prefix", self.add_prefix)):
+            if not isinstance(prefix, str | None):
+                raise UsageError(f"unusable {flag}", expected="a text", found=repr(prefix))
+        pairs = self.rename if isinstance(self.rename, Sequence) else [None]
+        for one in pairs:
+            match one:
+                case (str(), str()):  # of a text, which has no such case, two letters would be taken
+                    pass
+                case _:
+                    raise UsageError("unusable --rename", expected="pairs, [(OLD, NEW), ...]", found=repr(self.rename))
+
     @property
     def changes(self) -> bool:
         """Whether it changes anything."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -124,6 +125,8 @@ def average(
             "averaging needs several checkpoints", expected="two or more", found=len(sources),
             advice=f"name each one: `zckpt average {listed(inside, by=' ')} TARGET`" if len(inside) > 1 else None,
         )  # fmt: skip
+    weights = None if weights is None else _numbers("--weights", weights)
+    [ema] = [None] if ema is None else _numbers("--ema", [ema])
     rule, shares = _rule(len(sources), weights, ema)
     chosen = Chosen.of(target, How.of("average", shared, weights=weights, ema=ema, from_last=from_last), shared)
     found: Sequence[Checkpoint] = _opened(sources, **shared)
@@ -189,6 +192,14 @@ def _scale(checkpoint: Checkpoint) -> tuple[Any, ...] | None:
     return tuple(told.get(key) or None for key in SCALED_BY) if isinstance(told, dict) else None
 
 
+def _numbers(flag: str, given: Iterable[Any]) -> list[float]:
+    """Return the numbers of a list, an array or a tensor."""
+    with suppress(TypeError, ValueError, RuntimeError):
+        if not isinstance(given, str | Mapping):
+            return [float(one) for one in given]
+    raise UsageError(f"unusable {flag}", expected="finite numbers", found=repr(given))
+
+
 def _rule(count: int, weights: Sequence[float] | None, ema: float | None) -> tuple[Rule, list[float]]:
     """Return how a mean is computed, and the share of each source in it."""
     if ema is not None:
@@ -198,9 +209,7 @@ def _rule(count: int, weights: Sequence[float] | None, ema: float | None) -> tup
             raise UsageError("unusable --ema", expected="a number from 0 to 1", found=ema)
         shares = [ema ** (count - 1)] + [(1 - ema) * ema ** (count - 1 - i) for i in range(1, count)]
         return lambda slots, dtype: Decayed(slots, dtype, ema), shares
-    if isinstance(weights, str):
-        raise UsageError("unusable --weights", expected="finite numbers", found=repr(weights))
-    used = [1.0] * count if weights is None else [float(one) for one in weights]
+    used = [1.0] * count if weights is None else weights
     if len(used) != count:
         raise UsageError("--weights needs one number per checkpoint", expected=count, found=len(used))
     if not all(map(math.isfinite, used)):
