@@ -15,6 +15,7 @@ import pytest
 from tests.cli.console import command, environment
 from tests.executors.dying import MARK, RANK
 from tests.folders import names_in
+from zckpt.engine.workers import WANTED
 from zckpt.errors import WorkerError
 from zckpt.executors import on_ranks
 from zckpt.executors.asking import AskingExecutor
@@ -83,6 +84,24 @@ def test_rank_that_is_lost_is_named_though_torchrun_ends_the_first_one_before_it
     monkeypatch.setattr(on_ranks, "LAST_WORDS_SECONDS", 0)
     with pytest.raises(WorkerError, match="another rank has ended"):
         on_ranks._ended(AskingExecutor("rank", [], RuntimeError))
+
+
+def test_own_task_of_the_first_rank_ends_where_another_is_lost():
+    """Torchrun waits for 30 seconds."""
+
+    def gone(call):
+        time.sleep(0.2)
+        raise RuntimeError("Connection closed by peer")
+
+    def batches():
+        while WANTED.get()():
+            time.sleep(0.01)
+
+    executor = object.__new__(on_ranks.RanksExecutor)
+    AskingExecutor.__init__(executor, "rank", [executor._own, gone], RuntimeError)
+    for future in [executor.submit(batches) for _ in range(2)]:  # one on each
+        with pytest.raises(BrokenExecutor, match="rank 1 is gone"):
+            future.result()
 
 
 @pytest.mark.nightly

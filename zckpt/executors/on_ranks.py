@@ -16,8 +16,10 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+from zckpt.engine.workers import WANTED
 from zckpt.errors import UsageError, WorkerError, require_torch
 from zckpt.executors.asking import Answer, AskingExecutor, Call, answer
+from zckpt.state.context import during
 
 PATIENCE = timedelta(days=30)
 """For a rank that has nothing to do; that another one is gone, the connection to it says at once."""
@@ -33,7 +35,13 @@ class RanksExecutor(AskingExecutor):
         import torch.distributed as dist
 
         others = (partial(_asked, rank) for rank in range(1, dist.get_world_size()))
-        super().__init__("rank", [answer, *others], RuntimeError)
+        super().__init__("rank", [self._own, *others], RuntimeError)
+
+    def _own(self, call: Call) -> Answer:
+        """Run a call here: where another rank is lost, it ends before its next batch, for torchrun waits 30 seconds."""
+        with during(WANTED, lambda: self.broken is None):
+            found = answer(call)
+        return found if self.broken is None else (False, self.broken)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Let the other ranks go."""
