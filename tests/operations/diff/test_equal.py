@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import zckpt
 from tests.cli.console import FIXTURES
@@ -121,6 +122,15 @@ def test_names_that_torch_keeps_among_hyperparameters_are_members():
     assert zckpt.diff(named, other).equal
     named.param_groups[0].parameters.reverse()
     assert [one.key for one in zckpt.diff(named, other).settings] == ["param_groups[0].params"]
+
+
+def test_a_scheduler_that_was_written_by_rule_is_none():
+    source = FIXTURES / "s2_bf16_dp2"
+    zckpt.convert(source, "state", to="accelerate")
+    assert zckpt.diff(source, "state").equal
+    state = torch.load("state/scheduler.bin")
+    torch.save({**state, "last_epoch": 7}, "state/scheduler.bin")
+    assert "metadata.scheduler.last_epoch" in [one.key for one in zckpt.diff(source, "state").settings]
 
 
 def test_weights_of_the_masters_type_are_compared_as_they_round():

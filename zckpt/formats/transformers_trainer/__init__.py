@@ -29,6 +29,7 @@ from zckpt.formats.options import option
 from zckpt.formats.suffixes import OWN_MODEL, OWN_NAME
 from zckpt.formats.torch_files import TorchDirectory
 from zckpt.immutable import immutable
+from zckpt.state import Checkpoint
 from zckpt.storage.ownership import Owned, called
 
 
@@ -73,6 +74,14 @@ class TransformersTrainer(TorchDirectory):
             return found
         pair = self.module("directory").by_content(search.path)
         return None if pair is None else Found(pair, sure=False)
+
+    def follows(self, key: str, values: tuple[object, object], sides: tuple[Checkpoint, Checkpoint]) -> bool:  # noqa: ARG002
+        """Tell what a scheduler says that was written by rule, beside none."""
+        if not key.startswith("metadata.scheduler."):
+            return False
+        from zckpt.formats.transformers_trainer.states import is_by_rule
+
+        return any(is_by_rule(one, other) for one, other in (sides, sides[::-1]))
 
 
 FORMATS = (TransformersTrainer(),)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from zckpt.state import Checkpoint, as_float, dict_of
-from zckpt.torchfile import node_of, put_back
+from zckpt.torchfile import node_of, plain, put_back
 
 FILES = {"scaler": "scaler.pt", "training_args": "training_args.bin"}
 """Files of the Trainer's that are written as they were, by the key under which they are carried."""
@@ -62,6 +63,14 @@ def scheduler(checkpoint: Checkpoint, notes: list[str], *, name: str = "schedule
         if None not in values:
             kept[key] = values
     return kept
+
+
+def is_by_rule(checkpoint: Checkpoint, other: Checkpoint) -> bool:
+    """Tell whether the scheduler of one is what `scheduler` makes of it, and the other has none."""
+    found = dict_of(plain(node_of(checkpoint.metadata.get("scheduler"))))
+    has_none = not any(dict_of(node_of(other.metadata.get(key))) for key in SCHEDULER_KEYS)
+    made = dict_of(scheduler(replace(checkpoint, metadata={}), [])) if found and has_none else {}
+    return bool(made) and all(made.get(key) == value for key, value in found.items())
 
 
 def random_states(checkpoint: Checkpoint) -> dict[str, object]:
