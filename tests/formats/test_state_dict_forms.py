@@ -107,6 +107,13 @@ def test_the_full_state_of_flat_parameters(tmp_path):
     assert torch.equal(alone.read("layers.1.up.bias", "exp_avg"), held["exp_avg/layers.1.up.bias"])
 
 
+def test_a_model_in_the_order_of_its_names_tells_no_other(torch_file):
+    model, optimizer = live.trained(layer := torch.nn.Linear(4, 3), torch.optim.AdamW(layer.parameters()))
+    weights, state = get_state_dict(model, optimizer)
+    path = torch_file({"model": dict(sorted(weights.items())), "optimizer": state})
+    assert "order" not in str(zckpt.convert(path, "d", to="deepspeed", world_size=1, stage=1).notes)
+
+
 def test_a_warning_where_torch_has_lost_all_slots_but_one(torch_file, tmp_path):
     run(gathered, 2, "fsdp1 orig", tmp_path)
     state = torch.load(tmp_path / "optimizer.pt")["state"]

@@ -108,13 +108,14 @@ def refuse_casts(checkpoint: Checkpoint, casts: Iterable[tuple[Slot, str]], advi
         return
     trains = checkpoint.param_groups or checkpoint.has_masters
     names = {*filter(_SCALE.fullmatch, checkpoint.names)}.union(codes)
-    own = {_place(slot) for one in checkpoint.tensors() if one.name in names for slot in one.slots.values()}
+    names_at = {_place(slot): one.name for one in checkpoint.tensors() for slot in one.slots.values()}
     for slot, dtype in casts:
-        if slot.dtype != dtype and is_floating(slot.dtype) and (not trains or _place(slot) in own):
+        name = names_at.get(_place(slot))
+        if slot.dtype != dtype and is_floating(slot.dtype) and (not trains or name in names):
             raise UnsupportedError(
                 f"{listed(codes)}: low-bit codes, which only mean something with their scales, so they cannot be cast",
                 path=checkpoint.named,
-                expected=f"{slot.dtype} unchanged, or weights without scales",
+                expected=f"{name or slot.name} in {slot.dtype}, or weights without scales",
                 found=dtype,
                 advice=advice,
             )
