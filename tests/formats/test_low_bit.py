@@ -41,7 +41,10 @@ KINDS: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {
     "mlx": ({"q.weight": CODES.int().view(torch.uint32), "q.scales": torch.ones(4, 1)}, {"bits": 4, "group_size": 32}),
     "mistral": ({"q.weight": FP8, "q.qscale_weight": torch.tensor(1.0)}, {}),
     "exl3": ({"q.trellis": CODES.short(), "q.suh": torch.ones(4).half()}, {"quant_method": "exl3"}),
-    "aqlm": ({"q.codes": CODES.short(), "q.codebooks": torch.ones(1, 4).half()}, {"quant_method": "aqlm"}),
+    "aqlm": (
+        {"q.codes": CODES.short(), "q.codebooks": torch.ones(1, 4).half(), "q.scales": torch.ones(4, 1).half()},
+        {"quant_method": "aqlm"},
+    ),
     "higgs": ({"q.weight": CODES.short(), "q.scales": torch.ones(4, 1).half()}, {"quant_method": "higgs"}),
     "spqr": ({"q.dense_weights": CODES[0].long(), "q.col_vals": CODES[0].int()}, {"quant_method": "spqr"}),
     "sparse": ({"q.weight.compressed": FP8[0].clone(), "q.weight_scale": torch.ones(4, 1)}, {"quant_method": "x"}),
@@ -138,13 +141,14 @@ def test_layers_that_hqq_keeps_in_dicts_are_not_left_out(tmp_path):
     torch.save({"embed": {"weight": torch.ones(4, 4)}, "layers.0.q_proj": layer}, tmp_path / "qmodel.pt")
     with refusing(zckpt.UnsupportedError, "layers.0.q_proj: layers in HQQ's codes of few bits.*dequantise it"):
         zckpt.open(tmp_path / "qmodel.pt")
-    torch.save({"model": {"W_q": torch.ones(4, 4), "scale": torch.ones(4)}}, tmp_path / "m.pt")
-    assert {*zckpt.open(tmp_path / "m.pt").parameters} == {"W_q", "scale"}
+    torch.save({"attn": {"W_q": torch.ones(4, 4), "W_k": torch.ones(4, 4), "meta": {"heads": 2}}}, tmp_path / "m.pt")
+    assert {*zckpt.open(tmp_path / "m.pt").parameters} == {"W_q", "W_k"}
 
 
 def test_positions_and_settings_of_other_things_are_no_codes(tmp_path):
     table = torch.arange(8).reshape(2, 4)
-    save_file({"vq.codes": table, "vq.codebooks": torch.ones(2, 2)}, tmp_path / "a.safetensors")
+    beside = {"vq.codebooks": torch.ones(2, 2), "of.centroids.weight": torch.ones(2, 2), "pos_s": torch.ones(2)}
+    save_file({"vq.codes": table.int(), "of.indices": table, "pos": table.int(), **beside}, tmp_path / "a.safetensors")
     save_file({"x.table": table.int(), "w": torch.ones(2, 2)}, tmp_path / "b.safetensors")
     (tmp_path / "config.json").write_text('{"quantization": {"codebook_size": 1024}}')
     for name in ("a", "b"):

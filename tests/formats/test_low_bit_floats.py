@@ -324,6 +324,9 @@ def test_modules_of_mlx_have_modes_of_their_own():
     source = of_mlx(tensors, group_size=16, bits=4, mode="nvfp4", **told)
     found = floats(source, "m")
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    elsewhere = {f"model.{name}": one for name, one in told.items()}
+    renamed = of_mlx(tensors, group_size=16, bits=4, mode="nvfp4", **elsewhere)
+    refused(renamed, zckpt.UnsupportedError, r"mxfp4\.weight: what is said of model\.mxfp4 may be of it")
     told["mxfp4"]["global_scale"] = True
     refused(of_mlx(tensors, group_size=16, bits=4, mode="nvfp4", **told), zckpt.UnsupportedError, r"mxfp4\.weight")
     refused(of_mlx(tensors, group_size=32, bits=4, mode="nvfp4"), zckpt.SourceError, "do not fit together")
@@ -333,6 +336,8 @@ def test_columns_that_are_not_in_groups_as_they_lie_are_refused():
     tensors = {"q.weight": torch.ones(4, 64, dtype=torch.int8), "q.weight_scale": torch.ones(4, 2)}
     tensors["q.weight_g_idx"] = torch.randint(2, (64,), dtype=torch.int32)
     refused(made("s", tensors, quant_method="compressed-tensors"), zckpt.UnsupportedError, r"q\.weight_g_idx: changes")
+    alone = {name.removeprefix("q."): one for name, one in tensors.items()}
+    refused(made("t", alone, quant_method="compressed-tensors"), zckpt.UnsupportedError, "weight_g_idx: changes")
 
 
 def test_what_a_file_in_a_quantised_models_directory_has_is_told_by_its_config():

@@ -27,15 +27,20 @@ from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.storage.files import is_file, read_json
 
 _SCALE = re.compile(
-    r"(?P<of>.*?)[._](?:weight_|embedding_)?(?:scales?(?:_inv|_\d|_and_zero)?|q?scale_weight|absmax|SCB|quant_state\..*"
-    r"|sf|s|s_channel|suh|q_scale_max|codebooks|centroids\.weight|col_vals)",
+    r"(?P<of>.*?)[._](?:weight_|embedding_)?(?:scales?(?:_inv|_\d|_and_zero)?|q?scale_weight|absmax|SCB|quant_state\..*)",
     re.DOTALL,
 )
 _CODES = re.compile(
-    r"(?P<of>.*?)(?:\.(?:weight|qweight|weight_packed|weight\.compressed|trellis|q_weight|W_q|B|codes|indices|dense_weights"
-    r"|embedding_quantized)|_blocks|(?<=\.)_(?:weight_q)?data(?:\._data)?)",
+    r"(?P<of>.*?)(?:\.(?:weight|qweight|weight_packed|weight\.compressed|W_q|embedding_quantized)|_blocks"
+    r"|(?<=\.)_(?:weight_q)?data(?:\._data)?)",
     re.DOTALL,
 )
+_TOGETHER = (
+    ("trellis", "suh"), ("codes", "codebooks", "scales"), ("indices", "centroids.weight", "weight_scale"), ("B", "s"),
+    ("B", "s_channel"), ("dense_weights", "col_vals"), ("q_weight", "q_scale_max"),
+)  # fmt: skip
+"""What codes are called that ordinary tables are, too, and what lies beside them in a module."""
+
 _ALONE = re.compile(r"(?:.*\.)?(?:q?weight|weight_packed|W_q|B_24|Qidxs|quantized_weight_values)", re.DOTALL)
 """What no integers but codes are called, whatever their scales are."""
 
@@ -73,6 +78,9 @@ def codes_in(checkpoint: Checkpoint) -> list[str]:
         low = [one for one in low if one.dtype != "int64" or one.name.endswith(_FLAT)]
     is_unknown = bool(settings) and settings.get("quant_method") not in _NAMED
     scaled = packed | {found["of"] for one in every if (found := _SCALE.fullmatch(one.name)) is not None}
+    for codes, *beside in _TOGETHER:
+        modules = (one.name.removesuffix(codes) for one in low if one.name.endswith(f".{codes}"))
+        scaled |= {of + codes for of in modules if is_table.keys() >= {of + one for one in beside}}
     return [
         one.name
         for one in low

@@ -42,7 +42,8 @@ from zckpt.torchfile import MAX_ELEMENTS
 _BESIDE = (
     "weight_scale_inv", "weight_scale", "scale_weight", "weight_scale_2", "weight_global_scale", "weight_shape",
     "input_scale", "scale_input", "qscale_act", "activation_scale", "input_global_scale", "input_scale_ub", "SCB",
-    "weight_format", "input_zero_point", "output_zero_point",
+    "weight_format", "input_zero_point", "output_zero_point", "input_scale_inv", "output_activation_scale", "act_scale",
+    "input_amax", "weight_amax", "comfy_quant",
 )  # fmt: skip
 """What modules have besides codes, and plain ones have not."""
 
@@ -170,7 +171,7 @@ class _Model:
 
     def refuse_what_else_modules_have(self, plain: Iterable[str]) -> None:
         """Raise UnsupportedError if modules that had codes have something else of their own: an order, a rotation."""
-        modules = {name.removesuffix(".weight") for name in plain if name.endswith(".weight")}
+        modules = {name.rpartition(".")[0] for name in plain if f".{name}".endswith(".weight")}
         self._refuse(
             [name for name in self.slots.keys() - self.used
              if not name.endswith(("weight", "bias")) and name.rpartition(".")[0] in modules]
@@ -259,7 +260,7 @@ class _Model:
         grid = scale.shape[-4::2] if of_modelopt else scale.shape
         pairs = (one for one in every if isinstance(one, list) and len(one) == 2 and are_sizes(one) and all(one))
         fitting = {
-            (min(high, rows), min(wide, columns))  # of one block, whatever its size
+            (max(min(high, rows), 1), max(min(wide, columns), 1))  # of one block, whatever its size
             for high, wide in pairs
             if grid == (*stack, -(-rows // high), -(-columns // wide))
         }
@@ -391,7 +392,15 @@ class _Model:
 
     def _mlx(self, name: str, of: str, slot: Slot) -> Plain | None:
         """Return what MLX keeps in words of rows, as is said of all modules or of one; or transformers for Metal."""
-        told = dict_of(self.settings.get(of[:-1])) or self.settings
+        told, module = dict_of(self.settings.get(of[:-1])) or self.settings, f".{of[:-1]}"
+        others = [key for key in self.settings if key + ".scales" not in self.slots and dict_of(self.settings[key])]
+        if told is self.settings and (
+            alike := [one for one in others if module.endswith(f".{one}") or f".{one}".endswith(module)]
+        ):
+            raise UnsupportedError(
+                f"{name}: what is said of {listed(alike)} may be of it", path=self.path,
+                expected="settings under the names that modules have", advice="rename them in config.json",
+            )  # fmt: skip
         mode, bits, size = str(told.get("mode", "affine")), told.get("bits"), told.get("group_size")
         scale, bias = self.get(f"{of}scales"), first_of(self.get(of + one) for one in ("biases", "qbiases"))
         if slot.dtype != "uint32" or scale is None or type(bits) is not int or type(size) is not int:

@@ -109,6 +109,9 @@ def test_mistrals_own_files_are_a_model(is_whole):
         Path("consolidated.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     Path("params.json").write_text('{"dim": 4}')
     assert_holds(".", model)
+    if is_whole:
+        save_file({"lora_A.weight": torch.ones(2, 2)}, "adapter_model.safetensors")
+        assert [*zckpt.open(".").parameters] == ["lora_A.weight"]
 
 
 def test_sentence_transformers_modules_are_written_into_their_folders():

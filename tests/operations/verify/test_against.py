@@ -11,7 +11,7 @@ import zckpt
 from tests.cli.console import succeeded
 from tests.damage import copy, set_element
 from tests.refusals import refusing
-from zckpt.compare.digests import FILE_NAME, Fingerprint, bytes_of, read_digests, root
+from zckpt.compare.digests import FILE_NAME, Fingerprint, bytes_of, digests_path_of_file, read_digests, root
 from zckpt.errors import SourceError
 from zckpt.operations.fingerprint import fingerprint
 from zckpt.operations.verify import verify
@@ -46,6 +46,7 @@ def test_a_checkpoint_has_its_digests_also_in_a_store(recorded):
     with refusing(SourceError, "holds no digests; record them"):
         zckpt.verify(run, against=run)
     digests.rename(run / FILE_NAME)
+    digests_path_of_file(run).write_text("{}")  # of a file called so
     zckpt.pack(run, "store")
     for a, b in ((run, Path("store", run.name)), (Path("store", run.name), run), (run, run)):
         assert zckpt.verify(a, against=b).findings == []

@@ -33,8 +33,8 @@ _STEMS = (
     (FULL_STEM, ".bin"),
     ("model", ".safetensors"),
     ("pytorch_model", ".bin"),
-    ("consolidated", ".safetensors"),  # Mistral's own
     *product(("diffusion_pytorch_model", ADAPTER_STEM, "pytorch_lora_weights"), (".safetensors", ".bin")),
+    ("consolidated", ".safetensors"),  # Mistral's own
 )
 """What programs call the file of a model, that which is read first."""
 

@@ -114,7 +114,7 @@ def _recorded(path: Path, tag: str | None) -> Fingerprint:
     if path.is_dir() and not (path / FILE_NAME).is_file():
         path = Path(opened(path, tag=tag).source)
     beside = digests_path_of_file(path)
-    return read_digests(beside if beside.is_file() else path)
+    return read_digests(beside if beside.is_file() and not path.is_dir() else path)
 
 
 def _against(checkpoint: Checkpoint, expected: Fingerprint, how: dict[str, Any]) -> tuple[str | None, list[Finding]]:
