@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", some(["Vera", "PromptTuning"], [one for one in OTHERS if one != "Vera"]))
+@pytest.mark.parametrize("kind", some(["Vera", "PromptTuning"], ["VBLoRA", "C3A", "Glora"]))
 def test_other_kinds_are_adapters_too(kind, tmp_path):
     """What is trained of one is PEFT's file, and `diff` knows it; with the model around it, it is no model's."""
     import peft
@@ -216,14 +217,20 @@ def test_other_kinds_are_adapters_too(kind, tmp_path):
     frozen = {name for name, one in adapted.named_parameters() if not one.requires_grad}
     every = {name: one.clone() for name, one in adapted.state_dict().items()}
     torch.save(every, tmp_path / "whole.pt")
-    torch.save({name: one for name, one in every.items() if name not in frozen}, tmp_path / "some.pt")
+    some_of = {name: one for name, one in every.items() if name not in frozen}
+    torch.save(some_of, tmp_path / "some.pt")
     with refusing(zckpt.UsageError, "has an adapter in it.*merge-adapter"):
         zckpt.consolidate(tmp_path / "whole.pt", tmp_path / "whole", config=tmp_path / "base")
     if kind == "PromptTuning":
         return
-    zckpt.consolidate(tmp_path / "some.pt", tmp_path / "adapter")
+    checkpoint = zckpt.open(tmp_path / "some.pt")
+    bias = "base_model.model.gate.e_score_correction_bias"  # as DeepSeek's, which DeepSpeed saves of a frozen base, too
+    checkpoint.buffers[bias] = replace(checkpoint.owner(next(iter(some_of))), name=bias)
+    [note, _] = zckpt.consolidate(checkpoint, tmp_path / "adapter").notes
+    assert f"{bias}: buffers of the base" in note
     saved = load_file(tmp_path / "saved/adapter_model.safetensors")
     found = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert bias not in found
     assert all(torch.equal(found[name], one) for name, one in saved.items())
     compared = zckpt.diff(tmp_path / "some.pt", tmp_path / "saved")
     assert not compared.changed

@@ -438,8 +438,12 @@ def has_live_adapter(names: Iterable[str]) -> bool:
     return any(map(is_of_adapter, every)) and any(_OF_BASE.fullmatch(one) for one in every)
 
 
-def names_in_files(names: Collection[str]) -> dict[str, str]:
-    """Return PEFT's names in files for what an adapter is in memory; none where a base or another adapter is there."""
+def names_in_files(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return PEFT's names in files for what an adapter is in memory; none where a base or another adapter is there.
+
+    Buffers of the base have none: DeepSpeed leaves out frozen parameters alone.
+    """
+    names = [name for name in checkpoint.names if name not in checkpoint.buffers or is_of_adapter(name)]
     found = {name: without_adapter(name) for name in names if name.startswith(PEFT_MODEL) and is_of_adapter(name)}
     return found if len(found) == len(names) == len({*found.values()}) else {}
 

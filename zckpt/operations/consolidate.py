@@ -325,8 +325,11 @@ def as_beside(checkpoints: Sequence[Checkpoint], chosen: Chosen) -> tuple[list[C
     Raises UsageError: as `assets_of`; or names may be of files or memory.
     """
     assets = assets_of(checkpoints[0], chosen)
-    if kind_of_model(chosen.path) == DIRECTORY and names_in_files(checkpoints[0].names):
-        return [renamed(replace(one), names_in_files(one.names)) for one in checkpoints], ()
+    if kind_of_model(chosen.path) == DIRECTORY and (named := names_in_files(checkpoints[0])):
+        left = [name for name in checkpoints[0].buffers if name not in named]
+        alone = [replace(one, buffers=without(one.buffers, *left)) for one in checkpoints]
+        told = f"{listed(left)}: buffers of the base, of which PEFT's files have none, are left out"
+        return [renamed(one, named) for one in alone], (told,) if left else ()
     beside = read_json(assets.get(CONFIG_NAME, ""))
     if beside is None or chosen.how.options["map"] is not None:
         return list(checkpoints), ()

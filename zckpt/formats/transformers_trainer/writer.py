@@ -69,7 +69,7 @@ def lay_out(job: Job) -> TargetFiles:
     _check(checkpoint)
     assets = find_assets(checkpoint)
     if ADAPTER_CONFIG in assets:  # beside which PEFT looks for its own names
-        checkpoint = renamed(replace(checkpoint), names_in_files(checkpoint.names))
+        checkpoint = renamed(replace(checkpoint), names_in_files(checkpoint))
     model_type = (read_json(assets[CONFIG_NAME]) or {}).get("model_type") if CONFIG_NAME in assets else None
     known = architecture(model_type)
     notes: list[str] = []
