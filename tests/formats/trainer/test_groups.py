@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch.optim import SGD
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, ReduceLROnPlateau, SequentialLR
 
 import zckpt
 from tests.formats.holding import converted
@@ -152,3 +152,25 @@ def test_a_schedule_of_any_kind_goes_on_in_as_many_groups_as_are_written():
             found.append(schedule.get_last_lr()[0])
         rates.append(found)
     assert rates[0] == rates[1] == [1.0, 0.1, 0.1, 0.1, 0.05, 0.05]
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_schedules_one_after_the_other_go_on_in_as_many_groups_as_are_written(after):
+    def scheduled(groups: list[Any]) -> Any:
+        optimizer = SGD(groups, lr=1.0)
+        return SequentialLR(optimizer, [LinearLR(optimizer), CosineAnnealingLR(optimizer, 9, 0.1)], [2])
+
+    unbroken = scheduled([{"params": [torch.ones(1)]}])
+    for _ in range(after):
+        unbroken.step()
+    rates = {"lr": unbroken.get_last_lr()[0], "initial_lr": 1.0}
+    state: dict[str, object] = {"scheduler": unbroken.state_dict()}
+    written = scheduler(Checkpoint(Path("x"), "", metadata=state, param_groups=[ParamGroup(rates, [])] * 2), [])
+    again = scheduled([{"params": [torch.ones(1)]}, {"params": []}])
+    again.load_state_dict(written)
+    for group in again.optimizer.param_groups:
+        group.update(rates)
+    for _ in range(5):
+        unbroken.step()
+        again.step()
+        assert again.get_last_lr() == unbroken.get_last_lr() * 2

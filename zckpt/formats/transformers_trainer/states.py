@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from zckpt.state import Checkpoint, as_float, dict_of
+from zckpt.state import Checkpoint, as_float, dict_of, list_of
 from zckpt.torchfile import node_of, plain, put_back
 
 FILES = {"scaler": "scaler.pt", "training_args": "training_args.bin"}
@@ -42,12 +42,9 @@ def scheduler(checkpoint: Checkpoint, notes: list[str], *, name: str = "schedule
     last = found.get("last_epoch", checkpoint.step or 0)
     rates = [as_float(group.hyperparameters.get("lr")) for group in checkpoint.param_groups]
     bases = [as_float(group.hyperparameters.get("initial_lr")) for group in checkpoint.param_groups]
-    is_lambda = not found or "lr_lambdas" in found or "_schedulers" in found  # whose own have lists, too
-    kept: dict[object, object] = {} if is_lambda else {key: found[key] for key in found if key not in PER_GROUP}
-    for key in PER_GROUP[3:]:  # which no param group says
-        limits = found.get(key)
-        if isinstance(limits, (list, tuple)) and limits and all(one == limits[0] for one in limits):
-            kept[key] = [limits[0]] * count
+    is_lambda = not found or "lr_lambdas" in found
+    said = {key: values for key, values in (("_last_lr", rates), ("base_lrs", bases)) if None not in values}
+    kept: dict[object, object] = {} if is_lambda else _of_groups(found, said, count)
     what = "a LambdaLR" if is_lambda else "the source's for these param groups"
     notes.append(
         f"{name} was generated: {what} after {last} steps"
@@ -59,9 +56,21 @@ def scheduler(checkpoint: Checkpoint, notes: list[str], *, name: str = "schedule
         "_get_lr_called_within_step": False,
         **({"lr_lambdas": [None] * count} if is_lambda else {}),
     }
-    for key, values in (("_last_lr", rates), ("base_lrs", bases)):
-        if None not in values:
-            kept[key] = values
+    return kept | said
+
+
+def _of_groups(found: Mapping[object, object], said: Mapping[str, object], count: int) -> dict[object, object]:
+    """Return a scheduler's state for so many groups, and those of the schedulers in it; `said`: what groups say."""
+    kept = {key: value for key, value in found.items() if key not in PER_GROUP}
+    kept |= {key: value for key, value in said.items() if key in found}
+    if "lr_lambdas" in found:
+        kept["lr_lambdas"] = [None] * count
+    for key in PER_GROUP[3:]:  # which no param group says
+        limits = found.get(key)
+        if isinstance(limits, (list, tuple)) and limits and all(one == limits[0] for one in limits):
+            kept[key] = [limits[0]] * count
+    if "_schedulers" in found:
+        kept["_schedulers"] = [_of_groups(dict_of(one), said, count) for one in list_of(found["_schedulers"])]
     return kept
 
 
