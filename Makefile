@@ -9,9 +9,6 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 RARE := /(azure|dask/(array|bag|dataframe)|fontTools|google|matplotlib|moto|mypyc?|networkx|pip|pygments|sympy/(physics|stats)|tests?|torch/(_inductor|ao|onnx|testing)|transformers/models)/
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(RARE)' $(VENV)/lib || true
 
-# Tests start many processes: what they import is compiled once, whatever the caller's setting.
-export PYTHONDONTWRITEBYTECODE =
-
 .PHONY: demo test test-all fuzz check docs bench compatibility fixtures clean
 
 demo: $(VENV)/.runtime

@@ -14,6 +14,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,10 @@ from hypothesis import settings
 from tests import gloo
 from zckpt.errors import ZckptError
 from zckpt.naming import installed, traced
+
+# Tests start many processes: what they import is compiled once, whatever the caller's setting.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # What PEFT imports would import torch's compiler, too, which takes seconds and compiles for no test; ranks are told so.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -107,7 +112,7 @@ def pytest_collection_finish() -> None:
     """Let no collection of garbage during the tests look at what every test module imported, and let them be few."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(100_000, 20, 20)
     gc.enable()
 
 

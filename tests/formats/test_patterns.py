@@ -68,9 +68,9 @@ def test_what_programs_write_is_matched(pattern, name, matches):
 def test_none_takes_for_ever(pattern):
     begun, patterns = time.process_time(), Patterns()
     with contextlib.suppress(ValueError):  # "it takes too long"
-        for number in range(20):
+        for number in range(5):
             assert not patterns.match(rf"(?:.*\.)?(?:{pattern})", "a" * (2000 + number) + "!")
-    assert time.process_time() - begun < 30
+    assert time.process_time() - begun < 8
 
 
 @pytest.mark.parametrize(

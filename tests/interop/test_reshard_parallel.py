@@ -66,7 +66,6 @@ ELSEWHERE = {"stage": 2, "expert_parallel_size": 3}
 
 CASES = [
     cut(EP2_BF16, 2),
-    cut(moe("ep2_rr", expert_parallel=2, round_robin=True, world_size=2), 4, expert_parallel_size=4),
     cut(BOTH, 2, tensor_parallel_size=2, expert_parallel_size=4),
     cut(SEVERAL, 3, EVERY_THIRD, through="dcp", **ELSEWHERE),
     cut(TP2[1], 2, tensor_parallel_size=1),
@@ -77,6 +76,7 @@ MORE = [
     *(cut(EP2, ranks) for ranks in (2, 4, 6)),
     *(cut(EP2, 4, expert_parallel_size=degree) for degree in (1, 4)),
     cut(EP2, 4, expert_parallel_size=2, round_robin=True),
+    cut(moe("ep2_rr", expert_parallel=2, round_robin=True, world_size=2), 4, expert_parallel_size=4),
     *(cut(EP1, ranks, expert_parallel_size=2) for ranks in (2, 4)),
     cut(EP1, 6, expert_parallel_size=1, stage=1),
     cut(EP2_BF16, 6, expert_parallel_size=1),

@@ -142,6 +142,7 @@ WITH_FOLDERS = ["s2_bf16_dp2", "universal/s2_bf16_dp4", "other/zro_dp2_adamw/ckp
 
 
 @pytest.mark.parametrize("name", WITH_FOLDERS)
+@pytest.mark.every(2)
 def test_what_macos_leaves_beside_each_file_is_no_part_of_a_checkpoint(name, tmp_path):
     """Where the file system of a copy has no place for attributes; tar archives have them, too."""
     shutil.copytree(FIXTURES / name, tmp_path / "c", ignore=shutil.ignore_patterns("truth.*"))

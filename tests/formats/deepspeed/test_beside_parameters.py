@@ -141,8 +141,9 @@ def test_tied_parameters_that_no_list_names_are_tied_by_their_storage(name):
     assert zckpt.open("cut").parameters["head.weight"].tied_to == "emb.weight"
 
 
-@pytest.mark.parametrize("name", ["s1_bf16_dp2", "s2_bf16_dp2", "s3_bf16_dp2"])
-@pytest.mark.parametrize("owner", ["prime", "frozen_odd"])
+@pytest.mark.parametrize(
+    ("name", "owner"), each(["s1_bf16_dp2", "s2_bf16_dp2", "s3_bf16_dp2"], ["prime", "frozen_odd"])
+)
 def test_second_name_in_a_module_is_tied_though_the_list_has_other_ties_alone(owner, name):
     """DeepSpeed lists no two names that one module has for a parameter, nor those of a module under two names."""
     tag = copy(name)
