@@ -111,6 +111,16 @@ def test_links_empty_directories_and_modes_come_back(made):
     assert contents("again") == contents("run")
 
 
+def test_a_file_is_a_checkpoint():
+    save_file({"w": np.arange(12.0)}, "m.safetensors")
+    zckpt.pack("m.safetensors", "s")
+    zckpt.pack("m.safetensors", "s", name="other/m")
+    assert zckpt.pack("m.safetensors", "s").present == ["m.safetensors", "other/m"]
+    assert zckpt.open("s/other/m").read("w").tolist() == [*range(12)]
+    unpack("s/m.safetensors", "again")
+    assert Path("again").read_bytes() == Path("m.safetensors").read_bytes()
+
+
 def test_a_link_in_a_packed_checkpoint_is_read():
     Path("run/step-1").mkdir(parents=True)
     save_file({"w": np.arange(12.0)}, "run/step-1/model.safetensors")

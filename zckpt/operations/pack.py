@@ -266,7 +266,7 @@ def pack(
     if not 1 <= full_every <= 200:
         raise UsageError("--full-every must be a number from 1 to 200", found=full_every)
     run = by_name(source)
-    every = units_of(run)
+    every = [Unit(run, (run,))] if run.is_file() else units_of(run)
     if name is not None and (len(every) > 1 or not is_inside(name)):
         found = f"{len(every)} checkpoints" if len(every) > 1 else name
         raise UsageError("--name only applies to one checkpoint, and must lie within the store", path=run, found=found)

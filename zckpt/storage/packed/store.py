@@ -303,7 +303,7 @@ class PackedMount:
         folder.mkdir(parents=True, exist_ok=True)
         links = []
         for count, one in enumerate(index.files):
-            path = folder / one.name
+            path = root / name if index.is_file else folder / one.name  # a file has the name that it was given here
             if one.kind == "folder":
                 path.mkdir(parents=True, exist_ok=True)
             elif one.kind == "link":
