@@ -262,6 +262,12 @@ def test_parts_of_a_checkpoint_are_loaded_as_asked(rank, world_size, stage, how)
         ("hf_llama_s2_bf16_dp2", Spec("mine"), UsageError, "has no parameters.*load_module_only=True"),
         ("s2_bf16_dp2", Spec("mine", groups=2), ZckptError, "no param group"),
         ("moe_ep1_s2_bf16_dp2", SPECS["moe_ep1_s2_bf16_dp2"], UnsupportedError, "zckpt reshard"),
+        (
+            "pp2_s0_fp32_dp2",
+            SPECS["pp2_s0_fp32_dp2"].at(1, pipeline_parallel=1),
+            UnsupportedError,
+            "ranks of each of 1 stages, found deepspeed on 2 .* of each of 2 stages",
+        ),
         ("own_lamb_s2_fp32_dp2", Spec("mine"), UnsupportedError, ""),
         ("README.md", Spec("mine"), ZckptError, "cannot be read: expected a directory"),
     ],

@@ -210,7 +210,7 @@ def training_of(engine: Any) -> Training:
         world_size=int(ranks),
         rank=torch.distributed.get_rank(group) if group is not None else 0,
         tensor_parallel=int(engine.mp_world_size) // (1 if pipeline is None else pipeline.stages),
-        mp_rank=int(getattr(engine, "checkpoint_mp_rank", 0)),
+        mp_rank=int(engine.mpu.get_model_parallel_rank()) if int(engine.mp_world_size) > 1 else 0,
         stage=stage,
         round_robin=stage in (1, 2) and bool(getattr(optimizer, "round_robin_gradients", False)),
         alignment=stage in (1, 2) and bool(getattr(engine, "zero_parameter_alignment", bool)()),

@@ -228,20 +228,24 @@ def _served(
     kind = kind_that_keeps(engine)
     if kind is not None:
         topology, over = checkpoint.topology, experts_over(engine)
-        has_same = (topology.dp, topology.pp) == (engine.dp_world_size, int(getattr(engine, "num_stages", 1)))
+        stages = int(getattr(engine, "num_stages", 1))
+        has_same = (topology.dp, topology.pp) == (engine.dp_world_size, stages)
         if checkpoint.format == "deepspeed" and has_same and over in (None, topology.ep):
             if optimizer:
                 check_goes_on(engine, checkpoint)
             return None
 
-        def ranks(format_name: str, dp: int, ep: int | None) -> str:
-            return f"{format_name} on {dp} data-parallel ranks" + ("" if over is None else f", experts over {ep}")
+        staged = max(topology.pp, stages) > 1
+
+        def ranks(name: str, dp: int, pp: int, ep: int | None) -> str:
+            of_stages = f" of each of {pp} stages" if staged else ""
+            return f"{name} on {dp} data-parallel ranks{of_stages}" + ("" if over is None else f", experts over {ep}")
 
         raise UnsupportedError(
             f"an engine with {kind} only loads what such an engine saved",
             path=path,
-            found=ranks(checkpoint.format, topology.dp, topology.ep),
-            expected=ranks("deepspeed", engine.dp_world_size, over),
+            found=ranks(checkpoint.format, topology.dp, topology.pp, topology.ep),
+            expected=ranks("deepspeed", engine.dp_world_size, stages, over),
             advice="`zckpt reshard` or `zckpt convert` writes it for this engine, if possible",
         )
     training = training_of(engine)
