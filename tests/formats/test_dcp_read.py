@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, _
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 
 import zckpt
 from tests import live
@@ -458,6 +458,21 @@ def test_averaged_weights_beside_the_model_are_carried_and_not_taken_for_it():
     }
     checkpoint = assert_holds(read(saved("ckpt", state)), model, optimizer)
     assert_same_tree(value_of(checkpoint.metadata["ema"]), dict(averaged.state_dict()))
+
+
+def local_states(rank, world_size) -> None:
+    """Save what FSDP1 calls a LOCAL_STATE_DICT, with its own parameters and without."""
+    for orig in (True, False):
+        model = FullyShardedDataParallel(nn.Linear(3, 5), device_id=torch.device("cpu"), use_orig_params=orig)
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+            dcp.save({"model": model.state_dict()}, checkpoint_id=f"orig{orig}")
+
+
+def test_flat_parameters_and_pieces_beside_them_are_no_model():
+    run(local_states, 2)
+    for orig in (True, False):
+        with refusing(UnsupportedError, "LOCAL_STATE_DICT.*_flat_param.*SHARDED_STATE_DICT"):
+            zckpt.open(f"orig{orig}")
 
 
 def test_model_or_optimizer_by_itself():

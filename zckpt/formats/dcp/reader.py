@@ -30,6 +30,7 @@ from zckpt.formats.dcp.tree import (
     dotted,
     find_optimizers,
 )
+from zckpt.formats.fsdp_rank_files.contents import FLAT
 from zckpt.formats.fsdp_rank_files.held import is_share, shares
 from zckpt.formats.remainder import names_of_models, of_modules
 from zckpt.formats.safetensors import file as safetensors
@@ -126,6 +127,15 @@ def fill(
     if not models and not optimizers:
         raise UnsupportedError(
             "holds neither a model nor an optimizer", path=checkpoint.source, found=listed(list(root))
+        )
+    flat = [name for model in models for name in model.tensors if name.rpartition(".")[2] == FLAT]
+    if flat and own is None:  # beside them, with use_orig_params, one rank's piece of each parameter
+        raise UnsupportedError(
+            "holds FSDP1's flat parameters, as of LOCAL_STATE_DICT, and no file says which parameters are in them",
+            path=checkpoint.source,
+            expected="parameters by their names",
+            found=listed(flat),
+            advice="load it in its own program and save it as SHARDED_STATE_DICT",
         )
     # As in any state dict, integers and bools are buffers and so are the running statistics of a batch norm; the rest
     # are taken for parameters. A tied parameter is there twice, and nothing says that it is tied.
