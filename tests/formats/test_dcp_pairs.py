@@ -34,6 +34,7 @@ class Lora(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 4), requires_grad=False)
         self.lora_A, self.lora_B = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+        self.lora_magnitude = nn.Parameter(torch.rand(4))
 
 
 def trained(made=lambda: nn.Linear(4, 4, bias=False)) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -61,16 +62,17 @@ def run() -> Path:
 
 def test_an_adapter_is_read_with_its_optimizer():
     model, optimizer = trained(Lora)
-    tensors = {f"base_model.model.{k}": one.detach() for k, one in model.named_parameters() if one.requires_grad}
+    live = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    filed = {name: f"base_model.model.{name.replace('magnitude', 'magnitude_vector')}" for name in live}
+    tensors = {filed[name]: one.detach() for name, one in live.items()}
     run = save(Path("run"), "adapter_model.safetensors", tensors, get_optimizer_state_dict(model, optimizer))
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": list(NAMES)}
     (run / "model" / "adapter_config.json").write_text(json.dumps(config))
 
     checkpoint = zckpt.open(run)
     assert {*checkpoint.parameters} == {*tensors}
-    for name, one in model.named_parameters():
-        if one.requires_grad:
-            assert_state(checkpoint, f"base_model.model.{name}", optimizer.state[one])
+    for name, one in live.items():
+        assert_state(checkpoint, filed[name], optimizer.state[one])
     assert not checkpoint.warnings
     assert not take_inventory(checkpoint).left_out
     assert zckpt.verify(run, deep=True).sound

@@ -130,6 +130,8 @@ def test_names_that_meet_meet_once_and_make_no_two_one(ours, theirs, around):
          {"q.lora_A.one.weight": "q.lora_A.one.weight"}),
         (["base_model.model.q.lora_A.weight", "base_model.model.w"], ["q.lora_A.weight", "w"],
          {"q.lora_A.weight": "base_model.model.q.lora_A.weight"}),  # added without PEFT's wrapper
+        (["base_model.model.q.lora_magnitude_vector"], ["q.lora_magnitude"],
+         {"q.lora_magnitude": "base_model.model.q.lora_magnitude_vector"}),
         (["q.lora_A.weight"], ["base_model.model.q.lora_A.my.weight"],
          {"base_model.model.q.lora_A.my.weight": "q.lora_A.weight"}),
     ],

@@ -193,7 +193,8 @@ def _within(names: Mapping[str, str]) -> dict[str, str]:
 def _of_adapter(names: Mapping[str, str]) -> dict[str, str]:
     """Return names that say an adapter by those without; none where several adapters have one.
 
-    What an adapter adds has two: programs that put it into a model themselves do without PEFT's prefix in memory.
+    What an adapter adds has two: programs that put it into a model themselves do without PEFT's prefix in memory,
+    and NeMo Automodel calls DoRA's magnitudes `lora_magnitude` there.
     """
     found = {name: without_adapter(short) for short, name in names.items()}
     prompts = {short: name for short, name in names.items() if short.startswith("prompt_encoder.")}
@@ -201,6 +202,7 @@ def _of_adapter(names: Mapping[str, str]) -> dict[str, str]:
         found[next(iter(prompts.values()))] = PROMPT
     pairs = [(short, name) for name, short in found.items()]
     pairs += [(short.removeprefix(PEFT), name) for short, name in pairs if short.startswith(PEFT) and is_added(short)]
+    pairs += [(short.removesuffix("_vector"), name) for short, name in pairs if short.endswith(f".{MAGNITUDE}")]
     uses = Counter(short for short, _ in pairs)
     return {short: name for short, name in pairs if short not in names and uses[short] == 1}
 
