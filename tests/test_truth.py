@@ -24,7 +24,7 @@ def source(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("directory", DIRECTORIES, ids=lambda d: d.name)
-@pytest.mark.every(5)
+@pytest.mark.every(8)
 def test_consolidated_state_is_the_truth(directory, tmp_path):
     truth = Truth(directory)
     without = frozenset(truth.frozen) if "nofrozen" in directory.name else frozenset()

@@ -28,7 +28,7 @@ FLAT = [n for n in DENSE if "s1_" in n or "s2_" in n]
 
 
 @pytest.mark.parametrize("name", DEEPSPEED)
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_document_says_what_the_run_was(name):
     document, facts = described(name), Truth(FIXTURES / name).facts
     spec = facts.get("spec", {})
@@ -46,7 +46,7 @@ def test_document_says_what_the_run_was(name):
 
 
 @pytest.mark.parametrize("name", [n for n in DEEPSPEED if n != "pp2_s0_fp32_dp2"])  # no file has its names
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_every_parameter_has_its_shape_dtype_slots_and_standing(name):
     document, truth = described(name), Truth(FIXTURES / name)
     found = {one["name"]: one for one in document["parameters"]}

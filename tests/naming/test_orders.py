@@ -46,7 +46,7 @@ def numbered(kind: str, folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", shipped())
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_names_of_hugging_face_have_the_order_of_the_models_parameters(name):
     front = name.partition("-huggingface")[0]
     kinds = {"huggingface": KINDS.get(front, (front,)), "files": ("Mixtral",), "memory": ("mixtral",)}

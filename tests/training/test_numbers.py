@@ -20,6 +20,7 @@ from tests import live
 from tests.gloo import on_ranks
 from tests.live import equal, of_all_ranks, save_both
 from tests.logical import assert_same_tree
+from tests.pairwise import each
 from tests.refusals import refusing
 from zckpt.errors import UsageError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
@@ -73,16 +74,17 @@ def saved(path: Path, choice: str = "trained") -> Both:
     return model, optimizer
 
 
-STRIPPED, RENAMED = {"strip_prefix": "net."}, {"rename": [(r"^net\.", "module.")]}
+GIVEN: dict[str, dict[str, Any]] = {
+    "as they are": {}, "stripped": {"strip_prefix": "net."}, "renamed": {"rename": [(r"^net\.", "module.")]}
+}  # fmt: skip
+FORMS = ["lightning as they are", *(f"{form} {given}" for form in ("file", "dcp") for given in GIVEN)]
 
 
-@pytest.mark.parametrize(
-    ("form", "given"),
-    [("lightning", {}), *((form, given) for form in ("file", "dcp") for given in ({}, STRIPPED, RENAMED))],
-)
-@pytest.mark.parametrize("choice", CHOICES)
-def test_order_counts_where_layers_are_equal(choice, form, given):
+@pytest.mark.parametrize(("choice", "how"), each(CHOICES, FORMS))
+def test_order_counts_where_layers_are_equal(choice, how):
     """The first of which are frozen; whatever they are called in the file."""
+    form, _, called = how.partition(" ")
+    given = GIVEN[called]
     model, optimizer = made(choice)
     step(model, optimizer)
     weights = {f"net.{name}" if given else name: one for name, one in model.state_dict().items()}

@@ -57,7 +57,7 @@ REMARKS = {
         [(name, False) for name in EVERY if name not in REMARKS and name not in EVERY[::12]],
     ),
 )
-@pytest.mark.every(8, 1)
+@pytest.mark.every(12, 1)
 def test_untouched_checkpoint_is_sound(name, deep):
     found = verify(FIXTURES / name, deep=deep)
     assert found.sound
