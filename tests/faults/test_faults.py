@@ -281,7 +281,7 @@ def looked_at(name: str, base: Path, file: str, error: int, every: int) -> tuple
     return len(keys), wrong
 
 
-@pytest.mark.parametrize("every", some([4], [1]))
+@pytest.mark.parametrize("every", some([6], [1]))
 @pytest.mark.parametrize(
     ("name", "file", "error"),
     [
