@@ -225,8 +225,7 @@ class Nested(torch.nn.Module):
             module.register_parameter(steps[-1], torch.nn.Parameter(torch.randn(shape), requires_grad=is_trained))
 
 
-@pytest.mark.parametrize("through", [None, "zckpt", "dcp"])
-@pytest.mark.parametrize("kind", KINDS_IN_MEMORY)
+@pytest.mark.parametrize(("kind", "through"), each(KINDS_IN_MEMORY, [None, "zckpt", "dcp"]))
 def test_every_kind_of_adapter_is_loaded_into_the_model_in_memory(kind, through, tmp_path):
     """Numbers too, where several of the file's tensors have a shape."""
 
