@@ -34,7 +34,11 @@ def lost(inventory: Inventory, name) -> list[str]:
     return [item.name for item in inventory.left_out if expected is None or not item.is_named([f"*:{expected}"])]
 
 
-@pytest.mark.parametrize("name", some(ONE_OF_EACH, [name for name in SOURCES if name not in ONE_OF_EACH]))
+KEPT = [*ONE_OF_EACH, "other/lerobot_adamw", "other/mcore013_bf16_model_dp2", "other/nanochat_dp2",
+        "other/nanotron_zero1_tp2_dp2", "other/zckpt_v1"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", some(KEPT, [name for name in SOURCES if name not in KEPT]))
 def test_nothing_of_a_real_checkpoint_is_left_out(name):
     """Each file, each byte of those that are read, and each byte of every tensor has a fate."""
     source = SOURCES[name]
