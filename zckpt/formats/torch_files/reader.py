@@ -71,7 +71,8 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
         root = inside(root)
     if not isinstance(root, dict) or not root:
         raise UnsupportedError("holds no state dict", path=path, found=type(root).__name__)
-    if coded := [str(key) for key, one in root.items() if "W_q" in dict_of(one) and "nbits" in {**one, **dict_of(one.get("meta"))}]:
+    layers = {str(key): one for key, one in root.items() if "W_q" in dict_of(one)}
+    if coded := [key for key, one in layers.items() if "nbits" in {**one, **dict_of(one.get("meta"))}]:
         raise UnsupportedError(f"{listed(coded)}: layers in HQQ's codes of few bits", path=path, found="W_q",
                                expected="tensors of numbers", advice="dequantise it with HQQ")  # fmt: skip
     rest = root.get(KEY)
