@@ -78,9 +78,9 @@ def codes_in(checkpoint: Checkpoint) -> list[str]:
         low = [one for one in low if one.dtype != "int64" or one.name.endswith(_FLAT)]
     is_unknown = bool(settings) and settings.get("quant_method") not in _NAMED
     scaled = packed | {found["of"] for one in every if (found := _SCALE.fullmatch(one.name)) is not None}
-    for codes, *beside in _TOGETHER:
-        modules = (one.name.removesuffix(codes) for one in low if one.name.endswith(f".{codes}"))
-        scaled |= {of + codes for of in modules if is_table.keys() >= {of + one for one in beside}}
+    for own, *others in _TOGETHER:
+        modules = (one.name.removesuffix(own) for one in low if one.name.endswith(f".{own}"))
+        scaled |= {of + own for of in modules if is_table.keys() >= {of + name for name in others}}
     return [
         one.name
         for one in low
