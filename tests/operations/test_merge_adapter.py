@@ -495,7 +495,7 @@ def test_configurations_that_mean_something_else_are_refused(settings, message):
         ({"w.bias": torch.ones(4)}, r"w\.bias has another shape"),
         (factors("x", 3, 4), r"x: not in .*base\.safetensors"),
         (factors("v", 3, 4), r"the adapter of v does not fit"),
-        (factors("n", 2, 2), r"n\.weight is not a weight that numbers can be added to.*found int8"),
+        (factors("n", 2, 2), r"n\.weight is not a weight that numbers can be added to.*found int64"),
         ({"w.lora_A.other.weight": torch.ones(2, 4), "w.lora_A.default.weight": torch.ones(2, 4)}, "several adapters"),
         ({"w.lora_A.b.weight": torch.ones(2, 4)}, "several adapters: b, one without a name"),
         ({"w.bias": torch.ones(3), "w.base_layer.bias": torch.ones(3)}, r"has w\.bias twice"),
@@ -504,7 +504,7 @@ def test_configurations_that_mean_something_else_are_refused(settings, message):
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(changed, message):
     base = {"w.weight": torch.ones(3, 4), "w.bias": torch.ones(3), "v.weight": torch.ones(5, 4)}
-    save_file({**base, "n.weight": torch.ones(2, 2).to(torch.int8)}, "base.safetensors")
+    save_file({**base, "n.weight": torch.ones(2, 2).to(torch.int64)}, "base.safetensors")
     path = adapter({**factors("w", 3, 4), **changed})
     with refusing((zckpt.SourceError, zckpt.UsageError), message):
         zckpt.merge_adapter("base.safetensors", path, "m.safetensors")

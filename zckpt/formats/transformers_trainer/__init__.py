@@ -24,13 +24,17 @@ writer          what the Trainer resumes from
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from zckpt.formats.format import Found, NearMiss, Search
 from zckpt.formats.options import option
 from zckpt.formats.suffixes import OWN_MODEL, OWN_NAME
 from zckpt.formats.torch_files import TorchDirectory
 from zckpt.immutable import immutable
-from zckpt.state import Checkpoint
 from zckpt.storage.ownership import Owned, called
+
+if TYPE_CHECKING:
+    from zckpt.state import Checkpoint
 
 
 @immutable
