@@ -337,7 +337,8 @@ def test_what_is_saved_converts_to_other_formats(at, to, saved):
     mine, its = zckpt.open("back"), zckpt.open(source)
     assert {p.name for p in mine.tensors()} == {p.name for p in its.tensors()}
     for parameter in its.parameters.values():
-        assert_same_slots(mine, its, parameter.name)
+        if parameter.numel or to != "deepspeed":  # of which its groups have none without elements
+            assert_same_slots(mine, its, parameter.name)
 
 
 @pytest.mark.parametrize("stock", [False, True])
