@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tarfile
@@ -16,9 +15,6 @@ from tests.cli.console import FIXTURES, ROOT, environment
 BUILD = "import setuptools.build_meta as build, sys; print(getattr(build, f'build_{sys.argv[1]}')(sys.argv[2]))"
 
 AS_A_MODULE = "import runpy, zckpt; print(zckpt.__file__); runpy.run_module('zckpt', run_name='__main__')"
-
-MAP = """from zckpt.naming.installed import transformers_map
-print(transformers_map({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]})["about"])"""
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +37,7 @@ def built(kind: str, tree: Path, target: Path) -> Path:
 
 
 def test_a_wheel_has_all_of_the_package_and_runs_by_itself(tree, tmp_path):
-    archive = built("wheel", tree[0], tmp_path)
-    with zipfile.ZipFile(archive) as wheel:
+    with zipfile.ZipFile(built("wheel", tree[0], tmp_path)) as wheel:
         wheel.extractall(tmp_path / "installed")
     packed = {one.relative_to(tmp_path / "installed").as_posix() for one in (tmp_path / "installed").rglob("*")}
     assert {name for name in tree[1] if name.startswith("zckpt/")} <= packed
@@ -52,12 +47,6 @@ def test_a_wheel_has_all_of_the_package_and_runs_by_itself(tree, tmp_path):
     assert done.stdout.startswith(str(tmp_path / "installed"))
     assert "deepspeed" in done.stdout
     assert (tmp_path / "page.html").stat().st_size > 50_000
-    (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError(\"No module named 'transformers'\")")
-    run_in["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{archive}"  # as in a zipapp
-    done = subprocess.run(
-        [sys.executable, "-c", MAP], cwd=tmp_path, env=run_in, capture_output=True, check=True, text=True
-    )
-    assert "(MixtralForCausalLM, by zckpt's table)" in done.stdout
 
 
 def test_a_source_distribution_has_what_a_wheel_is_built_of(tree, tmp_path):

@@ -17,7 +17,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from zckpt.errors import MissingPackageError, UnsupportedError, UsageError, listed
@@ -37,12 +37,6 @@ SECONDS = 600
 """That making a model without memory may take."""
 
 
-_TRACED = (
-    "import runpy, sys; sys.path[:] = filter(None, sys.path)\n"  # not what lies in this directory
-    "runpy.run_module('zckpt.naming.traced', run_name='__main__')"  # which may lie in an archive
-)
-
-
 def transformers_map(config: Mapping[str, object]) -> dict[str, Any]:
     """Return the map, as a document, of the model of a configuration.
 
@@ -59,7 +53,7 @@ def transformers_map(config: Mapping[str, object]) -> dict[str, Any]:
 
 @lru_cache(maxsize=4)
 def _made(config: str) -> dict[str, Any]:
-    command = [sys.executable, "-c", _TRACED]
+    command = [sys.executable, str(Path(__file__).with_name("traced.py"))]  # by path: not what lies in this directory
     path = os.pathsep.join(one for one in sys.path if one)
     environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     try:
@@ -70,7 +64,7 @@ def _made(config: str) -> dict[str, Any]:
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise UnsupportedError(f"--map=transformers: the model could not be made: {error}") from error
     if "No module named" in str(found.get("refused")):
-        tables = json.loads(resources.files("zckpt.naming").joinpath("transformers.json").read_text(encoding="utf-8"))
+        tables = json.loads(Path(__file__).with_name("transformers.json").read_text(encoding="utf-8"))
         said = json.loads(config)
         name = next(iter(said.get("architectures") or []), "")
         borrowed = f"{said['model_type']} {name}"  # a type that has another's class, and other names in files
