@@ -260,10 +260,8 @@ def test_what_was_left_out_is_missing_after_another_format_too_until_it_is_fille
         zckpt.convert(tmp_path / "dcp", tmp_path / "three", to="deepspeed", stage=3, world_size=2)
     base = tmp_path / "base.safetensors"
     save_file({name: weight.clone() for name, weight in was.items()}, base)
-    for source, stage in (("saved", 3), ("dcp", 3), ("saved", 2)):
-        target = tmp_path / f"filled_{source}_{stage}"
-        zckpt.convert(tmp_path / source, target, to="deepspeed", stage=stage, world_size=2, fill_from=base)
-        assert_same_tree(run(load_without_frozen, 2, target, stage, model, False)[0][1], was)
+    zckpt.convert(tmp_path / "dcp", tmp_path / "three", to="deepspeed", stage=3, world_size=2, fill_from=base)
+    assert_same_tree(run(load_without_frozen, 2, tmp_path / "three", 3, model, False)[0][1], was)
 
 
 class Adapter(nn.Module):

@@ -71,8 +71,8 @@ def other_order(checkpoint: Checkpoint, *formats: str) -> Sequence[str]:
     """Return the names of a param group that files of formats have in another order than the model; none: ()."""
     source = checkpoint.converted_from.get("format", checkpoint.format)
     order = list(checkpoint.parameters)
-    is_sorted = order == sorted(order) or (checkpoint.is_sorted and not checkpoint.converted_from)
-    is_told = source in formats and not (checkpoint.unnamed or is_sorted)
+    is_sorted = checkpoint.is_sorted and not checkpoint.converted_from
+    is_told = source in formats and not (checkpoint.unnamed or is_sorted or order == sorted(order))
     every = (group.parameters for group in checkpoint.param_groups if is_told)
     return next((names for names in every if not follows(names, order)), ())
 

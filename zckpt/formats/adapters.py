@@ -93,7 +93,11 @@ _OF_BASE = re.compile(
     r"(?P<module>.+?)(?:\.(?:base_layer|original_module|token_adapter))+"
     r"\.(?P<name>(?!.*\b(?:base_layer|original_module|token_adapter)\.).+)"
 )
+_ADDED = re.compile(r"\.(?:lora_|modules_to_save\.|(?:ia3_|hada_|lokr_|oft_|vera_|boft_|trainable_tokens_)\w*)")
+"""What no part of a plain model is called."""
+
 _OF_MLX = re.compile(r"(.+)\.(lora_[ab]|m)")
+_EMBEDDING = re.compile(r"(?:.*\.)?(?:embed\w*|wte|(?:tok|word)_embeddings)")
 _OF_PROMPTS = ("prompt_encoder.", "word_embeddings.")
 
 
@@ -186,7 +190,7 @@ class Adapter:
                 own[factor] = owner.master or owner.slots[WEIGHT]
             elif match and match.re is _TOKENS:
                 tokens.setdefault(owner.name, []).append(match["module"])
-            elif not match and is_of_adapter(name):
+            elif not match and _ADDED.search(f".{name}"):
                 strange.append(name)
             elif match or ".original_module." not in name:
                 plain = f"{match['module']}.{match['name']}" if match else _unwrapped(name)
@@ -423,6 +427,8 @@ def _as_of_peft(checkpoint: Checkpoint) -> Checkpoint:
     for name, one in checkpoint.parameters.items():
         module, factor = match.groups() if (match := _OF_MLX.fullmatch(name)) else ("", "")
         kind = MAGNITUDE if factor == "m" else f"lora_{factor[-1:].upper()}.weight"
+        if factor != "m" and _EMBEDDING.fullmatch(module):
+            kind = f"lora_embedding_{factor[-1:].upper()}"
         turned = len(one.shape) == 2 and kind != MAGNITUDE
         slots = {key: transpose(slot, (1, 0)) if turned else slot for key, slot in one.slots.items()}
         new = replace(one, name=f"{module}.{kind}", shape=one.shape[::-1] if turned else one.shape, slots=slots)
@@ -448,6 +454,13 @@ def names_in_files(checkpoint: Checkpoint) -> dict[str, str]:
     return found if len(found) == len(names) == len({*found.values()}) else {}
 
 
+def short_names(names: Collection[str]) -> dict[str, str]:
+    """Return the names of an adapter's parameters without its own; none where others are there, or several adapters."""
+    own = all(_ADDED.search(f".{one}") or (one.startswith(PEFT_MODEL) and is_of_adapter(one)) for one in names)
+    found = {name: without_adapter(name) for name in names if own}
+    return found if len(found) == len({*found.values()}) else {}
+
+
 def of_modules(config: Path, names: Iterable[str]) -> bytes:
     """Return the configuration of an adapter whose tensors got other names, of modules.
 
@@ -467,7 +480,7 @@ def of_modules(config: Path, names: Iterable[str]) -> bytes:
 def without_adapters(names: Iterable[str]) -> dict[str, str]:
     """Return the name that each tensor of a model has without what PEFT puts around it; none of what PEFT adds."""
     found = _plain(names)
-    kept = {name: short for name, short in found.items() if not is_of_adapter(short)}
+    kept = {name: short for name, short in found.items() if not _ADDED.search(f".{short}")}
     return {name: _unwrapped(short) for name, short in kept.items()}
 
 
@@ -492,6 +505,11 @@ def _settings(path: Path) -> dict[str, Any]:
         found = {"peft_type": "LORA", "init_lora_weights": True, **found}
     if isinstance(kind := found.get("fine_tune_type"), str) and "peft_type" not in found:
         told = dict_of(found.get("lora_parameters"))
+        if kind not in ("lora", "dora", "full") or "alpha" in told:  # older versions: scale x alpha / rank
+            raise UnsupportedError(
+                f"an adapter of mlx-lm, {'with an alpha' if 'alpha' in told else kind}", path=path,
+                expected="lora, dora or full, with a rank and a scale", advice="give PEFT's with --adapter-config",
+            )  # fmt: skip
         r, scale = told.get("rank"), told.get("scale")
         alpha = r * scale if isinstance(r, (int, float)) and isinstance(scale, (int, float)) else scale
         own = {"peft_type": "LORA", "r": r, "lora_alpha": alpha, "use_dora": kind == "dora"}

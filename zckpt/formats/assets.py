@@ -90,8 +90,7 @@ def is_adapter(names: Iterable[str], assets: Collection[str]) -> bool:
     own = {name for name in every if name.startswith(PEFT_MODEL) and is_added(name)}
     if not all(name in own or name.startswith(PEFT) for name in every):
         return False
-    without = {without_adapter(name) for name in own}
-    return not without.isdisjoint(own) or len(without) < len(own)  # in memory the adapter's name is in each
+    return not own.isdisjoint(map(without_adapter, own))  # in memory the adapter's name is in each
 
 
 def stem_of(assets: Mapping[str, Path]) -> str:

@@ -9,8 +9,8 @@ torchao       NAME._weight_qdata and ._weight_scale
 MLX           NAME.weight of uint32 and .scales; Mistral NAME.weight of float8 and .qscale_weight
 others        NAME.trellis and .suh (EXL3), .codes and .codebooks (AQLM), .indices (VPTQ), .W_q (HQQ), .B and .s, ...
 
-Or integers that are called as weights (NAME.weight, .qweight, .W_q, .B_24, .Qidxs), or any of these where the model's
-config.json has a quantization_config, and other files that say so.
+Or integers that no plain model has (NAME.qweight, .weight_packed, .W_q, .B_24, .Qidxs), or any of these where the
+model's config.json has a quantization_config, and other files that say so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.storage.files import is_file, read_json
 
 _SCALE = re.compile(
-    r"(?P<of>.*?)[._](?:weight_|embedding_)?(?:scales?(?:_inv|_\d|_and_zero)?|q?scale_weight|absmax|SCB|quant_state\..*)",
+    r"(?P<of>.*?)[._](?:weight_|embedding_)?(?:scales?(?:_inv|_\d|_and_zero)?|q?scale_weight|absmax|SCB|quant_state\..*)"
+    r"|(?P<by_s>.*?)\.sf?",
     re.DOTALL,
 )
 _CODES = re.compile(
@@ -36,12 +37,13 @@ _CODES = re.compile(
     re.DOTALL,
 )
 _TOGETHER = (
-    ("trellis", "suh"), ("codes", "codebooks", "scales"), ("indices", "centroids.weight", "weight_scale"), ("B", "s"),
-    ("B", "s_channel"), ("dense_weights", "col_vals"), ("q_weight", "q_scale_max"),
+    ("trellis", "suh"), ("trellis", "scales"), ("codes", "scales"), ("indices", "scales"), ("B", "scales"), ("B", "s"),
+    ("indices", "centroids.weight", "weight_scale"), ("indices", "centroids.weight", "perm"), ("B", "s_channel"),
+    ("dense_weights", "col_vals"), ("weight.compressed", "col_vals"),
 )  # fmt: skip
 """What codes are called that ordinary tables are, too, and what lies beside them in a module."""
 
-_ALONE = re.compile(r"(?:.*\.)?(?:q?weight|weight_packed|W_q|B_24|Qidxs|quantized_weight_values)", re.DOTALL)
+_ALONE = re.compile(r"(?:.*\.)?(?:q_?weight|weight_packed|W_q|B_24|Qidxs|quantized_weight_values)", re.DOTALL)
 """What no integers but codes are called, whatever their scales are."""
 
 _KNOWN = re.compile(
@@ -77,7 +79,7 @@ def codes_in(checkpoint: Checkpoint) -> list[str]:
     if not settings:  # matrices of int64 are positions
         low = [one for one in low if one.dtype != "int64" or one.name.endswith(_FLAT)]
     is_unknown = bool(settings) and settings.get("quant_method") not in _NAMED
-    scaled = packed | {found["of"] for one in every if (found := _SCALE.fullmatch(one.name)) is not None}
+    scaled = packed | {found["of"] or found["by_s"] for one in every if (found := _SCALE.fullmatch(one.name))}
     for own, *others in _TOGETHER:
         modules = (one.name.removesuffix(own) for one in low if one.name.endswith(f".{own}"))
         scaled |= {of + own for of in modules if is_table.keys() >= {of + name for name in others}}

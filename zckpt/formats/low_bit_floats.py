@@ -152,6 +152,9 @@ class _Model:
         config, self.settings = settings_of(checkpoint)
         stated = config.get("dtype", config.get("torch_dtype"))
         self.dtype = stated if stated in _FLOATS else "float32"
+        self.elsewhere = [
+            key for key, one in self.settings.items() if dict_of(one) and f"{key}.scales" not in self.slots
+        ]
         self.used: set[str] = set()
         is_of_gpt2 = any(one.get("model_type") in _OF_CONV1D for one in (config, *map(dict_of, config.values())))
         self.has_conv1d = is_of_gpt2 and self.settings.get("quant_method") in ("bitsandbytes", "gptq", "auto-round")
@@ -393,10 +396,8 @@ class _Model:
     def _mlx(self, name: str, of: str, slot: Slot) -> Plain | None:
         """Return what MLX keeps in words of rows, as is said of all modules or of one; or transformers for Metal."""
         told, module = dict_of(self.settings.get(of[:-1])) or self.settings, f".{of[:-1]}"
-        others = [key for key in self.settings if key + ".scales" not in self.slots and dict_of(self.settings[key])]
-        if told is self.settings and (
-            alike := [one for one in others if module.endswith(f".{one}") or f".{one}".endswith(module)]
-        ):
+        alike = [one for one in self.elsewhere if module.endswith(f".{one}") or f".{one}".endswith(module)]
+        if told is self.settings and alike:
             raise UnsupportedError(
                 f"{name}: what is said of {listed(alike)} may be of it", path=self.path,
                 expected="settings under the names that modules have", advice="rename them in config.json",

@@ -16,7 +16,7 @@ its source and goes out under others; elements stay where they lie, and the plan
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 from zckpt.errors import UsageError, about
@@ -67,13 +67,8 @@ class Naming:
         for flag, prefix in (("--strip-prefix", self.strip_prefix), ("--add-prefix", self.add_prefix)):
             if not isinstance(prefix, str | None):
                 raise UsageError(f"unusable {flag}", expected="a text", found=repr(prefix))
-        pairs = self.rename if isinstance(self.rename, Sequence) else [None]
-        for one in pairs:
-            match one:
-                case (str(), str()):  # of a text, which has no such case, two letters would be taken
-                    pass
-                case _:
-                    raise UsageError("unusable --rename", expected="pairs, [(OLD, NEW), ...]", found=repr(self.rename))
+        if not isinstance(self.rename, Sequence | Set | Iterator):
+            raise UsageError("unusable --rename", expected="pairs, [(OLD, NEW), ...]", found=repr(self.rename))
 
     @property
     def changes(self) -> bool:

@@ -21,8 +21,12 @@ def new_names(
     """
     names = {name: name for name in names_of(checkpoint)}
     options = [(f"--strip-prefix {strip_prefix}", rf"\A{re.escape(strip_prefix)}", "")] if strip_prefix else []
-    for old, new in rename:
-        pattern, becomes = old, new
+    for one in rename:
+        match one:
+            case (str(old), str(new)):  # of a text, which has no such case, two letters would be taken
+                pattern, becomes = old, new
+            case _:
+                raise UsageError("unusable --rename", expected="pairs, [(OLD, NEW), ...]", found=repr(rename))
         if "*" in new:
             if old.count("*") != new.count("*"):
                 raise UsageError("--rename needs as many `*` in OLD as in NEW", found=f"{old}={new}")

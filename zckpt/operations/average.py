@@ -194,8 +194,8 @@ def _scale(checkpoint: Checkpoint) -> tuple[Any, ...] | None:
 
 def _numbers(flag: str, given: Iterable[Any]) -> list[float]:
     """Return the numbers of a list, an array or a tensor."""
-    with suppress(TypeError, ValueError, RuntimeError):
-        if not isinstance(given, str | Mapping):
+    with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+        if not isinstance(given, str | bytes | Mapping):
             return [float(one) for one in given]
     raise UsageError(f"unusable {flag}", expected="finite numbers", found=repr(given))
 

@@ -96,10 +96,12 @@ def salvage(checkpoint: Checkpoint, given: Mapping[str, object], *, of_optimizer
     names = {*parameters, *unnamed}
     groups = [replace(one, parameters=[n for n in one.parameters if n in names]) for one in checkpoint.param_groups]
     whole = [one for one in checkpoint.duplicates if not (one.slot.lost or one.original.lost)]
-    origin = checkpoint.origin if base is None and not checkpoint.lost else None
+    origin = None if checkpoint.lost else checkpoint.origin
     away = [key for key, value in checkpoint.metadata.items() if any(one.slot.lost for one in pieces(value))]
     warnings = [*checkpoint.warnings, *(f"{key} is incomplete, and left out" for key in away)]
-    details = checkpoint.details if base is None else checkpoint.details | {HAS_FROZEN: True}
+    details, was = checkpoint.details, checkpoint.converted_from
+    if base is not None and was:  # what was frozen, and left out, is filled in
+        details = details | {"origin": without(was, HAS_FROZEN)}
     found = replace(checkpoint, parameters=parameters, buffers=buffers, unnamed=unnamed, param_groups=groups,
                     duplicates=whole, origin=origin, warnings=warnings, details=details,
                     metadata=without(checkpoint.metadata, *away))  # fmt: skip

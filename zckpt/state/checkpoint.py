@@ -28,7 +28,8 @@ WEIGHT = "weight"
 MASTER = "master"
 
 HAS_FROZEN = "has_frozen"
-"""Of `Checkpoint.details`: False if frozen parameters were left out when it was saved, True if they were filled in."""
+"""Of `Checkpoint.details`: False if frozen parameters were left out when it was saved."""
+
 FOLLOWS_FROM_STEPS = frozenset({"step", "mu_product", "eta", "mu"})
 """Single values that depend on hyperparameters and the number of steps only (torch 2.13: all, NAdam, ASGD)."""
 

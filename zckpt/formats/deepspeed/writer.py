@@ -437,7 +437,6 @@ def _decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
             f"{listed(frozen)}: ZeRO-3's files have either all frozen parameters or none, but others were left out "
             "when this was saved",
             expected="--stage 1 or 2",
-            advice="`zckpt convert --to deepspeed --fill-from BASE` takes the others from the model before training; a "
-            "ZeRO-3 engine can load it within `zckpt.deepspeed.any_world_size`",
+            advice="a ZeRO-3 engine can load it within `zckpt.deepspeed.any_world_size`",
         )
     return target

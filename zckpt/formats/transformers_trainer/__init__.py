@@ -81,7 +81,7 @@ class TransformersTrainer(TorchDirectory):
 
     def follows(self, key: str, values: tuple[object, object], sides: tuple[Checkpoint, Checkpoint]) -> bool:  # noqa: ARG002
         """Tell what a scheduler says that was written by rule, beside none."""
-        if not key.startswith("metadata.scheduler."):
+        if not key.startswith("metadata.scheduler.") or sides[0].format == sides[1].format:
             return False
         from zckpt.formats.transformers_trainer.states import is_by_rule
 

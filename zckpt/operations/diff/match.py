@@ -12,9 +12,9 @@ from fnmatch import fnmatchcase
 
 from zckpt.compare.logical import named, own_weight, parameter_values, single
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.adapters import short_names
 from zckpt.immutable import immutable, mutable
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, is_floating
-from zckpt.state.names import aligned
 from zckpt.torchfile import Tensor
 
 State = dict[str, object]
@@ -69,9 +69,9 @@ class Matches:
 def match(a: Checkpoint, b: Checkpoint, chosen: Filter) -> Matches:
     """Match the parameters, buffers and slots of two checkpoints."""
     ours, theirs = named(a), named(b)
-    if ours.keys() != theirs.keys():  # an adapter has other names in memory than in files
-        met = aligned(ours, theirs)
-        theirs = {met.get(name, name): one for name, one in theirs.items()}
+    own, short = {short: name for name, short in short_names(ours).items()}, short_names(theirs)
+    if own and short:  # an adapter alone has other names in memory than in files
+        theirs = {own.get(short[name], name): one for name, one in theirs.items()}
     found = Matches(ours, theirs)
     for name in ours:
         if not chosen.takes(name):
