@@ -284,7 +284,7 @@ def test_megatrons_lora_is_pefts(is_dist):
 @pytest.mark.parametrize("dora", [False, True])
 def test_an_adapter_of_mlx_lm_is_merged_as_it_fuses_it(dora):
     """scale * lora_a @ lora_b, which lie as (in, out), as mlx-lm 0.32 writes and fuses them."""
-    base = {"layers.0.q.weight": torch.randn(6, 4), "embed.weight": torch.randn(9, 4)}
+    base = {"layers.0.q.weight": torch.randn(6, 4), "embed.weight": torch.randn(9, 4), "wte.weight": torch.randn(4, 4)}
     save_file(base, "base.safetensors")
     added: Tensors = {"layers.0.q.lora_a": torch.randn(4, 2), "layers.0.q.lora_b": torch.randn(2, 6)}
     expected = base["layers.0.q.weight"] + 20 * (added["layers.0.q.lora_a"] @ added["layers.0.q.lora_b"]).T
@@ -292,8 +292,9 @@ def test_an_adapter_of_mlx_lm_is_merged_as_it_fuses_it(dora):
         added["layers.0.q.m"] = torch.rand(6)
         expected *= (added["layers.0.q.m"] / expected.norm(dim=1))[:, None]
     else:
-        added |= {"embed.lora_a": torch.randn(9, 2), "embed.lora_b": torch.randn(2, 4)}
-        base["embed.weight"] = base["embed.weight"] + 20 * (added["embed.lora_a"] @ added["embed.lora_b"])
+        for name, rows in (("embed", 9), ("wte", 4)):  # a square one is known by its name
+            added |= {f"{name}.lora_a": torch.randn(rows, 2), f"{name}.lora_b": torch.randn(2, 4)}
+            base[f"{name}.weight"] = base[f"{name}.weight"] + 20 * (added[f"{name}.lora_a"] @ added[f"{name}.lora_b"])
     Path("a").mkdir()
     save_file(added, "a/adapters.safetensors")
     settings = {"fine_tune_type": "dora" if dora else "lora", "num_layers": 1,
@@ -304,6 +305,10 @@ def test_an_adapter_of_mlx_lm_is_merged_as_it_fuses_it(dora):
     Path("a/adapter_config.json").write_text(json.dumps(settings))
     with refusing(zckpt.DamagedFileError, "unusable r"):
         zckpt.merge_adapter("base.safetensors", "a", "n.safetensors")
+    for odd in ({"fine_tune_type": "other"}, {"lora_parameters": {"rank": 2, "alpha": 16, "scale": 20.0}}):
+        Path("a/adapter_config.json").write_text(json.dumps(settings | odd))
+        with refusing(zckpt.UnsupportedError, "an adapter of mlx-lm"):
+            zckpt.merge_adapter("base.safetensors", "a", "n.safetensors")
 
 
 def adapter(tensors: Tensors, *, at: str = "a", suffix: str = ".safetensors", **settings: Any) -> Path:

@@ -88,8 +88,9 @@ def test_another_run_is_the_same_only_with_the_same_options():
 def test_a_text_is_no_list_of_names():
     with refusing(zckpt.UsageError, "names is a text: expected a list"):
         zckpt.open(SOURCE, names="names.txt")
-    with refusing(zckpt.UsageError, "unusable --names: expected a list of names"):
-        zckpt.open(SOURCE, names=[1, 2])  # type: ignore[list-item]
+    for odd in ([1, 2], 5, (one for one in (1, 2))):
+        with refusing(zckpt.UsageError, "unusable --names: expected a list of names"):
+            zckpt.open(SOURCE, names=odd)  # type: ignore[arg-type]
 
 
 def test_names_that_a_source_has_of_its_own_are_said_to_be_ignored():

@@ -7,7 +7,7 @@ target files. It never copies tensor bytes. `registry` lists them.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,8 +77,10 @@ def open_checkpoint(
     path = by_name(source)
     if isinstance(names, str):
         raise UsageError("names is a text", expected="a list of names", advice="give the lines of its file")
-    if not all(isinstance(one, str) for one in (() if names is None else names)):
-        raise UsageError("unusable --names", expected="a list of names", found=repr(names))
+    if names is not None:
+        names = [*names] if isinstance(names, Iterable) else [names]
+        if not all(isinstance(one, str) for one in names):
+            raise UsageError("unusable --names", expected="a list of names", found=repr(names))
     if isinstance(roots, str | os.PathLike):
         roots = [roots]
     rules = None if tp_rules is None else Path(tp_rules)

@@ -97,7 +97,7 @@ _ADDED = re.compile(r"\.(?:lora_|modules_to_save\.|(?:ia3_|hada_|lokr_|oft_|vera
 """What no part of a plain model is called."""
 
 _OF_MLX = re.compile(r"(.+)\.(lora_[ab]|m)")
-_EMBEDDING = re.compile(r"(?:.*\.)?(?:embed\w*|wte|(?:tok|word)_embeddings)")
+_EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|embed_in|wte|(?:(?:tok|word)_)?embeddings?)")
 _OF_PROMPTS = ("prompt_encoder.", "word_embeddings.")
 
 
